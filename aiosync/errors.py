@@ -1,0 +1,287 @@
+"""The exceptions that aiosync raises, as one tree with one root.
+
+Third-party exceptions are translated into this tree once, where they enter the
+library, with ``raise ... from exc``. ``asyncio.CancelledError`` is never
+translated. This module imports nothing from aiosync and nothing heavy.
+
+::
+
+    AiosyncError
+    +- ConfigError (ValueError)             bad option, found before any I/O
+    |  +- UnknownTransportError
+    +- TransportError                       the link; a new link may work
+    |  +- ConnectError                      could not reach the peer, or the handshake failed
+    |  +- TransportClosed                   we closed it
+    |  +- PeerClosed                        the peer closed cleanly between messages
+    |  +- TransportBroken                   lost, or a transfer was cut mid-message (sticky)
+    |  +- TransportBusy                     a second concurrent send() or recv()
+    +- ProtocolError                        abstract
+    |  +- LocalProtocolError (RuntimeError) we asked for something illegal now
+    |  +- RemoteProtocolError               the peer sent something illegal (sticky)
+    |     +- FrameTooLarge
+    |     +- WireVersionMismatch
+    +- SyncTimeout (TimeoutError)
+    |  +- ConnectTimeout, SendTimeout, RecvTimeout, AckTimeout
+    +- WeightsError
+    |  +- ManifestMismatch, StaleVersion, ApplyError
+    +- PartialSyncError                     some workers did not get the update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = [
+    "AckTimeout",
+    "AiosyncError",
+    "ApplyError",
+    "ConfigError",
+    "ConnectError",
+    "ConnectTimeout",
+    "FrameTooLarge",
+    "LocalProtocolError",
+    "ManifestMismatch",
+    "PartialSyncError",
+    "PeerClosed",
+    "ProtocolError",
+    "RecvTimeout",
+    "RemoteProtocolError",
+    "SendTimeout",
+    "StaleVersion",
+    "SyncTimeout",
+    "TransportBroken",
+    "TransportBusy",
+    "TransportClosed",
+    "TransportError",
+    "UnknownTransportError",
+    "WeightsError",
+    "WireVersionMismatch",
+]
+
+
+class AiosyncError(Exception):
+    """Root of every exception that aiosync raises on purpose."""
+
+
+class ConfigError(AiosyncError, ValueError):
+    """An option or argument is wrong; nothing was sent and nothing changed."""
+
+
+class UnknownTransportError(ConfigError):
+    """No transport is registered under the name that was asked for."""
+
+
+class TransportError(AiosyncError):
+    """Something about one link. A new link may work."""
+
+
+class ConnectError(TransportError):
+    """The peer could not be reached, or it refused the handshake."""
+
+
+class TransportClosed(TransportError):
+    """The link was closed by this side."""
+
+
+class PeerClosed(TransportError):
+    """The peer closed the link between two messages, or its process ended there."""
+
+
+class TransportBroken(TransportError):
+    """The link was lost, or a transfer was cut in mid-message. Sticky: open a new link."""
+
+
+class TransportBusy(TransportError):
+    """A second ``send()`` or a second ``recv()`` was started while one was running."""
+
+
+class ProtocolError(AiosyncError):
+    """Abstract parent of the two sides of a protocol fault."""
+
+
+class LocalProtocolError(ProtocolError, RuntimeError):
+    """This side asked for something that is not legal in the current state."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent something that the wire format does not allow. Sticky."""
+
+
+class FrameTooLarge(RemoteProtocolError):
+    """A frame announced more bytes than the limits allow; nothing was allocated for it."""
+
+
+class WireVersionMismatch(RemoteProtocolError):
+    """The peer speaks another version of the wire format."""
+
+
+class SyncTimeout(AiosyncError, TimeoutError):
+    """A deadline passed. The subclass says in which phase."""
+
+
+class ConnectTimeout(SyncTimeout):
+    """The rendez-vous or its handshake did not finish in time."""
+
+
+class SendTimeout(SyncTimeout):
+    """The link did not take the message in time."""
+
+
+class RecvTimeout(SyncTimeout):
+    """No message arrived in time. The link is intact."""
+
+
+class AckTimeout(SyncTimeout):
+    """Some workers did not acknowledge a version in time.
+
+    Attributes:
+        worker_ids: Indices of the workers that did not answer.
+        version: The version that was waited for, or ``None``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker_ids: Iterable[int] = (),
+        version: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.worker_ids: frozenset[int] = frozenset(worker_ids)
+        self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"worker_ids": self.worker_ids, "version": self.version}
+        return (type(self), (str(self),), state)
+
+
+class WeightsError(AiosyncError):
+    """Something about the weights themselves; the link is fine."""
+
+
+class ManifestMismatch(WeightsError, ValueError):
+    """The weights do not fit the target. Nothing was changed.
+
+    Attributes:
+        missing: Names that the target has and the weights lack.
+        unexpected: Names that the weights have and the target lacks.
+        mismatched: For each name whose shape or dtype differs, what was
+            expected and what came, in words.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        mismatched: Mapping[str, str] | None = None,
+        hint: str = "",
+    ) -> None:
+        self.missing: tuple[str, ...] = tuple(missing)
+        self.unexpected: tuple[str, ...] = tuple(unexpected)
+        self.mismatched: Mapping[str, str] = MappingProxyType(dict(mismatched or {}))
+        self.hint = hint
+        parts = []
+        if self.missing:
+            parts.append(f"missing: {', '.join(self.missing)}")
+        if self.unexpected:
+            parts.append(f"unexpected: {', '.join(self.unexpected)}")
+        if self.mismatched:
+            listed = "; ".join(f"{name}: {text}" for name, text in self.mismatched.items())
+            parts.append(f"mismatched: {listed}")
+        text = "the weights do not fit the target (" + " | ".join(parts or ["no detail"]) + ")"
+        super().__init__(f"{text}. {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            _rebuild_mismatch,
+            (type(self), self.missing, self.unexpected, dict(self.mismatched), self.hint),
+        )
+
+
+def _rebuild_mismatch(
+    cls: type[ManifestMismatch],
+    missing: tuple[str, ...],
+    unexpected: tuple[str, ...],
+    mismatched: dict[str, str],
+    hint: str,
+) -> ManifestMismatch:
+    return cls(missing=missing, unexpected=unexpected, mismatched=mismatched, hint=hint)
+
+
+class StaleVersion(WeightsError):
+    """An update is not newer than what the receiver already has."""
+
+
+class ApplyError(WeightsError):
+    """A receiver could not apply an update; its module kept the version it had.
+
+    Attributes:
+        worker_idx: The worker that refused, or ``None`` when raised in the worker itself.
+        version: The version that was refused, or ``None``.
+        remote_type: Name of the exception's type in the worker, or ``""``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker_idx: int | None = None,
+        version: int | None = None,
+        remote_type: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.worker_idx = worker_idx
+        self.version = version
+        self.remote_type = remote_type
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {
+            "worker_idx": self.worker_idx,
+            "version": self.version,
+            "remote_type": self.remote_type,
+        }
+        return (type(self), (str(self),), state)
+
+
+class PartialSyncError(AiosyncError):
+    """Some workers did not get the update; the others have it and keep working.
+
+    Attributes:
+        acked: Indices of the workers that applied the version (or a newer one).
+        failed: For each worker that did not, the error that says why.
+        version: The version that was sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        acked: Iterable[int] = (),
+        failed: Mapping[int, AiosyncError] | None = None,
+        version: int | None = None,
+    ) -> None:
+        self.acked: frozenset[int] = frozenset(acked)
+        self.failed: Mapping[int, AiosyncError] = MappingProxyType(dict(failed or {}))
+        self.version = version
+        listed = "; ".join(
+            f"worker {idx}: {type(error).__name__}: {error}"
+            for idx, error in sorted(self.failed.items())
+        )
+        have = ", ".join(map(str, sorted(self.acked))) or "none"
+        super().__init__(
+            f"version {version} did not reach every worker. {listed}. Workers that have it: {have}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_partial, (type(self), self.acked, dict(self.failed), self.version))
+
+
+def _rebuild_partial(
+    cls: type[PartialSyncError],
+    acked: frozenset[int],
+    failed: dict[int, AiosyncError],
+    version: int | None,
+) -> PartialSyncError:
+    return cls(acked=acked, failed=failed, version=version)

@@ -1,0 +1,249 @@
+"""What a sender owes to one receiver: at most one update that waits, and those under way.
+
+A receiver that is slower than the trainer gets the newest version and never sees the ones in
+between: an update that is still waiting is replaced by the next. Pure bookkeeping: events in,
+outcomes out. This module must never import asyncio, anyio or torch, and reads no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError
+from aiosync.types import AckStatus
+from aiosync.wire import Ack
+
+__all__ = ["Outbox", "Outcome", "OutcomeKind"]
+
+
+class OutcomeKind(enum.Enum):
+    """What finally became of one version at one receiver."""
+
+    APPLIED = "applied"
+    """The receiver is on it."""
+    SKIPPED = "skipped"
+    """A newer version overtook it; the receiver never needs it again."""
+    FAILED = "failed"
+    """The receiver did not get it, or refused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one version at one receiver. There is exactly one for each version offered.
+
+    Attributes:
+        version: Which version.
+        kind: What became of it.
+        by: For SKIPPED, the newer version.
+        error: For FAILED, why.
+    """
+
+    version: int
+    kind: OutcomeKind
+    by: int | None = None
+    error: AiosyncError | None = None
+
+
+class Outbox:
+    """Versions on their way to one receiver.
+
+    ``offer()`` makes a version pending, or replaces the pending one. When :attr:`can_take`
+    is true the link takes it with ``take()``; it is then in flight, and the window is shut
+    until the receiver says RECEIVED (or more), so that at most one update is on the link.
+    Acknowledgements resolve what is in flight. Not thread-safe.
+
+    Args:
+        epoch: Epoch of the sender.
+        worker_idx: Named in the errors of outcomes; ``None`` when there is no such index.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        worker_idx: As given.
+    """
+
+    __slots__ = (
+        "_applied",
+        "_error",
+        "_in_flight",
+        "_last_offered",
+        "_pending",
+        "_skipped",
+        "_stray",
+        "_unreceived",
+        "epoch",
+        "worker_idx",
+    )
+
+    def __init__(self, epoch: int, *, worker_idx: int | None = None) -> None:
+        self.epoch = epoch
+        self.worker_idx = worker_idx
+        self._pending: int | None = None
+        self._in_flight: list[int] = []  # ascending
+        self._unreceived: int | None = None  # the one in flight that shuts the window
+        self._last_offered = 0
+        self._applied = 0
+        self._skipped = 0
+        self._stray = 0
+        self._error: AiosyncError | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._error is not None else "open"
+        return (
+            f"Outbox({state}, pending={self._pending}, in_flight={self._in_flight}, "
+            f"applied={self._applied})"
+        )
+
+    @property
+    def pending(self) -> int | None:
+        """The version that waits for the link."""
+        return self._pending
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Versions that the link took and that are not resolved, oldest first."""
+        return tuple(self._in_flight)
+
+    @property
+    def applied(self) -> int:
+        """Newest version that the receiver said it applied; 0 before the first."""
+        return self._applied
+
+    @property
+    def skipped(self) -> int:
+        """How many versions were overtaken by a newer one."""
+        return self._skipped
+
+    @property
+    def stray(self) -> int:
+        """How many acknowledgements were ignored, because they concern nothing in flight."""
+        return self._stray
+
+    @property
+    def error(self) -> AiosyncError | None:
+        """Why this outbox was closed, or ``None``. Sticky."""
+        return self._error
+
+    @property
+    def can_take(self) -> bool:
+        """Whether a version is pending and the window is open."""
+        return self._pending is not None and self._unreceived is None and self._error is None
+
+    def offer(self, version: int) -> list[Outcome]:
+        """Make a version pending; the newest one wins.
+
+        Returns:
+            The outcome of the pending version that was replaced, if there was one.
+
+        Raises:
+            LocalProtocolError: Not greater than the version offered last, or closed.
+        """
+        if self._error is not None:
+            raise LocalProtocolError(f"the outbox was closed: {self._error}") from self._error
+        if version <= self._last_offered:
+            raise LocalProtocolError(
+                f"version {version} is not newer than version {self._last_offered}"
+            )
+        replaced = self._pending
+        self._pending = self._last_offered = version
+        return [] if replaced is None else [self._skip(replaced, version)]
+
+    def take(self) -> int:
+        """Move the pending version into flight, and shut the window.
+
+        Raises:
+            LocalProtocolError: :attr:`can_take` is false.
+        """
+        version = self._pending
+        if version is None or not self.can_take:
+            raise LocalProtocolError("nothing can be taken now")
+        self._pending = None
+        self._unreceived = version
+        self._in_flight.append(version)
+        return version
+
+    def untake(self, version: int) -> list[Outcome]:
+        """Take a version back that the link did not touch, because the send was cancelled.
+
+        It is pending again, or skipped if a newer one became pending meanwhile. Does nothing
+        when the outbox was closed meanwhile, because the version was resolved then.
+
+        Returns:
+            The outcome of the version, if it was skipped.
+
+        Raises:
+            LocalProtocolError: It is not the version that was taken last, or the receiver
+                has answered to it.
+        """
+        if self._error is not None:
+            return []
+        if version != self._unreceived:
+            raise LocalProtocolError(f"version {version} cannot be taken back")
+        self._in_flight.pop()
+        self._unreceived = None
+        if self._pending is None:
+            self._pending = version
+            return []
+        return [self._skip(version, self._pending)]
+
+    def on_ack(self, ack: Ack) -> list[Outcome]:
+        """Register what the receiver said.
+
+        An acknowledgement of another epoch, or of a version that is not in flight, is only
+        counted in :attr:`stray`: it never counts as success.
+
+        Returns:
+            Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version
+            and every older one in flight. NACK resolves the version with an
+            :class:`~aiosync.errors.ApplyError`.
+        """
+        version = ack.version
+        in_flight = self._in_flight
+        if ack.epoch != self.epoch or version not in in_flight:
+            self._stray += 1
+            return []
+        if self._unreceived is not None and version >= self._unreceived:
+            self._unreceived = None
+        if ack.status == AckStatus.RECEIVED:
+            return []
+        if ack.status == AckStatus.APPLIED:
+            overtaken = in_flight[: in_flight.index(version)]
+            del in_flight[: len(overtaken) + 1]
+            self._applied = version
+            outcomes = [self._skip(older, version) for older in overtaken]
+            outcomes.append(Outcome(version, OutcomeKind.APPLIED))
+            return outcomes
+        in_flight.remove(version)
+        return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
+
+    def close(self, error: AiosyncError) -> list[Outcome]:
+        """Fail everything that is unresolved. Sticky: a second call changes nothing.
+
+        Args:
+            error: Why the receiver can get no more updates.
+
+        Returns:
+            A FAILED outcome for every version in flight or pending, oldest first.
+        """
+        if self._error is not None:
+            return []
+        self._error = error
+        versions = self._in_flight if self._pending is None else [*self._in_flight, self._pending]
+        self._in_flight = []
+        self._pending = None
+        self._unreceived = None
+        return [Outcome(version, OutcomeKind.FAILED, error=error) for version in versions]
+
+    def _skip(self, version: int, by: int) -> Outcome:
+        self._skipped += 1
+        return Outcome(version, OutcomeKind.SKIPPED, by=by)
+
+    def _apply_error(self, ack: Ack) -> ApplyError:
+        who = "the receiver" if self.worker_idx is None else f"worker {self.worker_idx}"
+        reason = f"{ack.error_type}: {ack.error_text}" if ack.error_type else ack.error_text
+        return ApplyError(
+            f"{who} refused version {ack.version}: {reason or 'no reason given'}",
+            worker_idx=self.worker_idx,
+            version=ack.version,
+            remote_type=ack.error_type,
+        )

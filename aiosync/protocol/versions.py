@@ -1,0 +1,167 @@
+"""Identity and order of updates, on both sides of a link.
+
+Pure bookkeeping. This module must never import asyncio, anyio or torch, and reads no clock.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from aiosync.errors import ConfigError, LocalProtocolError, StaleVersion
+
+__all__ = ["MAX_VERSION", "Inbox", "VersionClock", "new_epoch"]
+
+MAX_VERSION = 2**63 - 1
+"""Largest epoch and largest version."""
+
+
+def new_epoch() -> int:
+    """Draw the id of a new sender: random, 1 to 2**63 - 1.
+
+    Two senders get the same one with a probability of about 1e-19.
+    """
+    return secrets.randbelow(MAX_VERSION) + 1
+
+
+class VersionClock:
+    """Hands out the versions of one sender, each greater than the one before.
+
+    Args:
+        epoch: Epoch of the sender; drawn when ``None``.
+
+    Attributes:
+        epoch: Epoch of the sender.
+
+    Raises:
+        ConfigError: The epoch is not in 1 to 2**63 - 1.
+    """
+
+    __slots__ = ("_current", "epoch")
+
+    def __init__(self, epoch: int | None = None) -> None:
+        if epoch is None:
+            epoch = new_epoch()
+        elif type(epoch) is not int or not 1 <= epoch <= MAX_VERSION:
+            raise ConfigError(f"epoch is {epoch!r}; it must be an int from 1 to 2**63 - 1")
+        self.epoch: int = epoch
+        self._current = 0
+
+    def __repr__(self) -> str:
+        return f"VersionClock(epoch={self.epoch}, current={self._current})"
+
+    @property
+    def current(self) -> int:
+        """The version that was handed out last; 0 before the first."""
+        return self._current
+
+    def next(self, at_least: int | None = None) -> int:
+        """Hand out the next version.
+
+        Args:
+            at_least: Lower bound, for example the step of the trainer, so that versions and
+                steps have the same numbers. Skips versions; never goes back.
+
+        Raises:
+            ConfigError: The version would be larger than 2**63 - 1.
+        """
+        version = self._current + 1
+        if at_least is not None and at_least > version:
+            version = at_least
+        if version > MAX_VERSION:
+            raise ConfigError(f"version {version} is larger than 2**63 - 1")
+        self._current = version
+        return version
+
+
+class Inbox:
+    """What a receiver has applied, and which updates are news to it.
+
+    An update is offered when it arrives, and then either applied or refused. Within an epoch
+    only versions newer than every one that was offered before are accepted. Another epoch is
+    always accepted, because epochs have no order, and the versions of the one before count
+    no more.
+    """
+
+    __slots__ = ("_epoch", "_newest", "_newest_epoch", "_version")
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._version = 0
+        self._newest_epoch: int | None = None
+        self._newest = 0
+
+    def __repr__(self) -> str:
+        return f"Inbox(epoch={self._epoch}, version={self._version}, newest={self._newest})"
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of the version that is applied; ``None`` before the first."""
+        return self._epoch
+
+    @property
+    def version(self) -> int:
+        """Version that is applied; 0 before the first."""
+        return self._version
+
+    @property
+    def newest_epoch(self) -> int | None:
+        """Epoch of :attr:`newest`; ``None`` before the first offer."""
+        return self._newest_epoch
+
+    @property
+    def newest(self) -> int:
+        """Newest version that was offered, applied or not; 0 before the first offer."""
+        return self._newest
+
+    @property
+    def lag(self) -> int:
+        """How far the applied version is behind the newest one offered.
+
+        After a change of epoch, until a version of the new one was applied, this is the
+        newest version itself: nothing of that epoch is there yet.
+        """
+        if self._newest_epoch != self._epoch:
+            return self._newest
+        return self._newest - self._version
+
+    def offer(self, epoch: int, version: int) -> None:
+        """Register an update that arrived.
+
+        Raises:
+            StaleVersion: Not newer than an update of the same epoch that was offered before,
+                whatever became of it. Nothing changed.
+        """
+        if epoch == self._newest_epoch and version <= self._newest:
+            raise StaleVersion(
+                f"version {version} of epoch {epoch} is not newer than version {self._newest}"
+            )
+        self._newest_epoch = epoch
+        self._newest = version
+
+    def applied(self, epoch: int, version: int) -> None:
+        """Register that an offered update was applied.
+
+        Raises:
+            LocalProtocolError: It was never offered, or something newer is applied already.
+        """
+        self._check_offered(epoch, version)
+        if epoch == self._epoch and version <= self._version:
+            raise LocalProtocolError(
+                f"version {version} cannot be applied over version {self._version}"
+            )
+        self._epoch = epoch
+        self._version = version
+
+    def refused(self, epoch: int, version: int) -> None:
+        """Register that an offered update was not applied. Any newer one may follow.
+
+        Raises:
+            LocalProtocolError: It was never offered, or was applied.
+        """
+        self._check_offered(epoch, version)
+        if epoch == self._epoch and version <= self._version:
+            raise LocalProtocolError(f"version {version} was applied; it cannot be refused")
+
+    def _check_offered(self, epoch: int, version: int) -> None:
+        if epoch != self._newest_epoch or version > self._newest:
+            raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")

@@ -1,0 +1,138 @@
+"""Identifiers, enums and small frozen dataclasses that every layer shares.
+
+No behaviour lives here. This module imports nothing from aiosync but
+:mod:`aiosync.errors`, and neither asyncio, anyio nor torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from aiosync.errors import AiosyncError
+
+__all__ = [
+    "AckStatus",
+    "Cancellation",
+    "Capabilities",
+    "Limits",
+    "Require",
+    "SendReport",
+    "VersionId",
+]
+
+Require: TypeAlias = Literal["all"] | int | float
+"""What counts as success of a send: every worker, at least so many, or at least that fraction."""
+
+
+class AckStatus(enum.IntEnum):
+    """What a receiver says about one update."""
+
+    RECEIVED = 1
+    """Every byte arrived and was staged; the module is unchanged so far."""
+    APPLIED = 2
+    """The module is on this version."""
+    NACK = 3
+    """The update was refused; the module kept the version it had."""
+
+
+class Cancellation(enum.Enum):
+    """What cancelling an operation in the middle does."""
+
+    SAFE = "A"
+    """Nothing happened, or all of it did."""
+    BREAKS_LINK = "B"
+    """Safe until the first byte; after it the link is broken for good."""
+    DETACHES = "C"
+    """The foreign operation goes on; its buffer stays owned until ``aclose()`` drained it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionId:
+    """Identity of one update.
+
+    Attributes:
+        epoch: Random non-zero 63-bit id, drawn when a sender starts. Epochs have no order:
+            a restarted trainer is a new epoch, never an older one.
+        version: Grows by at least 1 with every update of an epoch; the first is 1.
+    """
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what a peer may announce, checked before anything is allocated for it.
+
+    Attributes:
+        max_header_nbytes: Bytes of one message header (a manifest travels in a header).
+        max_payload_nbytes: Bytes of one payload.
+        max_buffer_nbytes: Bytes that ``recv()`` allocates itself when no buffer is lent.
+        max_tensors: Leaves in one manifest.
+        max_name_nbytes: UTF-8 bytes of one name.
+        max_ndim: Dimensions of one tensor.
+    """
+
+    max_header_nbytes: int = 16 * 2**20
+    max_payload_nbytes: int = 2**40
+    max_buffer_nbytes: int = 2**30
+    max_tensors: int = 200_000
+    max_name_nbytes: int = 1024
+    max_ndim: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do, and how its operations behave; the conformance suite checks it.
+
+    Attributes:
+        name: Registry name, for example ``"memory"`` or ``"shm"``.
+        cross_process: The two ends may live in different processes.
+        cross_host: The two ends may live on different hosts.
+        zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the
+            sender wrote, valid until ``Received.release()``.
+        send_cancellation: Class of ``send()``.
+        recv_cancellation: Class of ``recv()``.
+        exceptions: Names of conformance checks that do not hold, with the reason.
+    """
+
+    name: str
+    cross_process: bool = True
+    cross_host: bool = False
+    zero_copy_recv: bool = False
+    send_cancellation: Cancellation = Cancellation.BREAKS_LINK
+    recv_cancellation: Cancellation = Cancellation.BREAKS_LINK
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What became of one send.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        version: Version that was sent.
+        acked: Workers that applied exactly this version.
+        skipped: Workers that never saw this version because a newer one overtook it, with
+            that newer version.
+        failed: Workers that did not get it, with the reason. Empty unless the ``require``
+            policy of the scheme tolerated the failure.
+        lost: Workers that had gone before this send, and were reported by an earlier one.
+        waiting: Workers that had not answered when as many as ``require`` asks for had. The
+            update goes on to them in the background. Empty with ``require="all"``.
+        elapsed: Seconds from the call to the last acknowledgement.
+        nbytes: Payload bytes of the update, counted once.
+    """
+
+    epoch: int
+    version: int
+    acked: frozenset[int]
+    skipped: Mapping[int, int] = field(default_factory=dict)
+    failed: Mapping[int, AiosyncError] = field(default_factory=dict)
+    lost: Mapping[int, AiosyncError] = field(default_factory=dict)
+    waiting: frozenset[int] = frozenset()
+    elapsed: float = 0.0
+    nbytes: int = 0

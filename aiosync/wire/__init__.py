@@ -1,0 +1,90 @@
+"""The wire format: bytes to messages and back, without any I/O.
+
+Limits, framing, messages and the manifest. This package must never import asyncio, anyio or
+torch, and pickles nothing. Its specification is ``docs/topics/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart, iter_events
+from aiosync.wire.framing import (
+    MAGIC,
+    PREFIX_NBYTES,
+    READ_AHEAD_NBYTES,
+    WIRE_VERSION,
+    FrameDecoder,
+    encode_frame,
+)
+from aiosync.wire.manifest import (
+    ALIGNMENT,
+    DEFAULT_LIMITS,
+    DIGEST_NBYTES,
+    DTYPE_NBYTES,
+    MANIFEST_VERSION,
+    MAX_ALIASES,
+    LeafKind,
+    LeafSpec,
+    Manifest,
+    ManifestEntry,
+    plan_manifest,
+)
+from aiosync.wire.messages import (
+    MAX_ERROR_TEXT_NBYTES,
+    MAX_ERROR_TYPE_NBYTES,
+    Ack,
+    ExtValue,
+    Hello,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Release,
+    Segment,
+    Update,
+    Welcome,
+    decode_header,
+    encode_header,
+)
+from aiosync.wire.packing import MAX_DEPTH, MAX_OBJECTS, encode_values
+
+__all__ = [
+    "ALIGNMENT",
+    "DEFAULT_LIMITS",
+    "DIGEST_NBYTES",
+    "DTYPE_NBYTES",
+    "MAGIC",
+    "MANIFEST_VERSION",
+    "MAX_ALIASES",
+    "MAX_DEPTH",
+    "MAX_ERROR_TEXT_NBYTES",
+    "MAX_ERROR_TYPE_NBYTES",
+    "MAX_OBJECTS",
+    "PREFIX_NBYTES",
+    "READ_AHEAD_NBYTES",
+    "WIRE_VERSION",
+    "Ack",
+    "EndOfStream",
+    "Event",
+    "ExtValue",
+    "Failed",
+    "FrameDecoder",
+    "FrameEnd",
+    "FrameStart",
+    "Hello",
+    "LeafKind",
+    "LeafSpec",
+    "Manifest",
+    "ManifestEntry",
+    "ManifestMessage",
+    "Message",
+    "Refuse",
+    "Release",
+    "Segment",
+    "Update",
+    "Welcome",
+    "decode_header",
+    "encode_frame",
+    "encode_header",
+    "encode_values",
+    "iter_events",
+    "plan_manifest",
+]

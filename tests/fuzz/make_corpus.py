@@ -1,0 +1,222 @@
+"""Write the corpus of hostile streams: ``python -m tests.fuzz.make_corpus``.
+
+The first word of a file's name says how the stream has to end: ``ok`` parses to a clean end,
+``cut`` ends in mid-frame, ``fail`` breaks the rules, ``large`` is over a limit and ``version``
+is another wire version. The limits are those of :mod:`tests.fuzz.target`. The files are kept in
+the repository so that other implementations can use them; a test compares them with this
+script.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgpack
+
+from aiosync.types import AckStatus
+from aiosync.wire import Ack, ManifestMessage, Update, encode_frame
+from tests.fuzz.target import CORPUS
+from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, raw_frame
+
+
+def _manifest(*records: object) -> bytes:
+    body = b"".join(map(msgpack.packb, records))
+    return raw_frame({"t": "manifest", "manifest": body})
+
+
+def _leaf(**changes: object) -> list[object]:
+    fields = {
+        "name": "a",
+        "dtype": "float32",
+        "shape": [2],
+        "offset": 0,
+        "nbytes": 8,
+        "kind": "param",
+        "aliases": [],
+    }
+    return list({**fields, **changes}.values())
+
+
+def _nested(depth: int, of: bytes) -> bytes:
+    return b"\x84\xa1t\xa6update\xa5epoch\x01\xa7version\x01\xa3x-a" + of * depth + b"\x01"
+
+
+def _lists(depth: int) -> list[object]:
+    return [_lists(depth - 1)] if depth > 1 else []
+
+
+def _update(**fields: object) -> bytes:
+    return raw_frame({"t": "update", "epoch": 1, "version": 1, "digest": DIGEST, **fields})
+
+
+def corpus() -> dict[str, bytes]:
+    """Return every stream by its file name."""
+    ack = encode_frame(Ack(1, 2, AckStatus.APPLIED))
+    update = encode_frame(Update(1, 2, DIGEST), 70_000) + bytes(70_000)
+    list32 = b"\xdd\x00\x01\x00\x00"
+    streams = {
+        # streams that are legal
+        "ok-empty": b"",
+        "ok-every-message": b"".join(encode_frame(message) for message in SAMPLES),
+        "ok-payloads": (encode_frame(Update(1, 2, DIGEST), 5) + b"AIOS\x01") * 3 + ack,
+        "ok-payload-larger-than-read-ahead": update + ack,
+        "ok-header-larger-than-read-ahead": _update(values={"k": b"x" * 70_000}) + ack,
+        "ok-ignored-field": raw_frame(
+            {"t": "ack", "epoch": 1, "version": 1, "status": 1, "x-new": {"a": [1]}}
+        ),
+        "ok-map-with-long-count": raw_frame(
+            b"\xdf\x00\x00\x00\x04"
+            + msgpack.packb({"t": "ack", "epoch": 1, "version": 1, "status": 1})[1:]
+        ),
+        "ok-deepest-nesting": _update(values={"k": _lists(14)}),
+        # streams that end too early
+        "cut-in-magic": b"AI",
+        "cut-in-prefix": ack[:23],
+        "cut-before-header": ack[:24],
+        "cut-in-header": ack[:-1],
+        "cut-in-large-header": _update(values={"k": b"x" * 70_000})[:-1],
+        "cut-before-payload": update[:-70_000],
+        "cut-in-payload": update[:-1],
+        "cut-announces-much": raw_frame(b"", 2**17, header_nbytes=2**17, crc=0),
+        # prefixes
+        "fail-http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "fail-tls": bytes.fromhex("16030100c8010000c40303"),
+        "fail-zeros": bytes(24),
+        "fail-ones": b"\xff" * 24,
+        "fail-pickle": b"\x80\x04\x95\x0f" + bytes(7) + b"\x8c\x02os\x94\x8c\x06system\x94",
+        "fail-flags": raw_frame({}, flags=0x80),
+        "fail-reserved": raw_frame({}, reserved=0x8000),
+        "fail-no-header": raw_frame(b""),
+        "fail-crc": ack[:-1] + bytes([ack[-1] ^ 1]),
+        "fail-second-frame": ack + ack[1:],
+        "fail-payload-without-announcement": ack + b"payload",
+        "version-0": raw_frame({}, version=0),
+        "version-2": raw_frame({}, version=2),
+        "version-255": b"AIOS\xff",
+        "large-header": raw_frame(b"", header_nbytes=2**17 + 1, crc=0),
+        "large-header-4-gib": raw_frame(b"", header_nbytes=2**32 - 1, crc=0),
+        "large-payload": raw_frame(b"\x80", 2**17 + 1),
+        "large-payload-16-eib": raw_frame(b"\x80", 2**64 - 1),
+        # headers that are no map, or not quite
+        "fail-header-nil": raw_frame(b"\xc0"),
+        "fail-header-list": raw_frame(b"\x91\x80"),
+        "fail-header-empty-map": raw_frame(b"\x80"),
+        "fail-header-never-used": raw_frame(b"\xc1"),
+        "fail-header-trailing": raw_frame(ack[24:] + b"\xc0"),
+        "fail-header-two-maps": raw_frame(ack[24:] * 2),
+        "fail-header-cut": raw_frame(ack[24:-1]),
+        "fail-type-unknown": raw_frame({"t": "exec", "code": "1"}),
+        "fail-type-number": raw_frame({"t": 1}),
+        "fail-type-list": raw_frame({"t": ["ack"]}),
+        "fail-key-number": raw_frame(b"\x81\x01\x01"),
+        "fail-key-list": raw_frame(b"\x81\x91\x01\x01"),
+        "fail-key-bytes": raw_frame({b"t": "ack"}),
+        "fail-key-twice": raw_frame(b"\x82\xa1t\xa3ack\xa1t\xa3ack"),
+        "fail-key-twice-inside": raw_frame(
+            ack[24:25].replace(b"\x84", b"\x85") + ack[25:] + b"\xa3x-a\x82\xa1k\x01\xa1k\x02"
+        ),
+        "fail-utf8": raw_frame(b"\x81\xa1t\xa2\xc3\x28"),
+        "fail-utf8-surrogate": raw_frame(b"\x81\xa1t\xa3\xed\xa0\x80"),
+        "fail-utf8-overlong": raw_frame(b"\x81\xa1t\xa2\xc1\xa1"),
+        "fail-ext-type": raw_frame(b"\x81\xa1t\xd4\x2a\x00"),
+        "fail-ext-timestamp": raw_frame(b"\x81\xa1t\xd6\xff\x00\x00\x00\x00"),
+        "fail-ext-empty": raw_frame(b"\x81\xa1t\xc7\x00\x05"),
+        "fail-unknown-field": raw_frame(
+            {"t": "ack", "epoch": 1, "version": 1, "status": 1, "new": 1}
+        ),
+        "fail-missing-field": raw_frame({"t": "ack", "epoch": 1, "version": 1}),
+        # headers that ask for memory or stack
+        "fail-list-of-4-gi": raw_frame(b"\x81\xa1t\xdd\xff\xff\xff\xff"),
+        "fail-map-of-4-gi": raw_frame(b"\x81\xa1t\xdf\xff\xff\xff\xff"),
+        "fail-bytes-of-4-gib": raw_frame(b"\x81\xa1t\xc6\xff\xff\xff\xff"),
+        "fail-str-of-4-gib": raw_frame(b"\x81\xa1t\xdb\xff\xff\xff\xff"),
+        "fail-nested-lists": raw_frame(_nested(16, b"\x91")),
+        "fail-nested-maps": raw_frame(_nested(16, b"\x81\xa1k")),
+        "fail-nested-lists-500": raw_frame(_nested(500, b"\x91")),
+        "fail-nested-lists-100000": raw_frame(_nested(100_000, b"\x91")),
+        "fail-nested-lists-that-lie": raw_frame(_nested(15, list32) + bytes(70_000)),
+        "fail-nested-lists-that-lie-in-512-bytes": raw_frame(_nested(150, b"\xdc\x01\x80")),
+        "fail-wide-lists-that-lie": raw_frame(_nested(1, list32 * 10) + bytes(70_000)),
+        # fields
+        "fail-epoch-0": raw_frame({"t": "ack", "epoch": 0, "version": 1, "status": 1}),
+        "fail-epoch-too-large": raw_frame({"t": "ack", "epoch": 2**63, "version": 1, "status": 1}),
+        "fail-epoch-true": raw_frame({"t": "ack", "epoch": True, "version": 1, "status": 1}),
+        "fail-epoch-float": raw_frame({"t": "ack", "epoch": 1.0, "version": 1, "status": 1}),
+        "fail-version-negative": raw_frame({"t": "ack", "epoch": 1, "version": -1, "status": 1}),
+        "fail-status-4": raw_frame({"t": "ack", "epoch": 1, "version": 1, "status": 4}),
+        "fail-error-text-long": raw_frame(
+            {"t": "ack", "epoch": 1, "version": 1, "status": 3, "error_text": "x" * 4097}
+        ),
+        "fail-digest-short": raw_frame(
+            {"t": "update", "epoch": 1, "version": 1, "digest": b"x" * 15}
+        ),
+        "fail-chunk": _update(chunk=[5, 5]),
+        "fail-values-list": _update(values=[1]),
+        "fail-ext-map-nested": _update(x={"a": {"b": 1}}),
+        "fail-ext-map-65": _update(x={str(i): i for i in range(65)}),
+        "fail-segment-too-large": raw_frame(
+            {"t": "segment", "segment_id": 1, "slot_nbytes": 2**17 + 1, "num_slots": 2}
+        ),
+        # manifests
+        "fail-manifest-empty": _manifest(),
+        "fail-manifest-version": _manifest([2, 0, 0]),
+        "fail-manifest-count": _manifest([1, 64, 2**32], _leaf()),
+        "fail-manifest-fewer-leaves": _manifest([1, 64, 2], _leaf()),
+        "fail-manifest-more-leaves": _manifest([1, 64, 1], _leaf(), _leaf(name="b", offset=64)),
+        "fail-manifest-overlap": _manifest([1, 64, 2], _leaf(), _leaf(name="b")),
+        "fail-manifest-gap": _manifest([1, 192, 2], _leaf(), _leaf(name="b", offset=128)),
+        "fail-manifest-unaligned": _manifest([1, 64, 1], _leaf(offset=4)),
+        "fail-manifest-negative-offset": _manifest([1, 64, 1], _leaf(offset=-64)),
+        "fail-manifest-overflow": _manifest([1, 64, 1], _leaf(shape=[2**63, 2, 2**63])),
+        "fail-manifest-overflow-to-0": _manifest([1, 64, 1], _leaf(shape=[2**32, 2**32], nbytes=0)),
+        "fail-manifest-empty-overflow": _manifest(
+            [1, 0, 1], _leaf(shape=[0, 2**62, 2**62], nbytes=0)
+        ),
+        "fail-manifest-negative-size": _manifest([1, 64, 1], _leaf(shape=[-1, -2])),
+        "fail-manifest-nbytes": _manifest([1, 64, 1], _leaf(nbytes=9)),
+        "fail-manifest-dtype": _manifest([1, 64, 1], _leaf(dtype="object")),
+        "fail-manifest-ndim": _manifest([1, 64, 1], _leaf(shape=[1] * 32 + [2])),
+        "fail-manifest-name-twice": _manifest([1, 128, 2], _leaf(), _leaf(offset=64)),
+        "fail-manifest-alias-twice": _manifest([1, 64, 1], _leaf(aliases=["a"])),
+        "fail-manifest-name-nul": _manifest([1, 64, 1], _leaf(name="a\0b")),
+        "fail-manifest-name-empty": _manifest([1, 64, 1], _leaf(name="")),
+        "fail-manifest-name-long": _manifest([1, 64, 1], _leaf(name="n" * 1025)),
+        "fail-manifest-name-nested": raw_frame(
+            {
+                "t": "manifest",
+                "manifest": msgpack.packb([1, 64, 1]) + b"\x97" + b"\x91" * 900 + b"\x01" * 7,
+            }
+        ),
+        "fail-manifest-payload": _manifest(
+            [1, 2**17 + 64, 1], _leaf(shape=[2**15 + 1], nbytes=2**17 + 4)
+        ),
+        "fail-manifest-lists-that-lie": raw_frame(
+            {"t": "manifest", "manifest": b"\x93\x01\x00\x01" + b"\xdc\x04\x00" * 20_000}
+        ),
+        "fail-manifest-not-canonical": raw_frame(
+            {"t": "manifest", "manifest": b"\x93\x01\xcc\x00\x00"}
+        ),
+        "ok-manifest": encode_frame(ManifestMessage(MANIFEST)),
+    }
+    # A header whose map is legal but for the length that its prefix announces.
+    longer = bytearray(ack)
+    struct.pack_into("<I", longer, 8, len(ack) - 24 + 1)
+    streams["cut-header-length-plus-1"] = bytes(longer)
+    struct.pack_into("<I", longer, 8, len(ack) - 24 - 1)
+    streams["fail-header-length-minus-1"] = bytes(longer)
+    return {f"{name}.bin": data for name, data in streams.items()}
+
+
+def main() -> None:
+    """Write the files, and remove those that no stream belongs to."""
+    streams = corpus()
+    CORPUS.mkdir(exist_ok=True)
+    for path in CORPUS.glob("*.bin"):
+        if path.name not in streams:
+            path.unlink()
+    for name, data in streams.items():
+        (CORPUS / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Samples and Hypothesis strategies of messages, and a way to drive a decoder."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+from hypothesis import strategies as st
+
+from aiosync.types import AckStatus
+from aiosync.wire import (
+    DTYPE_NBYTES,
+    Ack,
+    EndOfStream,
+    Failed,
+    FrameDecoder,
+    FrameEnd,
+    FrameStart,
+    Hello,
+    Manifest,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Release,
+    Segment,
+    Update,
+    Welcome,
+    iter_events,
+    plan_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiosync.types import Limits
+    from aiosync.wire import Event
+
+BIG = 2**63 - 1
+DIGEST = bytes(range(16))
+MANIFEST = plan_manifest(
+    [
+        ("actor.weight", "float32", (3, 5), "param", ("critic.weight",)),
+        ("actor.bias", "bfloat16", (7,), "param", ()),
+        ("steps", "int64", (), "buffer", ()),
+        ("empty", "float8_e4m3fn", (4, 0), "buffer", ()),
+    ]
+)
+SAMPLES: list[Message] = [
+    Hello("receiver", "policy", 4711),
+    Hello("receiver", "", 0, 0, "state_dict", False, 1, 0),
+    Hello("sender", "größe", 2**32 - 1, 2**31 - 1, "s", True, BIG, BIG),
+    Welcome(1, 0, 0),
+    Welcome(BIG, BIG, 2**31 - 1, 8),
+    Refuse("ConfigError", "no such model"),
+    Refuse("", ""),
+    ManifestMessage(Manifest((), 0)),
+    ManifestMessage(MANIFEST),
+    Update(1, 1, DIGEST),
+    Update(BIG, BIG, DIGEST, "int8", {"lr": 0.5, "n": [1, {"a": None}]}, (0, 1), b"\0" * 64),
+    Ack(1, 1, AckStatus.RECEIVED),
+    Ack(BIG, BIG, AckStatus.APPLIED),
+    Ack(7, 8, AckStatus.NACK, "ManifestMismatch", "missing: a"),
+    Segment(0, 0, 1),
+    Segment(BIG, 2**17, 65535),
+    Release(0, 0, 0),
+    Release(BIG, 65534, BIG, True),
+]
+
+names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+ids = st.integers(1, BIG)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | texts
+    | st.binary(max_size=50)
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    found = draw(st.lists(names.filter(bool), unique=True, max_size=8))
+    entries: list[Any] = []
+    while found:
+        name = found.pop()
+        aliases = tuple(found.pop() for _ in range(draw(st.integers(0, min(2, len(found))))))
+        entries.append(
+            (
+                name,
+                draw(st.sampled_from(sorted(DTYPE_NBYTES))),
+                tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
+                draw(st.sampled_from(["param", "buffer"])),
+                aliases,
+            )
+        )
+    return plan_manifest(entries)
+
+
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(
+        Hello,
+        names.filter(bool),
+        names,
+        st.integers(0, 2**32 - 1),
+        st.none() | st.integers(0, 2**31 - 1),
+        names.filter(bool),
+        st.booleans(),
+        st.none() | ids,
+        st.none() | st.integers(0, BIG),
+    ),
+    st.builds(
+        Welcome,
+        ids,
+        st.integers(0, BIG),
+        st.integers(0, 2**31 - 1),
+        st.none() | st.integers(0, 2**31 - 1),
+    ),
+    st.builds(Refuse, texts.filter(lambda text: len(text.encode()) <= 256), texts),
+    st.builds(ManifestMessage, manifests()),
+    st.builds(
+        Update,
+        ids,
+        ids,
+        st.binary(min_size=16, max_size=16),
+        names.filter(bool),
+        st.dictionaries(texts, trees, max_size=4),
+        st.none()
+        | st.integers(1, 2**32 - 1).flatmap(
+            lambda count: st.tuples(st.integers(0, count - 1), st.just(count))
+        ),
+        st.none() | st.binary(min_size=1, max_size=64),
+    ),
+    st.builds(
+        Ack,
+        ids,
+        ids,
+        st.sampled_from(AckStatus),
+        texts.filter(lambda text: len(text.encode()) <= 256),
+        texts,
+    ),
+    st.builds(Segment, st.integers(0, BIG), st.integers(0, 2**40), st.integers(1, 65535)),
+    st.builds(
+        Release, st.integers(0, BIG), st.integers(0, 65534), st.integers(0, BIG), st.booleans()
+    ),
+)
+exts = st.dictionaries(
+    texts,
+    st.booleans() | st.integers(-(2**63), 2**64 - 1) | texts | st.binary(max_size=20),
+    max_size=5,
+)
+
+
+def raw_frame(
+    header: bytes | dict[Any, Any],
+    payload_nbytes: int = 0,
+    *,
+    magic: bytes = b"AIOS",
+    version: int = 1,
+    flags: int = 0,
+    reserved: int = 0,
+    header_nbytes: int | None = None,
+    crc: int | None = None,
+) -> bytes:
+    """Build a frame by hand, legal or not. Independent of the code under test."""
+    data = header if isinstance(header, bytes) else msgpack.packb(header)
+    return (
+        struct.pack(
+            "<4sBBHIIQ",
+            magic,
+            version,
+            flags,
+            reserved,
+            len(data) if header_nbytes is None else header_nbytes,
+            zlib.crc32(data) if crc is None else crc,
+            payload_nbytes,
+        )
+        + data
+    )
+
+
+def drive(
+    cuts: Iterable[bytes], limits: Limits | None = None, *, pieces: int = 1
+) -> list[Event | bytes]:
+    """Feed the cuts to a decoder; return its events, with each payload before its FrameEnd.
+
+    Args:
+        cuts: The bytes as they arrive.
+        limits: Limits of the decoder.
+        pieces: How many buffers each payload is spread over.
+    """
+    decoder = FrameDecoder() if limits is None else FrameDecoder(limits)
+    seen: list[Event | bytes] = []
+    lent: list[bytearray] = []
+
+    def lend(start: FrameStart) -> list[bytearray]:
+        share, rest = divmod(start.payload_nbytes, pieces)
+        lent[:] = [bytearray(share) for _ in range(pieces - 1)] + [bytearray(share + rest)]
+        return lent
+
+    for cut in [*cuts, None]:
+        for event in iter_events(decoder, cut or b"", lend, eof=cut is None):
+            if isinstance(event, FrameEnd):
+                seen.append(b"".join(lent))
+            seen.append(event)
+            if isinstance(event, Failed | EndOfStream):
+                return seen
+    return seen
+
+
+def cut_at(data: bytes, positions: Iterable[int]) -> list[bytes]:
+    """Split bytes at positions, given in any order."""
+    edges = [0, *sorted(position for position in positions if position < len(data)), len(data)]
+    return [data[start:stop] for start, stop in itertools.pairwise(edges)]

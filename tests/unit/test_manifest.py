@@ -1,0 +1,304 @@
+"""Manifest: layout, canonical encoding, and hostile ones that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+
+from aiosync.errors import ConfigError, RemoteProtocolError
+from aiosync.types import Limits
+from aiosync.wire import (
+    ALIGNMENT,
+    DTYPE_NBYTES,
+    MAX_ALIASES,
+    LeafSpec,
+    Manifest,
+    plan_manifest,
+)
+from tests.unit._frames import MANIFEST, manifests
+
+Record = list[Any]
+
+
+def entry(name: str = "a", dtype: str = "float32", shape: Any = (2,), **changes: Any) -> Any:
+    return (name, dtype, shape, changes.get("kind", "param"), changes.get("aliases", ()))
+
+
+def encoded(records: list[Record], nbytes: int = 64, *, head: Any = None) -> bytes:
+    """Encode by hand, whatever it is. Independent of the code under test."""
+    parts = [head if head is not None else [1, nbytes, len(records)], *records]
+    return b"".join(map(msgpack.packb, parts))
+
+
+def record(**changes: Any) -> Record:
+    fields = {
+        "name": "a",
+        "dtype": "float32",
+        "shape": [2],
+        "offset": 0,
+        "nbytes": 8,
+        "kind": "param",
+        "aliases": [],
+    }
+    return list({**fields, **changes}.values())
+
+
+def refused(data: bytes, limits: Limits | None = None) -> str:
+    with pytest.raises(RemoteProtocolError, match="invalid manifest") as info:
+        Manifest.decode(data, limits or Limits())
+    return str(info.value)
+
+
+def test_leaves_are_laid_out_in_order_and_aligned() -> None:
+    assert MANIFEST.leaves == (
+        LeafSpec("actor.weight", "float32", (3, 5), 0, 60, "param", ("critic.weight",)),
+        LeafSpec("actor.bias", "bfloat16", (7,), 64, 14),
+        LeafSpec("steps", "int64", (), 128, 8, "buffer"),
+        LeafSpec("empty", "float8_e4m3fn", (4, 0), 192, 0, "buffer"),
+    )
+    assert MANIFEST.nbytes == 192
+
+
+def test_the_encoding_is_as_specified() -> None:
+    manifest = plan_manifest([entry(aliases=("b",))])
+    assert manifest.encode() == encoded([record(aliases=["b"])])
+    assert manifest.digest == hashlib.blake2b(manifest.encode(), digest_size=16).digest()
+
+
+def test_no_leaves() -> None:
+    manifest = plan_manifest([])
+    assert manifest == Manifest((), 0)
+    assert Manifest.decode(manifest.encode()) == manifest
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17])
+def test_the_payload_is_rounded_up(count: int) -> None:
+    manifest = plan_manifest([entry(shape=(count,))])
+    assert manifest.nbytes == -(-4 * count // 64) * 64
+
+
+@pytest.mark.slow
+@given(manifests())
+def test_round_trip(manifest: Manifest) -> None:
+    decoded = Manifest.decode(manifest.encode())
+    assert decoded == manifest
+    assert decoded.digest == manifest.digest
+    assert hash(decoded) == hash(manifest)
+    end = 0
+    for leaf in decoded.leaves:
+        assert leaf.offset % ALIGNMENT == 0
+        assert end <= leaf.offset < end + ALIGNMENT
+        end = leaf.offset + leaf.nbytes
+    assert end <= decoded.nbytes < end + ALIGNMENT
+
+
+def test_a_memoryview_decodes_to_something_of_its_own() -> None:
+    data = bytearray(MANIFEST.encode())
+    decoded = Manifest.decode(memoryview(data))
+    data[:] = bytes(len(data))
+    assert decoded == MANIFEST
+    assert Manifest.decode(decoded.encode()) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        entry(name="b"),
+        entry(dtype="int32"),
+        entry(shape=(2, 1)),
+        entry(kind="buffer"),
+        entry(aliases=("b",)),
+    ],
+)
+def test_every_field_changes_the_digest(other: Any) -> None:
+    assert plan_manifest([entry()]).digest != plan_manifest([other]).digest
+
+
+def test_it_pickles_and_is_frozen() -> None:
+    digest = MANIFEST.digest
+    copy = pickle.loads(pickle.dumps(MANIFEST))
+    assert copy == MANIFEST
+    assert copy.digest == digest
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MANIFEST.nbytes = 0  # type: ignore[misc]  # what is tested
+
+
+@pytest.mark.slow
+def test_sizes_of_dtypes_match_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for name, nbytes in DTYPE_NBYTES.items():
+        dtype = getattr(torch, name, None)
+        if dtype is not None:
+            assert dtype.itemsize == nbytes, name
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ([entry(dtype="float31")], "unknown dtype 'float31'"),
+        ([entry(name="")], "not a name"),
+        ([entry(name="a\0b")], "not a name"),
+        ([entry(name="\ud800")], "not valid Unicode"),
+        ([entry(name="x" * 1025)], "longer than 1024"),
+        ([entry(), entry()], "'a' occurs twice"),
+        ([entry(aliases=("a",))], "'a' occurs twice"),
+        ([entry(aliases=("b",)), entry("c", aliases=("b",))], "'b' occurs twice"),
+        ([entry(aliases=[str(i) for i in range(MAX_ALIASES + 1)])], "at most 1024"),
+        ([entry(aliases=("",))], "not a name"),
+        ([entry(shape=(-1,))], "size"),
+        ([entry(shape=(1,) * 33)], "at most 32"),
+        ([entry(shape=(2**61,))], "larger than"),
+        ([entry(shape=(2**40,))], "payload bytes"),
+        ([entry(kind="grad")], "unknown kind"),
+    ],
+)
+def test_what_cannot_be_planned(entries: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        plan_manifest(entries)
+
+
+def test_limits_bound_the_plan() -> None:
+    two = [entry(), entry("b")]
+    plan_manifest(two, Limits(max_tensors=2))
+    with pytest.raises(ConfigError, match="2 tensors"):
+        plan_manifest(two, Limits(max_tensors=1))
+
+
+def test_an_unplanned_manifest_that_cannot_be_encoded_says_so() -> None:
+    with pytest.raises(ConfigError, match="cannot be encoded"):
+        Manifest((LeafSpec("a", "int8", (2**70,), 0, 0),), 0).encode()
+
+
+# -- hostile encodings ----------------------------------------------------------------------------
+
+
+def test_the_hand_made_record_is_legal() -> None:
+    assert Manifest.decode(encoded([record()])) == plan_manifest([entry()])
+
+
+DEEP: Any = []
+for _ in range(500):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": ""}, "not a name"),
+        ({"name": "a\0"}, "not a name"),
+        ({"name": 1}, "not a name"),
+        ({"name": None}, "not a name"),
+        ({"name": b"a"}, "malformed"),
+        ({"name": [["a"]]}, "not a name"),
+        ({"name": {}}, "not a name"),
+        ({"name": "x" * 1025}, "malformed"),
+        ({"dtype": "float33"}, "unknown dtype"),
+        ({"dtype": ""}, "unknown dtype"),
+        ({"dtype": 1}, "unknown dtype"),
+        ({"dtype": DEEP}, "unknown dtype"),
+        ({"shape": 2}, "shape"),
+        ({"shape": None}, "shape"),
+        ({"shape": [-2]}, "size"),
+        ({"shape": [2.0]}, "size"),
+        ({"shape": [True, 2]}, "size"),
+        ({"shape": [[2]]}, "size"),
+        ({"shape": [1] * 33}, "shape"),
+        ({"shape": [2**63, 2**63]}, "larger than"),
+        ({"shape": [0, 2**62, 2**62], "nbytes": 0}, "larger than"),
+        ({"shape": [3]}, "needs 12"),
+        ({"nbytes": 7}, "needs 8"),
+        ({"nbytes": 9}, "needs 8"),
+        ({"nbytes": 8.0}, "needs 8"),
+        ({"nbytes": -8}, "needs 8"),
+        ({"offset": 64}, "not at 0"),
+        ({"offset": 1}, "not at 0"),
+        ({"offset": -64}, "not at 0"),
+        ({"offset": False}, "not at 0"),
+        ({"kind": "grad"}, "unknown kind"),
+        ({"kind": 0}, "unknown kind"),
+        ({"kind": ["param"]}, "unknown kind"),
+        ({"aliases": None}, "aliases"),
+        ({"aliases": "b"}, "names"),
+        ({"aliases": [1]}, "not a name"),
+        ({"aliases": [["b"]]}, "not a name"),
+        ({"aliases": [""]}, "not a name"),
+        ({"aliases": ["a"]}, "twice"),
+        ({"aliases": ["b", "b"]}, "twice"),
+        ({"aliases": [str(i) for i in range(MAX_ALIASES + 1)]}, "malformed"),
+    ],
+)
+def test_a_hostile_leaf_is_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refused(encoded([record(**changes)]))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "does not start"),
+        (b"\xc1", "malformed"),
+        (b"\x90", "does not start"),
+        (b"\x01", "does not start"),
+        (encoded([], 0)[:-1], "does not start"),
+        (encoded([], head=[2, 0, 0]), "version 2"),
+        (encoded([], head=[True, 0, 0]), "does not start"),
+        (encoded([], head=[1, 0]), "does not start"),
+        (encoded([], head=[1, 0, -1]), "-1 tensors"),
+        (encoded([], head=[1, 0, 200_001]), "200001 tensors"),
+        (encoded([], head=[1, 0, 2**64 - 1]), "tensors"),
+        (encoded([], 64), "need 0"),
+        (encoded([record()], 8), "need 64"),
+        (encoded([record()], 128), "need 64"),
+        (encoded([record()], head=[1, 64, 2]), "announced and 1 came"),
+        (encoded([record(), record(name="b", offset=64)], head=[1, 64, 1]), "more than the 1"),
+        (encoded([record()])[:-1], "announced and 0 came"),
+        (encoded([record()]) + b"\0", "more than the 1"),
+        (encoded([record()[:6]]), "array of 7"),
+        (encoded([[*record(), 1]]), "array of 7"),
+        (encoded([{}]), "array of 7"),
+        (encoded([record(), record(name="b", offset=0)], 128), "not at 64"),
+        (encoded([record(), record(name="b", offset=128)], 192), "not at 64"),
+        (encoded([record(), record(offset=64)], 128), "twice"),
+        (encoded([record()]).replace(b"\x40", b"\xcc\x40", 1), "canonical"),
+        (encoded([record()]).replace(b"\xa1a", b"\xd9\x01a"), "canonical"),
+        (encoded([record()]).replace(b"\xa1a", b"\xd4\x05a"), "malformed"),
+        (b"\xdd\xff\xff\xff\xff", "malformed"),
+        (b"\x93\x01\x00\x01" + b"\xdc\x04\x00" * 1000, "announced and 0 came"),
+    ],
+)
+def test_a_hostile_encoding_is_refused(data: bytes, text: str) -> None:
+    assert text in refused(data)
+
+
+def test_limits_bound_what_is_decoded() -> None:
+    data = MANIFEST.encode()
+    Manifest.decode(data, Limits(max_tensors=4, max_ndim=2, max_payload_nbytes=192))
+    assert "4 tensors" in refused(data, Limits(max_tensors=3))
+    assert "at most 1 sizes" in refused(data, Limits(max_ndim=1))
+    assert "192 payload" in refused(data, Limits(max_payload_nbytes=191))
+    assert "malformed" in refused(data, Limits(max_name_nbytes=5))
+    many = encoded([record(aliases=["b", "c", "d"])])
+    assert "aliases" in refused(many, Limits(max_tensors=1))
+
+
+def test_no_single_changed_byte_passes_unnoticed() -> None:
+    data = MANIFEST.encode()
+    for position in range(len(data)):
+        for value in (0, 1, 0x7F, 0x80, 0xC1, 0xFF, data[position] ^ 1):
+            changed = data[:position] + bytes([value]) + data[position + 1 :]
+            if changed == data:
+                continue
+            try:
+                decoded = Manifest.decode(changed)
+            except RemoteProtocolError:
+                continue
+            assert decoded.digest != MANIFEST.digest
+            assert decoded.encode() == changed

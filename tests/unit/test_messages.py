@@ -1,0 +1,386 @@
+"""Header maps: every message, every illegal field, growth rules, values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+
+from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, RemoteProtocolError
+from aiosync.transports.base import make_ack
+from aiosync.types import AckStatus, Limits
+from aiosync.wire import (
+    MAX_DEPTH,
+    MAX_OBJECTS,
+    Ack,
+    Hello,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Release,
+    Segment,
+    Update,
+    Welcome,
+    decode_header,
+    encode_header,
+    encode_values,
+)
+from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, trees
+
+BIG = 2**63 - 1
+HEADERS: dict[str, dict[str, Any]] = {
+    "hello": {"role": "receiver", "model_id": "policy", "pid": 1},
+    "welcome": {"epoch": 1, "version": 0, "worker_idx": 0},
+    "refuse": {"error_type": "E", "error_text": "no"},
+    "manifest": {"manifest": MANIFEST.encode()},
+    "update": {"epoch": 1, "version": 1, "digest": DIGEST},
+    "ack": {"epoch": 1, "version": 1, "status": 1},
+    "segment": {"segment_id": 0, "slot_nbytes": 64, "num_slots": 2},
+    "release": {"segment_id": 0, "slot": 0, "serial": 1},
+}
+
+
+def header(kind: str, **changes: Any) -> bytes:
+    return msgpack.packb({"t": kind, **HEADERS[kind], **changes})
+
+
+def refused(data: bytes, limits: Limits | None = None) -> str:
+    with pytest.raises(RemoteProtocolError) as info:
+        decode_header(data, limits=limits or Limits())
+    return str(info.value)
+
+
+def nested(depth: int, kind: str = "list") -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value] if kind == "list" else {"k": value}
+    return value
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    assert decode_header(encode_header(message)) == (message, None)
+
+
+@pytest.mark.slow
+@given(messages, exts)
+def test_round_trip_of_any_message(message: Message, ext: dict[str, int]) -> None:
+    decoded = decode_header(encode_header(message, ext=ext))
+    assert decoded == (message, ext or None)
+    assert type(decoded[0]) is type(message)
+
+
+def test_defaults_do_not_travel() -> None:
+    assert msgpack.unpackb(encode_header(Update(1, 2, DIGEST))) == {
+        "t": "update",
+        "epoch": 1,
+        "version": 2,
+        "digest": DIGEST,
+    }
+    assert msgpack.unpackb(encode_header(Release(1, 2, 3))) == {
+        "t": "release",
+        "segment_id": 1,
+        "slot": 2,
+        "serial": 3,
+    }
+
+
+def test_defaults_may_travel() -> None:
+    message, _ = decode_header(header("ack", error_type="", error_text=""))
+    assert message == Ack(1, 1, AckStatus.RECEIVED)
+
+
+def test_every_field_of_every_message_is_encoded() -> None:
+    full = [
+        Hello("r", "m", 1, 2, "s", False, 3, 4),
+        Welcome(1, 2, 3, 4),
+        Refuse("a", "b"),
+        ManifestMessage(MANIFEST),
+        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x"),
+        Ack(1, 2, AckStatus.NACK, "a", "b"),
+        Segment(1, 2, 3),
+        Release(1, 2, 3, True),
+    ]
+    for message in full:
+        keys = set(msgpack.unpackb(encode_header(message)))
+        assert keys == {"t", *(each.name for each in dataclasses.fields(message))}
+
+
+ILLEGAL: list[tuple[str, str, list[Any]]] = [
+    ("hello", "role", ["", 1, None, b"receiver", "x" * 1025, "ä" * 513]),
+    ("hello", "model_id", [1, None, "x" * 1025]),
+    ("hello", "pid", [-1, 2**32, True, "1", 1.0]),
+    ("hello", "worker_idx", [-1, 2**31, None, False]),
+    ("hello", "strategy", ["", 1]),
+    ("hello", "has_target", [1, 0, None, "yes"]),
+    ("hello", "epoch", [0, 2**63, None]),
+    ("hello", "version", [-1, 2**63, None]),
+    ("welcome", "epoch", [0, -1, 2**63, 1.0, True]),
+    ("welcome", "version", [-1, 2**63]),
+    ("welcome", "worker_idx", [-1, 2**31, None]),
+    ("welcome", "num_workers", [-1, 2**31, None]),
+    ("refuse", "error_type", [1, None, b"x", "x" * 257]),
+    ("refuse", "error_text", [1, "x" * 4097, "ä" * 2049]),
+    ("manifest", "manifest", [1, "x", b"", b"\x00", MANIFEST.encode() + b"\0", None]),
+    ("update", "epoch", [0, 2**63, "1"]),
+    ("update", "version", [0, 2**63, -(2**63)]),
+    ("update", "digest", [b"", b"x" * 15, b"x" * 17, "x" * 16, None]),
+    ("update", "codec", ["", 1, None]),
+    ("update", "values", [1, [], None, nested(16, "map"), {"k": nested(15)}]),
+    ("update", "chunk", [1, [], [0], [0, 0], [1, 1], [-1, 2], [0, 2**32], [0, 1, 2], [True, 2]]),
+    ("update", "checksum", [b"", b"x" * 65, "x", 1]),
+    ("ack", "status", [0, 4, True, "1", 1.0, None]),
+    ("ack", "error_type", [1, "x" * 257]),
+    ("ack", "error_text", [None, "x" * 4097]),
+    ("segment", "segment_id", [-1, 2**63]),
+    ("segment", "slot_nbytes", [-1, 2**40 + 1, None]),
+    ("segment", "num_slots", [0, 65536]),
+    ("release", "slot", [-1, 65535]),
+    ("release", "serial", [-1, 2**63]),
+    ("release", "retained", [1, None]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"), [(kind, name, value) for kind, name, vs in ILLEGAL for value in vs]
+)
+def test_an_illegal_field_is_refused_by_its_name(kind: str, name: str, value: Any) -> None:
+    assert f"({name})" in refused(header(kind, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, fields in HEADERS.items() for name in fields]
+)
+def test_a_missing_field_is_refused_by_its_name(kind: str, name: str) -> None:
+    fields = {"t": kind, **HEADERS[kind]}
+    del fields[name]
+    assert f"without {name}" in refused(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADERS))
+def test_the_required_fields_are_enough(kind: str) -> None:
+    message, ext = decode_header(header(kind))
+    assert ext is None
+    assert message
+
+
+@pytest.mark.parametrize("kind", sorted(HEADERS))
+def test_growth(kind: str) -> None:
+    """Unknown fields are errors, unless their name says that they may be ignored."""
+    assert "unknown field 'later'" in refused(header(kind, later=1))
+    assert "unknown field" in refused(header(kind, **{"X-later": 1}))
+    plain, _ = decode_header(header(kind))
+    assert decode_header(header(kind, **{"x-later": {"a": [1, 2.5, None]}})) == (plain, None)
+    assert "unknown field" in refused(msgpack.packb({"t": kind, **HEADERS[kind], b"x-later": 1}))
+    assert "deeper" in refused(header(kind, **{"x-later": nested(16)}))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "malformed"),
+        (b"\xc1", "malformed"),
+        (b"\x80", "unknown message type"),
+        (b"\x90", "not a map"),
+        (b"\x01", "not a map"),
+        (b"\xc0", "not a map"),
+        (msgpack.packb({"t": "nonsense"}), "unknown message type 'nonsense'"),
+        (msgpack.packb({"t": "x" * 500}), "unknown message type"),
+        (msgpack.packb({"t": 1}), "unknown message type"),
+        (msgpack.packb({"t": ["ack"]}), "unknown message type"),
+        (msgpack.packb({b"t": "ack"}), "unknown message type"),
+        (header("ack") + b"\0", "malformed"),
+        (header("ack")[:-1], "malformed"),
+        (b"\x82\xa1t\xa3ack\xa1t\xa3ack", "duplicate"),
+        (b"\x81\x01\x02", "malformed"),
+        (b"\x81\xc0\x02", "malformed"),
+        (b"\x81\x90\x02", "malformed"),
+        (b"\x81\xa1\xff\x02", "malformed"),
+        (b"\x81\xa1t\xa1\xff", "malformed"),
+        (b"\x81\xa1t\xd4\x05\x00", "malformed"),
+        (b"\x81\xa1t\xd6\xff\x00\x00\x00\x00", "malformed"),
+        (b"\x81\xa1t\xc7\x00\x05", "malformed"),
+        (b"\x81\xa1t\xdd\xff\xff\xff\xff", "malformed"),
+        (b"\x81\xa1t\xdf\xff\xff\xff\xff", "malformed"),
+        (b"\x81\xa1t\xc6\xff\xff\xff\xff", "malformed"),
+        (b"\x81\xa1t" + b"\x91" * 400, "malformed"),
+        (b"\x81\xa1t" + b"\x91" * 5000, "deeper"),
+    ],
+)
+def test_malformed_headers(data: bytes, text: str) -> None:
+    assert text in refused(data)
+
+
+def test_duplicate_keys_are_found_inside_values() -> None:
+    inner = b"\x82\xa1a\x01\xa1a\x02"
+    start = msgpack.packb({"t": "update", **HEADERS["update"]})
+    data = bytes([start[0] + 1]) + start[1:] + msgpack.packb("values") + inner
+    assert "duplicate" in refused(data)
+
+
+@pytest.mark.parametrize(
+    "ext",
+    [1, [], None, {"a": 1.5}, {"a": None}, {"a": {}}, {b"a": 1}, {str(i): 1 for i in range(65)}],
+)
+def test_illegal_extension_maps(ext: Any) -> None:
+    assert "(x)" in refused(header("ack", x=ext))
+
+
+def test_lists_that_lie_about_their_length_are_refused_before_they_are_built() -> None:
+    """Each level announces more items than the header has bytes; only counting finds it."""
+    liar = b"\xdd" + (100_000).to_bytes(4, "big")
+    data = b"\x81\xa1t" + liar * 15 + b"\0" * 2000
+    assert "a count is larger than the header" in refused(data)
+    # The same with counts that fit singly but not together.
+    half = b"\xdc" + (1500).to_bytes(2, "big")
+    assert "a count is larger" in refused(b"\x81\xa1t" + half * 10 + b"\0" * 2000)
+
+
+@pytest.mark.parametrize("kind", ["list", "map"])
+@pytest.mark.parametrize("padding", [0, 2000])
+def test_nesting_has_one_limit_in_both_directions(kind: str, padding: int) -> None:
+    pad = {"pad": "x" * padding} if padding else {}
+    deepest = MAX_DEPTH - 2  # the header and `values` are two levels
+    message = Update(1, 1, DIGEST, values={"k": nested(deepest, kind), **pad})
+    assert decode_header(encode_header(message))[0] == message
+    with pytest.raises(ConfigError, match="deeper"):
+        encode_header(Update(1, 1, DIGEST, values={"k": nested(deepest + 1, kind), **pad}))
+    data = header("update", values={"k": nested(deepest + 1, kind), **pad})
+    assert "deeper" in refused(data)
+
+
+@pytest.mark.slow
+def test_the_number_of_values_is_bounded_in_both_directions() -> None:
+    fits = [None] * (MAX_OBJECTS - 50)
+    message = Update(1, 1, DIGEST, values={"k": fits})
+    assert decode_header(encode_header(message))[0] == message
+    too_many = [None] * MAX_OBJECTS
+    assert "more than 262144 values" in refused(header("update", values={"k": too_many}))
+    with pytest.raises(LocalProtocolError, match="more than 262144 values"):
+        encode_header(Update(1, 1, DIGEST, values={"k": too_many}))
+
+
+def test_limits_bound_names() -> None:
+    limits = Limits(max_name_nbytes=4)
+    assert "longer" in refused(header("hello", role="abcde", strategy="s", model_id="m"), limits)
+    decode_header(header("hello", role="abcd", strategy="s", model_id="m"), limits=limits)
+    with pytest.raises(LocalProtocolError, match="longer"):
+        encode_header(Hello("r", "abcde", 1, strategy="s"), limits=limits)
+
+
+# -- encoding faults ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Ack(0, 1, AckStatus.APPLIED), "Ack.epoch"),
+        (Ack(1, 0, AckStatus.APPLIED), "Ack.version"),
+        (Ack(True, 1, AckStatus.APPLIED), "Ack.epoch"),
+        (Ack(1, 2**63, AckStatus.APPLIED), "Ack.version"),
+        (Ack(1, 1, 2), "Ack.status"),
+        (Update(1, 1, b"short"), "Update.digest"),
+        (Update(1, 1, DIGEST, chunk=(2, 2)), "Update.chunk"),
+        (Update(1, 1, DIGEST, chunk=[0, 2]), "Update.chunk"),
+        (Update(1, 1, DIGEST, codec=""), "Update.codec"),
+        (Update(1, 1, DIGEST, values=[1]), "Update.values"),
+        (Hello("r", "m", -1), "Hello.pid"),
+        (Hello("r", "m", 1, has_target=1), "Hello.has_target"),
+        (Hello("\ud800", "m", 1), "cannot encode Hello"),
+        (Welcome(1, None, 0), "Welcome.version"),
+        (Segment(1, 2, 0), "Segment.num_slots"),
+        (Release(1, -1, 0), "Release.slot"),
+        (ManifestMessage("manifest"), "ManifestMessage.manifest"),
+        ("hello", "str is not a message"),
+    ],
+)
+def test_an_illegal_message_is_not_encoded(message: Any, text: str) -> None:
+    with pytest.raises(LocalProtocolError, match=text):
+        encode_header(message)
+
+
+def test_error_texts_are_clipped_on_a_character() -> None:
+    message = Ack(1, 1, AckStatus.NACK, "E" * 300, "ä" * 5000)
+    decoded, _ = decode_header(encode_header(message))
+    assert decoded == Ack(1, 1, AckStatus.NACK, "E" * 256, "ä" * 2048)
+    decoded, _ = decode_header(encode_header(Refuse("", "x" + "€" * 5000)))
+    assert decoded == Refuse("", "x" + "€" * 1365)
+
+
+def test_an_error_text_travels_whatever_it_holds() -> None:
+    message = make_ack(1, 1, AckStatus.NACK, ValueError("bad \ud800 text"))
+    decoded, _ = decode_header(encode_header(message))
+    assert decoded == Ack(1, 1, AckStatus.NACK, "ValueError", "bad ? text")
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@given(trees)
+def test_values_round_trip(tree: Any) -> None:
+    message = Update(1, 1, DIGEST, values={"k": tree})
+    assert decode_header(encode_header(message))[0] == message
+    assert encode_values({"k": tree}) == {"k": tree}
+
+
+def test_values_are_copied_and_tuples_become_lists() -> None:
+    inner = [1, (2, 3)]
+    copied = encode_values({"a": inner, "b": {"c": inner}})
+    inner.append(4)
+    assert copied == {"a": [1, [2, 3]], "b": {"c": [1, [2, 3]]}}
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "kind"),
+    [
+        (object(), "'key'", "object"),
+        ({"a": [1, {2}]}, r"'key\.a\[1\]'", "set"),
+        ({"a": (1, 1j)}, r"'key\.a\[1\]'", "complex"),
+        (Colour.RED, "'key'", "Colour"),
+        (Text("x"), "'key'", "Text"),
+        (collections.OrderedDict(a=1), "'key'", "collections.OrderedDict"),
+        (bytearray(b"x"), "'key'", "bytearray"),
+        ({1: 2}, "'key'", "int"),
+        (2**64, "'key'", "64 bits"),
+        (-(2**63) - 1, "'key'", "64 bits"),
+        ("\ud800", "'key'", "Unicode"),
+        ({"\ud800": 1}, "'key'", "Unicode"),
+    ],
+)
+def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=where) as info:
+        encode_values({"key": value})
+    assert kind in str(info.value)
+    with pytest.raises(ConfigError, match=where):
+        encode_header(Update(1, 1, DIGEST, values={"key": value}))
+
+
+def test_a_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int"):
+        encode_values({1: 1})
+
+
+def test_a_cycle_is_refused() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    with pytest.raises(ConfigError, match="deeper"):
+        encode_values({"k": cycle})
+
+
+def test_every_fault_is_in_the_tree() -> None:
+    assert issubclass(LocalProtocolError, AiosyncError)
+    assert issubclass(RemoteProtocolError, AiosyncError)
