@@ -1,0 +1,175 @@
+"""Strategies: in which form weights leave a model, and how they enter another.
+
+Keeps the names of TorchRL's ``WeightStrategy``. The work is done by :mod:`aiosync.tensors`. This
+module must never import asyncio, a transport or a scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torch import nn
+
+from aiosync.errors import ConfigError
+from aiosync.tensors._tree import ModuleTree, unwrap
+from aiosync.tensors.apply import Target
+from aiosync.tensors.layout import Layout
+from aiosync.tensors.leaves import ExtractAs, collect
+
+__all__ = ["WeightStrategy", "get_strategy"]
+
+_ROOT_KEY = "__extra_state__"
+
+
+class WeightStrategy:
+    """How weights are taken out of a model and put into one.
+
+    The form that :meth:`apply_weights` is given is recognised, whatever ``extract_as`` is.
+
+    Attributes:
+        extract_as: ``"tensordict"`` for all parameters and buffers, ``"state_dict"`` for what
+            ``state_dict()`` holds.
+    """
+
+    def __init__(self, extract_as: ExtractAs = "tensordict") -> None:
+        """Choose a form.
+
+        Args:
+            extract_as: ``"tensordict"`` or ``"state_dict"``.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if extract_as not in ("tensordict", "state_dict"):
+            raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
+        self.extract_as: ExtractAs = extract_as
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy(extract_as={self.extract_as!r})"
+
+    def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any] | None:
+        """Return the weights of a model. They are live: nothing is copied.
+
+        Args:
+            source: A module, a TensorDict, a mapping of tensors, or ``None``.
+
+        Returns:
+            A TensorDict or a dict, as ``extract_as`` says; ``None`` for ``None``. In a
+            TensorDict, the extra state of a module is under ``"__extra_state__"`` and that of a
+            submodule under its path and ``"_extra_state"``.
+
+        Raises:
+            ConfigError: The source is something else.
+        """
+        if source is None:
+            return None
+        if self.extract_as == "tensordict":
+            return _as_tensordict(source)
+        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+            return dict(source.state_dict())
+        if isinstance(source, TensorDictBase):
+            flat: dict[str, Any] = source.flatten_keys(".").to_dict()
+            return flat
+        if isinstance(source, Mapping):
+            return source if isinstance(source, dict) else dict(source)
+        raise _unsupported(source)
+
+    def apply_weights(
+        self, destination: Any, weights: Any, inplace: bool = True, *, strict: bool = True
+    ) -> None:
+        """Put weights into a model: all of them, or none when something raises.
+
+        Tied parameters stay tied. The destination never shares memory with ``weights``.
+
+        Args:
+            destination: A module, a TensorDict, or a dict of tensors. Parameters on the meta
+                device get memory.
+            weights: A TensorDict, or a mapping of tensors, nested or with dotted keys. ``None``
+                does nothing.
+            inplace: Keep the tensor objects and their memory. Otherwise new ones with memory of
+                their own take their places; not for a dict.
+            strict: The names and dtypes must be the same on both sides; see
+                :class:`~aiosync.tensors.Target`.
+
+        Raises:
+            ConfigError: The weights or the destination are of an unsupported type.
+            ManifestMismatch: They do not fit; all names are listed.
+        """
+        if weights is None:
+            return
+        if not isinstance(weights, Mapping) and not is_tensor_collection(weights):
+            raise ConfigError(
+                f"Unsupported weights type: {type(weights)}. Must be dict or TensorDictBase."
+            )
+        leaves = collect(weights)
+        if not (isinstance(destination, nn.Module | Mapping) or is_tensor_collection(destination)):
+            if leaves.leaves or leaves.values:
+                raise ConfigError(
+                    "Non-empty weights are associated with a non-dict, non-td, non-Module "
+                    "destination."
+                )
+            return
+        if isinstance(destination, Mapping) and not is_tensor_collection(destination):
+            if not inplace:
+                raise ConfigError("Cannot update state_dict out of place")
+        layout = Layout.plan(leaves)
+        Target(destination, strict=strict).apply_tensors(
+            layout, [leaf.tensor for leaf in leaves.leaves], leaves.values, inplace=inplace
+        )
+
+
+def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
+    """Return the strategy of a name; a strategy is returned as it is.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if isinstance(strategy, WeightStrategy):
+        return strategy
+    if strategy == "tensordict":
+        return WeightStrategy("tensordict")
+    if strategy == "state_dict":
+        return WeightStrategy("state_dict")
+    raise ConfigError(f"Unknown strategy: {strategy}. Must be 'tensordict' or 'state_dict'.")
+
+
+def _as_tensordict(source: Any) -> TensorDictBase:
+    if isinstance(source, TensorDictBase):
+        return source
+    if isinstance(source, nn.Module):
+        module = unwrap(source)
+        weights: TensorDictBase = TensorDict.from_module(module)
+        for name, owner in ModuleTree(module).extra.items():
+            path = tuple(name.split("."))
+            key = _ROOT_KEY if len(path) == 1 else path
+            _set(weights, key, owner.get_extra_state())
+        return weights
+    if isinstance(source, Mapping):
+        weights = TensorDict({}, batch_size=[])
+        for key, value in source.items():
+            _set(weights, key, value)
+        return weights
+    raise _unsupported(source)
+
+
+def _set(weights: TensorDictBase, key: Any, value: Any) -> None:
+    last = key if isinstance(key, str) else key[-1]
+    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+        weights.set(key, value)
+    elif isinstance(value, Mapping) and last != _ROOT_KEY and not last.endswith("_extra_state"):
+        inner = TensorDict({}, batch_size=[])
+        for name, item in value.items():
+            _set(inner, name, item)
+        weights.set(key, inner)
+    else:
+        weights.set_non_tensor(key, value)
+
+
+def _unsupported(source: Any) -> ConfigError:
+    return ConfigError(
+        f"cannot extract weights from a {type(source).__module__}.{type(source).__qualname__}; "
+        "supported: torch.nn.Module, TensorDict and mappings of tensors"
+    )

@@ -1,0 +1,224 @@
+"""Single changes to a target, each of which can be undone bit for bit.
+
+Private to :mod:`aiosync.tensors`. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase, TensorDictParams, is_tensor_collection
+from torch import nn
+
+from aiosync.tensors._plain import as_bytes
+
+if TYPE_CHECKING:
+    from aiosync.tensors._tree import Place
+    from aiosync.tensors.copying import CopyPool
+
+__all__ = [
+    "Undo",
+    "back_up",
+    "back_up_tables",
+    "copy_large",
+    "copy_risky",
+    "flip",
+    "new_memory",
+    "put",
+    "put_data",
+    "put_extra_state",
+    "put_value",
+    "replacement",
+    "storage_of",
+]
+
+Undo: TypeAlias = "list[Callable[[], object]]"
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def back_up(tensor: torch.Tensor, undo: Undo) -> None:
+    """Remember the elements of a tensor that is going to be written in place."""
+    old = tensor.detach().clone()
+
+    def restore() -> None:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(old)
+
+    undo.append(restore)
+
+
+def put_data(tensor: torch.Tensor, data: torch.Tensor, undo: Undo) -> None:
+    """Give a tensor object other memory."""
+    back_up_data(tensor, undo)
+    tensor.data = data
+
+
+def back_up_data(tensor: torch.Tensor, undo: Undo) -> None:
+    """Remember which memory a tensor has."""
+    old = tensor.data
+
+    def restore() -> None:
+        tensor.data = old
+
+    undo.append(restore)
+
+
+def flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    """Give each tensor the memory of its view.
+
+    The loop runs in C: no other Python thread, and no signal handler, sees some of the tensors
+    flipped and others not.
+    """
+    deque(map(_set_data, tensors, views), maxlen=0)
+
+
+def new_memory(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the values of ``source``, laid out as ``tensor`` is."""
+    return torch.empty_like(tensor, requires_grad=False).copy_(source)
+
+
+def replacement(old: torch.Tensor, source: torch.Tensor, *, view: bool) -> torch.Tensor:
+    """Return what takes the place of a tensor.
+
+    Args:
+        old: The tensor; may be on the meta device.
+        source: The values.
+        view: The result is a parameter that views ``source``; otherwise it has its own memory.
+    """
+    if view:
+        data = source
+    else:
+        device = source.device if old.is_meta else old.device
+        data = torch.empty(old.shape, dtype=old.dtype, device=device).copy_(source)
+    if type(old) is nn.Parameter:
+        return nn.Parameter(data, requires_grad=old.requires_grad)
+    if isinstance(old, nn.Parameter):
+        new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        return new
+    return data.requires_grad_(old.requires_grad)
+
+
+def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a tensor subclass or a sparse tensor; whatever that raises comes out."""
+    if tensor.layout is not torch.strided:
+        source = source.to_sparse(layout=tensor.layout)
+    tensor.copy_(source)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of a plain tensor; 0 if there is none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return 0
+
+
+def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], pool: CopyPool | None) -> None:
+    """Copy plain contiguous CPU tensors of the same dtype without the GIL and without OpenMP."""
+    if pool is not None:
+        pool.copy([(as_bytes(target), as_bytes(source)) for target, source in pairs])
+    else:
+        deque(
+            map(
+                ctypes.memmove,
+                [target.data_ptr() for target, _ in pairs],
+                [source.data_ptr() for _, source in pairs],
+                [target.nbytes for target, _ in pairs],
+            ),
+            maxlen=0,
+        )
+    torch.autograd.graph.increment_version([target for target, _ in pairs])
+
+
+def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
+    """Put a tensor object into one place of a target."""
+    owner, key = place.owner, place.key
+    if isinstance(owner, TensorDictParams):
+        old = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
+        undo.append(lambda: _put_params(owner, key, old))
+        _put_params(owner, key, tensor)
+    elif isinstance(owner, nn.Module):
+        table = owner._parameters if key in owner._parameters else owner._buffers
+        before = table[key]
+        undo.append(lambda: _put_module(owner, key, before))
+        _put_module(owner, key, tensor)
+    else:
+        put_value(root, place, tensor, undo)
+
+
+def _put_module(module: nn.Module, key: str, tensor: torch.Tensor | None) -> None:
+    setattr(module, key, tensor)  # not the table: an RNN keeps a list of its weights as well
+    for table in (module._parameters, module._buffers):
+        if key in table:
+            table[key] = tensor  # type: ignore[assignment]
+
+
+def _put_params(params: TensorDictParams, key: str, tensor: Any) -> None:
+    inner = params._param_td
+    with unlocked(inner):
+        _leave_meta(inner)
+        inner.set(tuple(key.split(".")), tensor)
+    table = params._parameters if key in params._parameters else params._buffers
+    table[key] = tensor
+
+
+def put_value(root: Any, place: Place, value: Any, undo: Undo) -> None:
+    """Store a value or a tensor in a TensorDict or a dict."""
+    owner, key = place.owner, place.key
+    old = owner.get(key) if is_tensor_collection(owner) else owner[key]
+    undo.append(lambda: _store(root, owner, key, old))
+    _store(root, owner, key, value)
+
+
+def _store(root: Any, owner: Any, key: str, value: Any) -> None:
+    if not is_tensor_collection(owner):
+        owner[key] = value
+        return
+    with unlocked(root):
+        _leave_meta(root)
+        if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+            owner.set(key, value)
+        else:
+            owner.set_non_tensor(key, value)
+
+
+def _leave_meta(td: Any) -> None:
+    """Keep a TensorDict of the meta device from moving there what is put into it."""
+    if isinstance(td, TensorDictBase) and td.device is not None and td.device.type == "meta":
+        td.clear_device_()
+
+
+def unlocked(td: Any) -> AbstractContextManager[object]:
+    """Unlock a TensorDict for a while, if it is one and is locked."""
+    if isinstance(td, TensorDictBase) and td.is_locked:
+        context: AbstractContextManager[object] = td.unlock_()
+        return context
+    return nullcontext()
+
+
+def put_extra_state(module: nn.Module, old: Any, value: Any, undo: Undo) -> None:
+    """Call ``set_extra_state()``; undoing it calls it with the old state."""
+    undo.append(lambda: module.set_extra_state(old))
+    module.set_extra_state(value)
+
+
+def back_up_tables(module: nn.Module, undo: Undo) -> None:
+    """Remember which tensors a module has, because ``set_extra_state()`` may replace them."""
+    saved = [(table, dict(table)) for table in (module._parameters, module._buffers)]
+
+    def restore() -> None:
+        for table, items in saved:
+            if list(table) != list(items) or any(table[key] is not items[key] for key in items):
+                table.clear()
+                table.update(items)  # type: ignore[arg-type]
+
+    undo.append(restore)

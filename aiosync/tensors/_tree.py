@@ -1,0 +1,367 @@
+"""Where the tensors of a module, a TensorDict or a mapping are, and whether that changed.
+
+Walking a module of a thousand tensors in Python takes milliseconds; telling that nothing was
+re-created, moved or replaced since the last walk takes a tenth of one. Private to
+:mod:`aiosync.tensors`. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from tensordict.utils import is_non_tensor
+from torch import nn
+
+from aiosync.errors import ConfigError
+from aiosync.tensors._values import EXTRA_STATE, pack_value
+
+__all__ = ["Found", "ModuleTree", "Place", "Signature", "find_nested", "unwrap"]
+
+_new_guards: Callable[..., Any] | None
+try:  # C++ comparison of type, dtype, shape, strides and device: 0.1 us a tensor. Private API.
+    from torch._C._dynamo.guards import TensorGuards as _new_guards
+except ImportError:  # pragma: no cover - depends on the version of torch
+    _new_guards = None
+
+Kind: TypeAlias = Literal["param", "buffer"]
+
+
+class Place(NamedTuple):
+    """One name under which a tensor or a value is found.
+
+    Attributes:
+        name: Dotted name from the root.
+        owner: Module, TensorDict or mapping that holds it directly.
+        key: Key in the owner.
+        kind: ``"param"`` or ``"buffer"``.
+        persistent: Part of ``state_dict()``.
+    """
+
+    name: str
+    owner: Any
+    key: str
+    kind: Kind
+    persistent: bool = True
+
+
+_name = attrgetter("name")
+_persistent = attrgetter("persistent")
+
+
+class Found:
+    """What a walk found: parallel lists, and the values that are no tensors.
+
+    Attributes:
+        places: One for each occurrence of a tensor.
+        tensors: The tensors, parallel to ``places``.
+        values: Non-tensor values, packed.
+        value_places: Where the values were; only filled when values are not packed.
+    """
+
+    __slots__ = ("places", "tensors", "value_places", "values")
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.tensors: list[torch.Tensor] = []
+        self.values: dict[str, Any] = {}
+        self.value_places: dict[str, Place] = {}
+
+    def add(self, place: Place, tensor: torch.Tensor) -> None:
+        """Append one tensor."""
+        self.places.append(place)
+        self.tensors.append(tensor)
+
+    def add_value(self, name: str, value: Any, kind: Kind = "buffer") -> None:
+        """Pack a value; the tensors inside become leaves. A bare tensor is a leaf itself."""
+        if isinstance(value, torch.Tensor):
+            self.add(Place(name, None, name, kind), value)
+            return
+        if name in self.values:
+            raise ConfigError(f"the name {name!r} occurs twice")
+        self.values[name] = pack_value(
+            name, value, lambda inner, tensor: self.add(Place(inner, None, inner, kind), tensor)
+        )
+
+    def same_as(self, other: Found) -> bool:
+        """Whether the same names lead to the very same tensor objects."""
+        return (
+            len(self.tensors) == len(other.tensors)
+            and all(map(is_, self.tensors, other.tensors))
+            and list(map(_name, self.places)) == list(map(_name, other.places))
+            and list(map(_persistent, self.places)) == list(map(_persistent, other.places))
+            and self.value_places.keys() == other.value_places.keys()
+        )
+
+
+class Signature:
+    """Type, dtype, shape, strides and device of a list of tensors, to be compared again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._facts = _facts(tensors)
+        self._guards = _make_guards(tensors)
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether other (or the same) tensor objects still look the same. Cheap."""
+        if len(tensors) != len(self._facts):
+            return False
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        # The guards also look at things that do not matter here (requires_grad, autocast).
+        if _facts(tensors) != self._facts:
+            return False
+        self._guards = _make_guards(tensors)
+        return True
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    getters = attrgetter("dtype", "shape", "device", "layout")
+    return [
+        (type(tensor), getters(tensor), tensor.stride() if _is_strided(tensor) else None)
+        for tensor in tensors
+    ]
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _make_guards(tensors: Sequence[torch.Tensor]) -> Any:
+    if _new_guards is None or not tensors:
+        return None
+    try:
+        return _new_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (RuntimeError, TypeError, ValueError):  # pragma: no cover - private API, may change
+        return None
+
+
+_tables = itemgetter("_parameters", "_buffers", "_modules")
+_non_persistent = itemgetter("_non_persistent_buffers_set")
+_TABLE_NAMES = ("_parameters", "_buffers", "_modules")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers that only add a prefix to every name.
+
+    ``torch.compile`` and the data-parallel wrappers do so; without this, a wrapped trainer's
+    names would not match those of a plain worker.
+    """
+    while (inner := _wrapped(module)) is not None:
+        module = inner[1]
+    return module
+
+
+def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module", module.module
+    if type(module).__name__ == "OptimizedModule":
+        inner = module._modules.get("_orig_mod")
+        if inner is not None:
+            return "_orig_mod", inner
+    return None
+
+
+class ModuleTree:
+    """Every parameter and buffer of a module, under every name, in ``state_dict()`` order.
+
+    Attributes:
+        root: The module itself.
+        found: The tensors. Places keep the module that holds each of them.
+        extra: Dotted name of the extra state, and module, for each module that has one.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.found = Found()
+        self.extra: dict[str, nn.Module] = {}
+        self.modules: list[nn.Module] = []
+        self._seen: set[int] = set()
+        self._visit(root, "", ())
+        self._dicts = [module.__dict__ for module in self.modules]
+        self._plain = all(
+            not hasattr(type(module), name) and type(module.__dict__.get(name)) is dict
+            for module in self.modules
+            for name in _TABLE_NAMES
+        )
+        if self._plain:
+            tables = self._filled_tables()
+            self._sizes = list(map(len, tables))
+            self._keys = list(chain.from_iterable(tables))
+            self._items = list(chain.from_iterable(map(dict.values, tables)))
+            self._hidden = self._count_hidden()
+
+    def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
+        if any(module is ancestor for ancestor in above):
+            raise ConfigError(f"module {prefix[:-1]!r} contains itself")
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append(module)
+        for key, param in module._parameters.items():
+            if param is not None:
+                self.found.add(Place(prefix + key, module, key, "param"), param)
+        hidden = module._non_persistent_buffers_set
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                place = Place(prefix + key, module, key, "buffer", key not in hidden)
+                self.found.add(place, buffer)
+        if has_extra_state(module):
+            self.extra[prefix + EXTRA_STATE] = module
+        above = (*above, module)
+        wrapped = _wrapped(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                transparent = wrapped is not None and key == wrapped[0]
+                self._visit(child, prefix if transparent else f"{prefix}{key}.", above)
+
+    def _filled_tables(self) -> list[dict[str, Any]]:
+        return list(filter(None, chain.from_iterable(map(_tables, self._dicts))))
+
+    def _count_hidden(self) -> list[int]:
+        return list(map(len, map(_non_persistent, self._dicts)))
+
+    def unchanged(self, *, persistence: bool = False) -> bool:
+        """Whether a new walk would find the same objects under the same names. Cheap.
+
+        Args:
+            persistence: Look also at which buffers are persistent.
+        """
+        if not self._plain:
+            new = ModuleTree(self.root)
+            return new.found.same_as(self.found) and new.extra == self.extra
+        tables = self._filled_tables()
+        return (
+            list(map(len, tables)) == self._sizes
+            and list(chain.from_iterable(tables)) == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._items))
+            and not (persistence and self._count_hidden() != self._hidden)
+        )
+
+    def standard_state_dict(self) -> bool:
+        """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""
+        return not any(map(len, chain.from_iterable(map(_hooks, self.modules)))) and not any(
+            map(_overrides_state_dict, map(type, self.modules))
+        )
+
+
+_hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def _overrides_state_dict(cls: type[nn.Module]) -> bool:
+    return (
+        cls.state_dict is not nn.Module.state_dict
+        or cls._save_to_state_dict is not nn.Module._save_to_state_dict
+    )
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether the class of a module defines ``get_extra_state()``."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def find_nested(source: Any, *, pack: bool = True) -> Found:
+    """Walk a TensorDict or a mapping, nested or with dotted keys.
+
+    Args:
+        source: What to walk.
+        pack: Pack values that are no tensors into ``values``. Otherwise ``value_places`` says
+            where they are, and extra states are values even when they are tensors inside
+            containers.
+
+    Raises:
+        ConfigError: A key is not a string, or a value cannot travel.
+    """
+    found = Found()
+    _walk(source, "", found, pack)
+    return found
+
+
+def _walk(source: Any, prefix: str, found: Found, pack: bool) -> None:
+    for key, value in _items(source):
+        if type(key) is not str:
+            raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
+        if isinstance(value, torch.Tensor):
+            name = prefix + key if key != "__extra_state__" else prefix + EXTRA_STATE
+            kind: Kind = "buffer" if is_extra_state(name) or _is_buffer(value) else "param"
+            found.add(Place(_clean(name), source, key, kind), value)
+        elif key == "__extra_state__" or is_extra_state(key):
+            stem = key.removesuffix("__extra_state__").removesuffix(EXTRA_STATE)
+            name = _clean(f"{prefix}{stem}{EXTRA_STATE}")
+            if key == "__extra_state__" and is_nested_tensordict(value):
+                value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
+            _value(found, name, source, key, value, pack)
+        elif isinstance(value, Mapping) or is_nested_tensordict(value):
+            _walk(value, f"{prefix}{key}.", found, pack)
+        else:
+            _value(found, _clean(prefix + key), source, key, value, pack)
+
+
+def _value(found: Found, name: str, owner: Any, key: str, value: Any, pack: bool) -> None:
+    if pack:
+        found.add_value(name, value)
+    else:
+        found.value_places[name] = Place(name, owner, key, "buffer")
+
+
+def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
+    """Return the keys and the tensors of a container, many times as fast as :func:`find_nested`.
+
+    Two containers with equal keys have the same tensors under the same names.
+
+    Returns:
+        ``None`` if the container holds anything but plain tensors and containers of them.
+    """
+    keys: list[object] = []
+    tensors: list[torch.Tensor] = []
+    return (keys, tensors) if _outline(source, keys, tensors) else None
+
+
+def _outline(source: Any, keys: list[object], tensors: list[torch.Tensor]) -> bool:
+    items = dict(_items(source))
+    keys.append(tuple(items))
+    if set(map(type, items.values())) <= _PLAIN:
+        tensors += items.values()
+        return True
+    for value in items.values():
+        if type(value) in _PLAIN:
+            tensors.append(value)
+            keys.append(None)
+        elif isinstance(value, Mapping) or is_nested_tensordict(value):
+            if not _outline(value, keys, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+_PLAIN = {torch.Tensor, nn.Parameter}
+
+
+def _items(source: Any) -> Iterable[tuple[Any, Any]]:
+    if type(source) is TensorDict:
+        inner = getattr(source, "_tensordict", None)  # items() takes ten times as long
+        if type(inner) is dict:
+            return inner.items()
+    items: Iterable[tuple[Any, Any]] = source.items()
+    return items
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a dotted name is that of a module's extra state."""
+    return name == EXTRA_STATE or name.endswith("." + EXTRA_STATE)
+
+
+def is_nested_tensordict(value: Any) -> bool:
+    """Whether a value is a TensorDict or tensorclass, and no wrapped non-tensor value."""
+    return is_tensor_collection(value) and not is_non_tensor(value)
+
+
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Buffer)
+
+
+def _clean(name: str) -> str:
+    return name.replace("_orig_mod.", "") if "_orig_mod." in name else name

@@ -1,0 +1,411 @@
+"""Applying: from the bytes of a flat buffer into a model, all of it or none of it.
+
+This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from aiosync.errors import ManifestMismatch
+from aiosync.tensors import _changes as changes
+from aiosync.tensors._finding import memory_key
+from aiosync.tensors._matching import (
+    Assignment,
+    Match,
+    Spot,
+    Survey,
+    inner_names,
+    is_ordinary,
+    is_shared,
+    match,
+    shares_memory_partly,
+    survey,
+)
+from aiosync.tensors._plain import LARGE_NBYTES, is_plain_cpu
+from aiosync.tensors._tree import Signature
+from aiosync.tensors._values import unpack_value
+from aiosync.tensors.buffer import in_flat_memory
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from aiosync.tensors.buffer import FlatBuffer
+    from aiosync.tensors.copying import CopyPool
+    from aiosync.tensors.layout import Layout
+
+__all__ = ["Mode", "Target"]
+
+
+class Mode(enum.Enum):
+    """How tensors get their new values."""
+
+    FLIP = "flip"
+    """Parameters become views of the buffer, where possible; the rest is copied in place."""
+    COPY = "copy"
+    """Everything is copied in place."""
+    REPLACE = "replace"
+    """New objects with memory of their own take the places of the old ones."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What an apply does, in terms of the target's own objects; ints are leaf indices.
+
+    Attributes:
+        flips: Parameters that become views, and ``flip_leaves`` what they become views of.
+        owns: Tensors that get new memory first, because theirs is not theirs alone.
+        installs: Tensors that are replaced; the flag says that they become views.
+        small: Copied together by torch; below the size at which it uses its thread pool.
+        large: Copied byte by byte without the GIL.
+        risky: Tensor subclasses and the like, whose ``copy_()`` may raise.
+        equal: Assignments of which several leaves must be the same.
+    """
+
+    survey: Survey
+    match: Match
+    signature: Signature
+    flips: list[torch.Tensor] = field(default_factory=list)
+    flip_leaves: list[int] = field(default_factory=list)
+    pick_views: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+    owns: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    installs: list[tuple[Spot, int, bool]] = field(default_factory=list)
+    small: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    equal: list[Assignment] = field(default_factory=list)
+
+    @property
+    def has_values(self) -> bool:
+        return bool(self.match.values or self.match.tensor_values)
+
+    def valid(self) -> bool:
+        """Whether the target is still what it was when the plan was made. Cheap."""
+        return self.survey.unchanged() and self.signature.same(self.survey.tensors)
+
+
+class Target:
+    """Something that weights are applied to.
+
+    The tensors are resolved at every call: the module may be moved, cast, or have parameters and
+    submodules replaced between two calls. Not thread-safe: the caller holds whatever lock a
+    reader holds as well.
+    """
+
+    def __init__(
+        self, target: nn.Module | TensorDictBase | dict[str, Any], *, strict: bool = True
+    ) -> None:
+        """Choose the target; it is not looked at yet.
+
+        Args:
+            target: A module, a TensorDict, or a dict of tensors, nested or with dotted keys.
+            strict: Weights must have exactly the target's names and dtypes. Otherwise names
+                that only one side has are left alone, and floating-point values are cast;
+                shapes must be the same in any case.
+        """
+        self.target = target
+        self.strict = strict
+        self._plan: _Plan | None = None
+        self._key: tuple[Mode, tuple[Any, ...]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Target {type(self.target).__name__} strict={self.strict}>"
+
+    def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Raise unless the weights fit the target as it is now. Changes nothing.
+
+        Tied parameters that were sent as separate tensors are compared by :meth:`apply_`.
+
+        Args:
+            layout: Names, dtypes and shapes of the weights.
+            values: Non-tensor values by name, packed.
+
+        Raises:
+            ManifestMismatch: They do not fit; all names are listed.
+            ConfigError: The target cannot be a target.
+        """
+        plan = self._plan
+        facts = self._facts(layout, values)
+        if plan is None or self._key is None or self._key[1] != facts or not plan.valid():
+            match(survey(self.target), layout, values, strict=self.strict)
+
+    def apply_(
+        self,
+        layout: Layout,
+        flat: FlatBuffer,
+        values: Mapping[str, Any],
+        *,
+        copy: bool,
+        pool: CopyPool | None = None,
+    ) -> None:
+        """Put the weights into the target. All of it, or nothing when something raises.
+
+        Parameter objects stay the same, so that optimizers and references keep working; only
+        those on the meta device are replaced. Gradients and optimizer state are untouched.
+
+        Args:
+            layout: Layout of the weights.
+            flat: Buffer that holds them.
+            values: Non-tensor values by name, packed.
+            copy: ``False`` flips plain contiguous CPU parameters of the same dtype to views of
+                the buffer: it must not be written to while :meth:`FlatBuffer.exclusive` is
+                false. Buffers, and parameters of any other kind, are copied in place. Tensors
+                of a module in memory that torch shares between processes get memory of their
+                own. ``True`` copies everything in place.
+            pool: Threads that share the copies of large tensors.
+
+        Raises:
+            ManifestMismatch: The weights do not fit; nothing was changed.
+            ConfigError: The target cannot be a target, or the buffer is too small.
+            Exception: Whatever ``set_extra_state()`` or a tensor subclass raised; every tensor
+                has its old value again.
+        """
+        mode = Mode.COPY if copy else Mode.FLIP
+        self._apply(layout, flat.views(layout), values, mode, pool)
+
+    def apply_tensors(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        *,
+        inplace: bool = True,
+    ) -> None:
+        """Like :meth:`apply_`, from tensors anywhere. The target never shares their memory.
+
+        Args:
+            layout: Layout of the tensors.
+            tensors: One for each leaf, in order.
+            values: Non-tensor values by name, packed.
+            inplace: Keep the target's tensor objects and their memory. Otherwise new ones with
+                memory of their own are put in their places.
+
+        Raises:
+            ManifestMismatch: They do not fit; nothing was changed.
+            ConfigError: The target cannot be a target.
+        """
+        self._apply(layout, tensors, values, Mode.COPY if inplace else Mode.REPLACE, None)
+
+    def detach_(self, flat: FlatBuffer) -> None:
+        """Give every tensor that is still a view of a buffer memory of its own.
+
+        Args:
+            flat: The buffer. Afterwards nothing of the target refers to it.
+        """
+        self._plan = None
+        with torch.inference_mode(False), torch.no_grad():
+            for spot in survey(self.target).spots:
+                tensor = spot.tensor
+                if is_ordinary(tensor) and tensor.device.type == "cpu" and tensor.numel():
+                    if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
+                        tensor.data = tensor.data.clone()
+
+    # -- planning -------------------------------------------------------------------------
+
+    def _facts(self, layout: Layout, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return all that decides what goes where, apart from the target."""
+        if not values:
+            return (layout.digest, self.strict)
+        return (layout.digest, self.strict, tuple(values), inner_names(values))
+
+    def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> _Plan:
+        key = (mode, self._facts(layout, values))
+        plan = self._plan
+        if plan is not None and self._key == key and plan.valid():
+            return plan
+        found = survey(self.target)
+        matched = match(found, layout, values, strict=self.strict)
+        plan = _Plan(found, matched, Signature(found.tensors))
+        self._sort(plan, layout, mode)
+        # What gets other objects or memory now has to be looked at again by the next apply.
+        self._plan, self._key = (None if plan.installs or plan.owns else plan), key
+        return plan
+
+    @staticmethod
+    def _sort(plan: _Plan, layout: Layout, mode: Mode) -> None:
+        """Decide how each tensor gets its value."""
+        spots = plan.survey.spots
+        module = plan.survey.tree is not None
+        partly_shared = shares_memory_partly(spots) if mode is Mode.FLIP else set()
+        flipped: dict[int, Any] = {}  # leaf -> the tensor that became a view of it
+        for assignment in plan.match.assignments:
+            spot, leaf = assignment.spot, assignment.leaf
+            tensor = spot.tensor
+            same_dtype = tensor.dtype is layout.dtypes[leaf]
+            if assignment.equal:
+                plan.equal.append(assignment)
+            if tensor.is_meta or mode is Mode.REPLACE:
+                view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
+                view = view and flipped.setdefault(leaf, spot) is spot
+                plan.installs.append((spot, leaf, view))
+                continue
+            if not is_ordinary(tensor):
+                plan.risky.append((tensor, leaf))
+                continue
+            if tensor.is_inference():
+                plan.inference.append((tensor, leaf))
+                continue
+            shared = mode is Mode.FLIP and is_shared(tensor)
+            if (
+                mode is Mode.FLIP
+                and type(tensor) is nn.Parameter
+                and same_dtype
+                and is_plain_cpu(tensor)
+                and (module if shared else id(tensor) not in partly_shared)
+            ):
+                key = memory_key(tensor) or id(spot)
+                if flipped.setdefault(leaf, key) == key:
+                    plan.flips.append(tensor)
+                    plan.flip_leaves.append(leaf)
+                    continue
+                # a second parameter that is not tied here: it must not share memory
+            if (shared and module) or in_flat_memory(tensor):
+                plan.owns.append((tensor, leaf))
+            elif tensor.nbytes >= LARGE_NBYTES and same_dtype and is_plain_cpu(tensor):
+                plan.large.append((tensor, leaf))
+            else:
+                plan.small.append((tensor, leaf))
+
+    # -- changing -------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        layout: Layout,
+        sources: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        mode: Mode,
+        pool: CopyPool | None,
+    ) -> None:
+        plan = self._resolve(layout, values, mode)
+        undo: changes.Undo = []
+        with torch.inference_mode(False), torch.no_grad():
+            if plan.equal:
+                _check_equal(plan, layout, sources)
+            if mode is not Mode.FLIP:
+                sources = _untangle(plan, sources)
+            try:
+                self._change(plan, sources, pool, undo)
+                if plan.has_values:
+                    self._change_values(plan, layout, sources, values, undo)
+            except BaseException as exc:
+                self._plan = None
+                for step in reversed(undo):
+                    try:
+                        step()
+                    except Exception as failure:  # noqa: BLE001 - told with the first error
+                        exc.add_note(f"undoing failed in part: {failure!r}")
+                raise
+
+    def _change(
+        self,
+        plan: _Plan,
+        sources: Sequence[torch.Tensor],
+        pool: CopyPool | None,
+        undo: changes.Undo,
+    ) -> None:
+        # What can fail comes before what cannot, so that the usual case needs no backup. Extra
+        # states come last, as set_extra_state() may look at the weights: then all is backed up.
+        new = [
+            (spot, changes.replacement(spot.tensor, sources[leaf], view=view))
+            for spot, leaf, view in plan.installs
+        ]
+        owned = [(tensor, changes.new_memory(tensor, sources[leaf])) for tensor, leaf in plan.owns]
+        if plan.has_values:
+            self._back_up(plan, undo)
+        for tensor, leaf in plan.risky:
+            changes.back_up(tensor, undo)
+            changes.copy_risky(tensor, sources[leaf])
+        for spot, tensor in new:
+            for place in spot.places:
+                changes.put(self.target, place, tensor, undo)
+        for tensor, data in owned:
+            changes.put_data(tensor, data, undo)
+        if plan.inference:
+            with torch.inference_mode():
+                for tensor, leaf in plan.inference:
+                    changes.back_up(tensor, undo)
+                    tensor.copy_(sources[leaf])
+        if plan.small:
+            torch._foreach_copy_(
+                [tensor for tensor, _ in plan.small], [sources[leaf] for _, leaf in plan.small]
+            )
+        if plan.large:
+            changes.copy_large([(tensor, sources[leaf]) for tensor, leaf in plan.large], pool)
+        if plan.flips:
+            if plan.pick_views is None:
+                plan.pick_views = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
+            changes.flip(plan.flips, plan.pick_views(sources))
+
+    @staticmethod
+    def _back_up(plan: _Plan, undo: changes.Undo) -> None:
+        handled = {id(tensor) for tensor in plan.flips}
+        handled.update(id(tensor) for tensor, _ in (*plan.owns, *plan.risky, *plan.inference))
+        for tensor in plan.survey.tensors:
+            if id(tensor) not in handled and is_ordinary(tensor):
+                changes.back_up(tensor, undo)
+        for tensor in plan.flips:
+            changes.back_up_data(tensor, undo)
+
+    def _change_values(
+        self,
+        plan: _Plan,
+        layout: Layout,
+        sources: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        undo: changes.Undo,
+    ) -> None:
+        by_name = {}
+        for leaf, source in zip(layout.manifest.leaves, sources, strict=True):
+            by_name.update(dict.fromkeys((leaf.name, *leaf.aliases), source))
+        steps = [
+            (place, unpack_value(values[name], lambda inner: by_name[inner].clone()))
+            for place, name in plan.match.values
+        ]
+        steps += [(place, sources[leaf].clone()) for place, leaf in plan.match.tensor_values]
+        for place, value in steps:
+            if plan.survey.tree is not None:
+                module: nn.Module = place.owner
+                old = deepcopy(module.get_extra_state())
+                changes.back_up_tables(module, undo)
+                changes.put_extra_state(module, old, value, undo)
+            else:
+                changes.put_value(self.target, place, value, undo)
+
+
+def _untangle(plan: _Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copy sources that lie in memory of the target, where an earlier copy may write."""
+    written = {changes.storage_of(assignment.spot.tensor) for assignment in plan.match.assignments}
+    written.discard(0)
+    return [
+        source.clone() if changes.storage_of(source) in written else source for source in sources
+    ]
+
+
+def _check_equal(plan: _Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+    """Refuse leaves that differ although they are one tensor here."""
+    leaves = layout.manifest.leaves
+    mismatched = {}
+    for assignment in plan.equal:
+        dtype = assignment.spot.tensor.dtype
+        first = _bits(sources[assignment.leaf], dtype)
+        for other in assignment.equal:
+            if not torch.equal(first, _bits(sources[other], dtype)):
+                mismatched[leaves[other].name] = (
+                    f"tied to {leaves[assignment.leaf].name} here, but sent with other values"
+                )
+    if mismatched:
+        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
+
+
+def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.detach().to(dtype).contiguous().reshape(-1)
+    return cast.view(torch.uint8) if cast.numel() else cast

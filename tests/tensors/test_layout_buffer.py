@@ -1,0 +1,268 @@
+"""Layouts, flat buffers, and when a buffer may be given new content."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiosync.errors import ConfigError
+from aiosync.tensors import FlatBuffer, Flattener, Layout, Target, collect, torch_dtype
+from aiosync.tensors.buffer import in_flat_memory
+from aiosync.wire import ALIGNMENT, DTYPE_NBYTES, Manifest
+from tests.tensors._models import bits, filled, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3, 5), (2, 0, 3), (17,)]
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_NBYTES))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_and_shape_survives(name: str) -> None:
+    source = {
+        f"t{index}": filled(torch_dtype(name), shape, seed=index)
+        for index, shape in enumerate(SHAPES)
+    }
+    layout, flat, _ = packed(source)
+    again = Layout(Manifest.decode(layout.manifest.encode()))
+    for views in (flat.views(again), again.views(flat.tensor)):
+        for view, tensor in zip(views, source.values(), strict=True):
+            assert view.dtype is tensor.dtype
+            assert view.shape == tensor.shape
+            assert bits(view) == bits(tensor)
+
+
+def test_layout_is_aligned_and_equal_for_equal_models() -> None:
+    layout = Layout.plan(collect(nn.Linear(3, 5)))
+    assert layout.nbytes % ALIGNMENT == 0
+    assert [leaf.offset % ALIGNMENT for leaf in layout.manifest.leaves] == [0, 0]
+    assert layout.digest == Layout.plan(collect(nn.Linear(3, 5))).digest
+    assert layout.digest != Layout.plan(collect(nn.Linear(5, 3))).digest
+    assert layout.padding() == [(60, 64), (84, 128)]
+
+
+def test_layout_views_share_the_tensor() -> None:
+    layout = Layout.plan(collect({"a": torch.zeros(2), "b": torch.zeros(3)}))
+    flat = FlatBuffer(layout.nbytes).tensor
+    views = layout.views(flat)
+    flat.zero_()
+    views[1].fill_(1.0)
+    assert flat.view(torch.float32).sum() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("flat", "why"),
+    [
+        (torch.empty(64, dtype=torch.int8), "uint8"),
+        (torch.empty(8, 8, dtype=torch.uint8), "1-D"),
+        (torch.empty(63, dtype=torch.uint8), "63 bytes"),
+        (FlatBuffer(256).tensor[1:], "multiple of 64"),
+        (FlatBuffer(256).tensor[::2], "contiguous"),
+    ],
+)
+def test_layout_views_need_a_flat_tensor(flat: torch.Tensor, why: str) -> None:
+    layout = Layout.plan(collect({"a": torch.zeros(2)}))
+    with pytest.raises(ConfigError, match=why):
+        layout.views(flat)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 1000, 100_000])
+def test_allocation(nbytes: int) -> None:
+    flat = FlatBuffer(nbytes)
+    assert flat.nbytes == len(flat.memoryview()) == flat.tensor.numel() == flat.array.size == nbytes
+    if nbytes:
+        assert flat.address % ALIGNMENT == 0
+        assert flat.tensor.data_ptr() == flat.address
+        flat.memoryview()[nbytes - 1] = 77
+        assert flat.tensor[nbytes - 1] == 77
+    assert flat.tensor is flat.tensor
+
+
+def test_negative_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-1 bytes"):
+        FlatBuffer(-1)
+
+
+def test_buffer_too_small_is_refused() -> None:
+    layout, _, _ = packed(nn.Linear(4, 4))
+    small = FlatBuffer(64)
+    with pytest.raises(ConfigError, match="64 bytes, the layout needs 128"):
+        small.views(layout)
+    flattener = Flattener()
+    with pytest.raises(ConfigError, match="64 bytes, the layout needs 128"):
+        flattener.copy_into(flattener.prepare(nn.Linear(4, 4)), small)
+
+
+def test_wrap_uses_the_memory_and_lets_it_go() -> None:
+    with mmap.mmap(-1, 4096) as block:
+        flat = FlatBuffer.wrap(block)
+        layout, source, _ = packed({"a": torch.arange(4.0)})
+        block[: layout.nbytes] = bytes(source.memoryview())
+        (view,) = flat.views(layout)
+        assert view.tolist() == [0, 1, 2, 3]
+        with pytest.raises(BufferError):
+            block.close()
+        del flat, view
+
+
+def test_wrap_of_unaligned_memory_is_refused() -> None:
+    with mmap.mmap(-1, 4096) as block, memoryview(block) as view, view[8:] as part:
+        with pytest.raises(ConfigError, match="multiple of 64"):
+            FlatBuffer.wrap(part)
+
+
+def test_read_only_memory_is_fine_for_reading() -> None:
+    fd = os.memfd_create("test") if sys.platform == "linux" else pytest.skip("needs memfd")
+    try:
+        layout, source, _ = packed({"a": torch.arange(4.0)})
+        os.write(fd, bytes(source.memoryview()))
+        with mmap.mmap(fd, layout.nbytes, prot=mmap.PROT_READ) as block:
+            flat = FlatBuffer.wrap(block)
+            model = nn.Linear(4, 1, bias=False)
+            model.weight.data = torch.zeros(4)
+            Target({"a": model.weight}).apply_(layout, flat, {}, copy=False)
+            assert model.weight.tolist() == [0, 1, 2, 3]
+            assert flat.memoryview().readonly
+            del flat, model
+    finally:
+        os.close(fd)
+
+
+def test_views_are_made_once_for_each_layout() -> None:
+    first, flat, _ = packed({"a": torch.zeros(4)})
+    other = Layout.plan(collect({"b": torch.zeros(4)}))
+    assert flat.views(first) is flat.views(Layout(first.manifest))
+    assert flat.views(other) is not flat.views(first)
+
+
+def test_views_do_not_depend_on_where_they_were_made() -> None:
+    layout, flat, _ = packed({"a": torch.zeros(4)})
+    with torch.inference_mode(), torch.device("meta"):
+        fresh = FlatBuffer(flat.nbytes)
+        views = [*fresh.views(layout), fresh.tensor]
+    assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)] * 2
+
+
+def test_views_outlive_the_buffer() -> None:
+    layout, flat, _ = packed({"a": torch.arange(100.0)})
+    (view,) = flat.views(layout)
+    del flat
+    torch.full((1000,), 7.0)
+    assert view.tolist() == list(range(100))
+
+
+def test_saving_one_view_does_not_save_the_buffer() -> None:
+    layout, flat, _ = packed({"small": torch.zeros(2), "big": torch.zeros(100_000)})
+    small = flat.views(layout)[0]
+    file = io.BytesIO()
+    torch.save(small, file)
+    assert file.tell() < 4096
+    assert len(pickle.dumps(small)) < 4096
+
+
+# -- exclusive ------------------------------------------------------------------------------
+
+
+def flipped() -> tuple[nn.Linear, FlatBuffer, Layout]:
+    source, model = nn.Linear(3, 3), nn.Linear(3, 3)
+    layout, flat, _ = packed(source)
+    assert flat.exclusive()
+    Target(model).apply_(layout, flat, {}, copy=False)
+    return model, flat, layout
+
+
+def _graph(model: nn.Linear) -> Any:
+    inputs = torch.ones(1, 3, requires_grad=True)
+    return (inputs @ model.weight.t()).sum()
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda model: model.state_dict(),
+        lambda model: model.weight.data,
+        lambda model: model.bias.detach().numpy(),
+        lambda model: model.weight[0],
+        lambda model: list(model.named_parameters()) and model.weight.view(-1),
+        lambda model: torch.utils.dlpack.to_dlpack(model.weight.detach()),
+        _graph,
+    ],
+    ids=["state_dict", "data", "numpy", "row", "view", "dlpack", "graph"],
+)
+def test_a_held_view_is_noticed_until_it_dies(hold: Callable[[nn.Linear], Any]) -> None:
+    model, flat, layout = flipped()
+    assert not flat.exclusive()
+    held = hold(model)
+    other = FlatBuffer(flat.nbytes)
+    other.array[:] = 0
+    Target(model).apply_(layout, other, {}, copy=False)
+    assert not flat.exclusive()
+    assert not other.exclusive()
+    del held
+    assert flat.exclusive()
+
+
+def test_moving_or_dropping_the_model_frees_the_buffer() -> None:
+    model, flat, _ = flipped()
+    model.double()
+    assert flat.exclusive()
+    model, flat, _ = flipped()
+    del model
+    assert flat.exclusive()
+
+
+def test_slices_of_the_whole_tensor_count() -> None:
+    flat = FlatBuffer(128)
+    part = flat.tensor[:8]
+    assert not flat.exclusive()
+    del part
+    assert flat.exclusive()
+
+
+def test_views_that_share_memory_moved_are_made_anew() -> None:
+    model, flat, layout = flipped()
+    model.share_memory()  # moves the memory of a view away from the buffer
+    assert not flat.exclusive()
+    model.double()
+    assert flat.exclusive()
+    flat.array[:] = 0
+    views = flat.views(layout)
+    assert all(view.abs().sum() == 0 for view in views)
+
+
+def test_detach_gives_memory_back() -> None:
+    model, flat, _ = flipped()
+    before = bits(model.weight)
+    parameter = model.weight
+    target = Target(model)
+    target.detach_(flat)
+    assert flat.exclusive()
+    flat.array[:] = 0
+    assert bits(model.weight) == before
+    assert model.weight is parameter
+    assert not in_flat_memory(parameter)
+
+
+def test_detach_leaves_other_memory_alone() -> None:
+    model, _, _ = flipped()
+    address = model.weight.data_ptr()
+    Target(model).detach_(FlatBuffer(64))
+    assert model.weight.data_ptr() == address
+
+
+def test_flat_memory_is_recognised_while_it_lives() -> None:
+    model, flat, _ = flipped()
+    assert in_flat_memory(model.weight)
+    del flat
+    assert in_flat_memory(model.weight)
+    assert not in_flat_memory(torch.zeros(3))
+    assert not in_flat_memory(torch.empty(3, device="meta"))

@@ -1,0 +1,136 @@
+"""The cheap comparison of a source with what it was, also without private parts of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+
+from aiosync.tensors import FlatBuffer, buffer
+from aiosync.tensors._tree import ModuleTree, Signature, find_nested, outline
+from tests.tensors._models import Everything, packed
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_signature(guarded: bool) -> None:
+    def look(tensors: list[torch.Tensor]) -> bool:
+        signature = Signature([torch.zeros(2, 3), nn.Parameter(torch.zeros(4))])
+        if not guarded:
+            signature._guards = None
+        return signature.same(tensors)
+
+    parameter = nn.Parameter(torch.ones(4))
+    assert look([torch.ones(2, 3), parameter])
+    assert look([torch.ones(2, 3), nn.Parameter(torch.ones(4), requires_grad=False)])
+    assert not look([torch.ones(3, 2), parameter])
+    assert not look([torch.ones(3, 2).t(), parameter])
+    assert not look([torch.ones(2, 3).double(), parameter])
+    assert not look([torch.ones(2, 3, device="meta"), parameter])
+    assert not look([torch.ones(2, 3), torch.ones(4)])
+    assert not look([torch.ones(2, 3)])
+    assert not look([torch.ones(2, 3), parameter, parameter])
+
+
+def test_signature_of_nothing() -> None:
+    assert Signature([]).same([])
+    assert not Signature([]).same([torch.ones(1)])
+
+
+def test_a_replaced_table_is_seen() -> None:
+    model = nn.Linear(2, 2)
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    model.__dict__["_parameters"] = dict(model._parameters)
+    assert tree.unchanged()
+    model.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": None}
+    assert not tree.unchanged()
+
+
+def test_swapped_names_are_seen() -> None:
+    model = nn.ParameterDict({"a": torch.ones(2), "b": torch.zeros(2)})
+    tree = ModuleTree(model)
+    model._parameters["a"], model._parameters["b"] = model["b"], model["a"]
+    assert not tree.unchanged()
+
+
+def test_persistence_is_seen_when_asked_for() -> None:
+    model = Everything(1.0)
+    tree = ModuleTree(model)
+    model._non_persistent_buffers_set.clear()
+    assert tree.unchanged()
+    assert not tree.unchanged(persistence=True)
+
+
+def test_a_module_that_makes_its_tables_up_is_walked_again() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = {"x": nn.Parameter(torch.ones(1))}
+
+        @property
+        def _parameters(self) -> Any:
+            return self.__dict__.get("inner", {})
+
+        @_parameters.setter
+        def _parameters(self, value: Any) -> None:
+            pass
+
+    model = Computed()
+    tree = ModuleTree(model)
+    assert [place.name for place in tree.found.places] == ["x"]
+    assert tree.unchanged()
+    model.inner["y"] = nn.Parameter(torch.ones(1))
+    assert not tree.unchanged()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"a": torch.ones(1), "b": {"c": torch.ones(2), "d": {}}, "e": torch.ones(3)},
+        TensorDict({"a": torch.ones(1), "b": {"c": torch.ones(2)}, "e": torch.ones(3)}),
+        TensorDictParams(TensorDict({"a": torch.ones(1), "b": {"c": torch.ones(2)}})),
+        {},
+    ],
+)
+def test_outline_is_the_short_form_of_a_walk(source: Any) -> None:
+    found, short = find_nested(source), outline(source)
+    assert short is not None
+    assert all(a is b for a, b in zip(found.tensors, short[1], strict=True))
+
+
+def test_outlines_differ_where_names_differ() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    sources: list[Any] = [
+        {"a": one, "b": two},
+        {"b": one, "a": two},
+        {"a": {"b": one}, "c": two},
+        {"a": {"b": one, "c": two}},
+        {"a": {"b": one}, "c": {"d": two}},
+        {"a": one, "c": {"d": two}},
+        {"a": {}, "c": one, "d": two},
+        {"a": {"c": one}, "d": two},
+    ]
+    keys = [short[0] for source in sources if (short := outline(source)) is not None]
+    assert len(keys) == len(sources)
+    assert all(a != b for index, a in enumerate(keys) for b in keys[:index])
+
+
+def test_outline_leaves_values_to_the_walk() -> None:
+    assert outline({"a": torch.ones(1), "b": 3}) is None
+    td = TensorDict({"a": torch.ones(1)})
+    td.set_non_tensor("b", "x")
+    assert outline(td) is None
+
+
+def test_without_the_counter_a_used_buffer_is_never_exclusive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer, "_use_count", None)
+    layout, _, _ = packed({"a": torch.ones(1)})
+    flat = FlatBuffer(layout.nbytes)
+    assert flat.exclusive()
+    flat.views(layout)
+    assert not flat.exclusive()
