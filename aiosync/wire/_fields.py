@@ -29,7 +29,6 @@ __all__ = [
     "digest_field",
     "int_field",
     "manifest_field",
-    "nbytes_field",
     "status_field",
     "str_field",
     "values_field",
@@ -82,17 +81,6 @@ def int_field(name: str, low: int, high: int = _INT_MAX, default: Any = REQUIRED
         return value
 
     return Field(name, check, check, default)
-
-
-def nbytes_field(name: str) -> Field:
-    """A number of payload bytes within the limits."""
-
-    def check(value: Any, limits: Limits) -> int:
-        if type(value) is not int or not 0 <= value <= limits.max_payload_nbytes:
-            raise _wrong(value, f"an integer from 0 to {limits.max_payload_nbytes}")
-        return value
-
-    return Field(name, check, check)
 
 
 def bool_field(name: str, default: Any = REQUIRED) -> Field:

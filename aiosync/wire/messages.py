@@ -28,7 +28,6 @@ from aiosync.wire._fields import (
     digest_field,
     int_field,
     manifest_field,
-    nbytes_field,
     status_field,
     str_field,
     values_field,
@@ -267,7 +266,7 @@ _FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
         "segment",
         (
             int_field("segment_id", 0),
-            nbytes_field("slot_nbytes"),
+            int_field("slot_nbytes", 0),
             int_field("num_slots", 1, _SLOTS),
         ),
     ),

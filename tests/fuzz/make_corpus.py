@@ -154,9 +154,6 @@ def corpus() -> dict[str, bytes]:
         "fail-values-list": _update(values=[1]),
         "fail-ext-map-nested": _update(x={"a": {"b": 1}}),
         "fail-ext-map-65": _update(x={str(i): i for i in range(65)}),
-        "fail-segment-too-large": raw_frame(
-            {"t": "segment", "segment_id": 1, "slot_nbytes": 2**17 + 1, "num_slots": 2}
-        ),
         # manifests
         "fail-manifest-empty": _manifest(),
         "fail-manifest-version": _manifest([2, 0, 0]),

@@ -1,0 +1,51 @@
+"""Tools for testing transports and code on top of them: public, and free of any test-runner.
+
+- :data:`CONFORMANCE_CHECKS` and :func:`check_transport`: the suite that every transport passes.
+- :class:`FaultyTransport`: a transport that delays, drops, cuts, duplicates or corrupts messages.
+- :class:`VirtualClock`: an event loop whose timeouts take no time.
+- :func:`cancel_at_every_await`: cancels an operation at each of its await points.
+- :class:`assert_no_leaks`: finds what a block of code leaves behind.
+
+This package must never import pytest, torch or schemes.
+"""
+
+from __future__ import annotations
+
+from aiosync.testing.cancellation import CancelOutcome, CancelWhen, cancel_at_every_await
+from aiosync.testing.clock import VirtualClock, VirtualClockEventLoop
+from aiosync.testing.conformance import (
+    CONFORMANCE_CHECKS,
+    Bench,
+    Check,
+    ConformanceError,
+    ConformanceReport,
+    Hooks,
+    RawPeer,
+    TransportFactory,
+    check_transport,
+)
+from aiosync.testing.faults import Fault, FaultKind, FaultyTransport
+from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
+
+__all__ = [
+    "CONFORMANCE_CHECKS",
+    "LEAK_KINDS",
+    "Bench",
+    "CancelOutcome",
+    "CancelWhen",
+    "Check",
+    "ConformanceError",
+    "ConformanceReport",
+    "Fault",
+    "FaultKind",
+    "FaultyTransport",
+    "Hooks",
+    "LeakError",
+    "RawPeer",
+    "TransportFactory",
+    "VirtualClock",
+    "VirtualClockEventLoop",
+    "assert_no_leaks",
+    "cancel_at_every_await",
+    "check_transport",
+]

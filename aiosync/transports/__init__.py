@@ -1,0 +1,26 @@
+"""Links that move messages and payloads; see :mod:`aiosync.transports.base` for the contract.
+
+Must not import torch, tensors or schemes.
+"""
+
+from __future__ import annotations
+
+from aiosync.transports.base import Lender, Payload, Received, Transport, TransportBackend
+from aiosync.transports.memory import MemoryTransport
+from aiosync.transports.pipe import MPTransport
+from aiosync.transports.registry import get_transport, register_transport, transport_names
+from aiosync.transports.shared_memory import SharedMemTransport
+
+__all__ = [
+    "Lender",
+    "MPTransport",
+    "MemoryTransport",
+    "Payload",
+    "Received",
+    "SharedMemTransport",
+    "Transport",
+    "TransportBackend",
+    "get_transport",
+    "register_transport",
+    "transport_names",
+]

@@ -1,0 +1,194 @@
+"""Frames over a non-blocking byte stream, driven by the event loop: no thread, no polling.
+
+Joins the two directions, watches the peer's process and closes everything. Must not import
+torch, anyio or anything above ``transports``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aiosync.errors import ConnectError, PeerClosed
+from aiosync.transports._fork import close_in_child
+from aiosync.transports._io import ByteIo
+from aiosync.transports._link import LinkError, LinkState
+from aiosync.transports._reader import FrameReader, Intercept
+from aiosync.transports._writer import FrameWriter
+from aiosync.transports.base import Lender
+from aiosync.types import Limits
+from aiosync.wire import Message
+
+__all__ = ["FramedChannel"]
+
+
+class FramedChannel:
+    """One framed link over ``io``. Belongs to the loop that runs when it is made."""
+
+    def __init__(
+        self,
+        io: ByteIo,
+        *,
+        limits: Limits | None = None,
+        name: str = "peer",
+        intercept: Intercept | None = None,
+        whole_below: int = 0,
+    ) -> None:
+        """Start reading.
+
+        Args:
+            io: The byte stream; owned from now on.
+            limits: What the peer may announce.
+            name: How errors call the peer.
+            intercept: Called with each message without payload as it is read; returns True to
+                keep it from ``recv()``.
+            whole_below: Payloads up to this size, in bytes, become visible only when complete,
+                so that cancelling ``recv()`` never cuts them.
+        """
+        self.io = io
+        self.limits = limits or Limits()
+        self._state = LinkState(name)
+        self._pidfd = -1
+        self._reader = FrameReader(
+            io, self._state, limits=self.limits, intercept=intercept, whole_below=whole_below
+        )
+        self._writer = FrameWriter(io, self._state)
+        self._state.on_end.append(self._forget_process)
+        self._state.on_end.append(self._tell_peer)
+        self._told_peer = False
+        close_in_child(self)
+
+    @property
+    def name(self) -> str:
+        """How errors call the peer."""
+        return self._state.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._state.name = name
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side closed the link."""
+        return self._state.closed
+
+    @property
+    def error(self) -> LinkError | None:
+        """What ended the link, or ``None`` while it works."""
+        return self._state.error
+
+    def call_on_end(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called once the link has ended, however it ends."""
+        self._state.on_end.append(callback)
+
+    def describe(self) -> str:
+        """One word for a repr."""
+        return self._state.describe()
+
+    def fail(self, error: LinkError) -> None:
+        """End the link with ``error``; every waiter and every later operation raises it."""
+        self._state.fail(error)
+
+    def check(self) -> None:
+        """Raise what ended the link, if anything did."""
+        self._state.check()
+
+    async def recv(
+        self, into: Lender | None, timeout: float | None
+    ) -> tuple[Message, Mapping[str, Any] | None, list[Any], int]:
+        """Wait for a message; returns it with its ext map, its buffers and its payload size."""
+        return await self._reader.recv(into, timeout)
+
+    def send_now(self, frame: bytes, payload: Sequence[memoryview] = ()) -> bool:
+        """Write a small frame without waiting; False when nothing was written."""
+        return self._writer.send_now(frame, payload)
+
+    def queue(self, frame: bytes) -> None:
+        """Send a control frame as soon as the stream is between two frames; never waits."""
+        self._writer.queue(frame)
+
+    async def send(
+        self, frame: bytes, payload: Sequence[memoryview], timeout: float | None
+    ) -> None:
+        """Write a frame and its payload; the contract of ``Transport.send``."""
+        await self._writer.send(frame, payload, timeout)
+
+    def watch_process(self, pid: int) -> None:
+        """Notice the death of the peer's process even when somebody else holds its descriptors.
+
+        Raises:
+            ConnectError: The process is gone already.
+        """
+        if pid <= 0 or pid == os.getpid() or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError as exc:
+            raise ConnectError(f"process {pid} of {self.name} ended during the handshake") from exc
+        except OSError:
+            return  # no pidfd in this kernel or sandbox: the closed stream has to tell
+        self._state.loop.add_reader(self._pidfd, self._on_process_end)
+
+    @property
+    def pidfd(self) -> int:
+        """Descriptor that is readable once the peer's process has ended, or -1."""
+        return self._pidfd
+
+    def take_pidfd(self) -> int:
+        """Hand the descriptor over to the caller, who closes it; -1 when there is none."""
+        self._forget_process()
+        pidfd, self._pidfd = self._pidfd, -1
+        return pidfd
+
+    def _on_process_end(self) -> None:
+        self._forget_process()
+        # What it said before it died still counts.
+        self._reader.peer_gone(PeerClosed(f"the process of {self.name} ended"))
+
+    def _forget_process(self) -> None:
+        if self._pidfd >= 0:
+            self._state.loop.remove_reader(self._pidfd)
+
+    def close(self) -> None:
+        """Close the descriptors and wake every waiter. Idempotent, never waits."""
+        if self._state.closed:
+            return
+        self._state.closed = True
+        # The loop may be gone when a destructor calls this: then nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            if not self._state.loop.is_closed():
+                for callback in self._state.on_end:
+                    callback()
+        if not self._told_peer:
+            self._told_peer = True
+            self._drain()
+        self._close_descriptors()
+
+    def _tell_peer(self) -> None:
+        # A broken stream cannot be used again; its end tells the peer so without delay.
+        error = self._state.error
+        if error is not None and not isinstance(error, PeerClosed) and not self._told_peer:
+            self._told_peer = True
+            self._drain()
+            self.io.close()
+
+    def _drain(self) -> None:
+        # Unread bytes would turn our orderly end of the stream into a reset at the peer.
+        scratch = memoryview(bytearray(65536))
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                if not self.io.recv_into(scratch):
+                    break
+
+    def _close_descriptors(self) -> None:
+        self.io.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close this copy; the parent's link goes on."""
+        self._state.closed = True
+        self._close_descriptors()

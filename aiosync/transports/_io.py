@@ -1,0 +1,128 @@
+"""Non-blocking byte streams over descriptors: what a framed channel reads from and writes to.
+
+Nothing here knows the event loop, the wire format or torch.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["ByteIo", "DescriptorIo", "SocketIo", "widen_socket"]
+
+_BUFFER_NBYTES = 4 * 2**20
+_MAX_FDS = 8
+_MAX_QUEUED_FDS = 64
+
+
+class ByteIo(Protocol):
+    """A non-blocking byte stream with a descriptor to watch for each direction."""
+
+    read_fd: int
+    write_fd: int
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """Read some bytes; 0 at the end of the stream; ``BlockingIOError`` when there are none."""
+
+    def sendv(self, buffers: Sequence[memoryview]) -> int:
+        """Write some bytes of the buffers; ``BlockingIOError`` when there is no room."""
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+
+
+class DescriptorIo:
+    """A stream over raw descriptors: both ends of ``multiprocessing.Pipe``, or a socket pair.
+
+    Owns the descriptors, through the objects in ``owners`` when they have any.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, owners: Sequence[object] = ()) -> None:
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self._owners = tuple(owners)
+        self._closed = False
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        return os.readv(self.read_fd, [buffer])
+
+    def sendv(self, buffers: Sequence[memoryview]) -> int:
+        return os.writev(self.write_fd, buffers)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._owners:
+            for owner in self._owners:
+                owner.close()  # type: ignore[attr-defined]  # every owner is a Connection or socket
+            return
+        for fd in {self.read_fd, self.write_fd}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class SocketIo:
+    """A stream over a Unix socket that can carry descriptors beside the bytes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.read_fd = self.write_fd = sock.fileno()
+        self.received_fds: deque[int] = deque()
+        self._attached: int | None = None
+        self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
+            [buffer], self._space, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self.received_fds.extend(fds)
+        while len(self.received_fds) > _MAX_QUEUED_FDS:
+            os.close(self.received_fds.pop())
+        return nbytes
+
+    def attach(self, fd: int | None) -> None:
+        """Have a copy of ``fd`` travel beside the next bytes that are written."""
+        self._attached = fd
+
+    def sendv(self, buffers: Sequence[memoryview]) -> int:
+        if self._attached is None:
+            return self.sock.sendmsg(buffers)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._attached]))]
+        nbytes = self.sock.sendmsg(buffers, rights)
+        self._attached = None
+        return nbytes
+
+    def close(self) -> None:
+        while self.received_fds:
+            os.close(self.received_fds.popleft())
+        self.sock.close()
+
+
+def widen_socket(fd: int) -> None:
+    """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
+
+    The kernel grants what its limits allow; a descriptor that is no socket is left as it is.
+    """
+    copy = os.dup(fd)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return
+    with sock:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)

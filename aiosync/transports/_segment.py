@@ -1,0 +1,323 @@
+"""Anonymous shared memory in slots: the sender's writable side and the receivers' private side.
+
+A segment is a memfd (on Linux; elsewhere a file that was unlinked when it was made), so that
+nothing is left behind however a process ends. The sender maps it shared; receivers get a
+read-only descriptor and map it privately: what they write stays theirs, and is dropped when they
+leave the slot. Must not import asyncio, torch or anything above ``transports``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import select
+import tempfile
+from collections.abc import Callable, Hashable
+
+from aiosync.errors import ConfigError, RemoteProtocolError
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - no shared segments on this platform
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended"]
+
+_segment_ids = itertools.count(1)
+
+
+class Segment:
+    """A growable run of equal slots that this process writes.
+
+    Args:
+        slot_nbytes: Bytes of one slot; rounded up to whole pages.
+    """
+
+    def __init__(self, slot_nbytes: int) -> None:
+        self.segment_id = next(_segment_ids)
+        page = mmap.ALLOCATIONGRANULARITY
+        self.slot_nbytes = max(page, -(-slot_nbytes // page) * page)
+        self.fd = _anonymous_file()
+        self.slots: list[Slot] = []
+        self._maps: list[mmap.mmap] = []
+        self._read_only_fd: int | None = None
+
+    def grow(self, arena: Arena) -> Slot:
+        """Add one slot.
+
+        Raises:
+            ConfigError: The system has no memory left for it.
+        """
+        offset = len(self.slots) * self.slot_nbytes
+        try:
+            os.ftruncate(self.fd, offset + self.slot_nbytes)
+            if hasattr(os, "posix_fallocate"):
+                # Take the pages now: running out of memory later would be a SIGBUS.
+                os.posix_fallocate(self.fd, offset, self.slot_nbytes)
+            mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
+        except OSError as exc:
+            raise ConfigError(
+                f"no shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
+            ) from exc
+        self._maps.append(mapping)
+        slot = Slot(arena, self, len(self.slots), memoryview(mapping))
+        self.slots.append(slot)
+        return slot
+
+    @property
+    def read_only_fd(self) -> int:
+        """A descriptor that peers may map but not write."""
+        if self._read_only_fd is None:
+            try:
+                self._read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # no /proc: hand out the writable one; receivers map it privately
+                self._read_only_fd = os.dup(self.fd)
+        return self._read_only_fd
+
+    def close(self) -> None:
+        """Close the descriptors; the memory goes when its last mapping does."""
+        for fd in (self.fd, self._read_only_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.fd, self._read_only_fd = -1, None
+        for slot in self.slots:
+            slot.view = memoryview(b"")
+        self.slots.clear()
+        while self._maps:
+            with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
+                self._maps.pop().close()
+
+
+class Slot:
+    """One place for a snapshot.
+
+    Attributes:
+        view: The slot's bytes, writable by this process while nobody reads the slot.
+        serial: Counts the acquisitions; a release names the one it belongs to.
+        refs: References inside the sender.
+        holders: Readers that were told to read it, and whether each said that something in its
+            process goes on using the memory.
+    """
+
+    def __init__(self, arena: Arena, segment: Segment, index: int, view: memoryview) -> None:
+        self.arena = arena
+        self.segment = segment
+        self.index = index
+        self.view = view
+        self.serial = 0
+        self.refs = 0
+        self.holders: dict[Hashable, bool] = {}
+        self.orphans: list[int | None] = []
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(segment id, slot index)."""
+        return self.segment.segment_id, self.index
+
+    def retain(self) -> None:
+        """Add a reference inside the sender."""
+        self.refs += 1
+
+    def release(self) -> None:
+        """Drop a reference inside the sender."""
+        self.refs -= 1
+        self.arena.notify(self)
+
+    def leave(self, holder: Hashable) -> None:
+        """A reader no longer reads the slot."""
+        if self.holders.pop(holder, None) is not None:
+            self.arena.notify(self)
+
+    def orphan(self, holder: Hashable, pidfd: int | None) -> None:
+        """A reader's link ended without a release: wait for the end of its process."""
+        if self.holders.pop(holder, None) is not None:
+            self.orphans.append(None if pidfd is None else os.dup(pidfd))
+            self.arena.notify(self)
+
+    def is_free(self) -> bool:
+        """Whether nobody reads the slot."""
+        if self.refs or self.holders:
+            return False
+        return not self.orphans or self._bury()
+
+    def _bury(self) -> bool:
+        alive = []
+        for pidfd in self.orphans:
+            if pidfd is not None and has_ended(pidfd):
+                os.close(pidfd)
+            else:
+                alive.append(pidfd)
+        self.orphans = alive
+        return not alive
+
+
+class Arena:
+    """The slots of one sender: as many as its readers make necessary, two in the steady state."""
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self._retired: list[Segment] = []
+        self._closed = False
+        self.on_free: Callable[[], None] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the current segment."""
+        return len(self.segment.slots) if self.segment else 0
+
+    def free_slot(self, nbytes: int) -> Slot | None:
+        """Acquire a slot that nobody reads, or ``None``. The caller owns one reference."""
+        if self._closed:
+            raise ConfigError("the shared memory of this sender was closed")
+        if self.segment is not None and self.segment.slot_nbytes < nbytes:
+            self._retired.append(self.segment)
+            self.segment = None
+            self._reap()
+        if self.segment is None:
+            return None
+        for slot in self.segment.slots:
+            if slot.is_free():
+                return self._acquire(slot)
+        return None
+
+    def grow(self, nbytes: int) -> Slot:
+        """Acquire a new slot. The caller owns one reference."""
+        if self.segment is None or self.segment.slot_nbytes < nbytes:
+            if self.segment is not None:
+                self._retired.append(self.segment)
+            self.segment = Segment(nbytes)
+        return self._acquire(self.segment.grow(self))
+
+    @staticmethod
+    def _acquire(slot: Slot) -> Slot:
+        slot.serial += 1
+        slot.refs = 1
+        return slot
+
+    def notify(self, slot: Slot) -> None:
+        """Something left ``slot``."""
+        if slot.refs or slot.holders:
+            return
+        if self._retired:
+            self._reap()
+        if self.on_free is not None:
+            self.on_free()
+
+    def _reap(self) -> None:
+        for segment in list(self._retired):
+            if all(slot.is_free() for slot in segment.slots):
+                self._retired.remove(segment)
+                segment.close()
+
+    def _segments(self) -> list[Segment]:
+        return [*self._retired, *([self.segment] if self.segment else [])]
+
+    def drop_holder(self, holder: Hashable, pidfd: int | None, *, ended: bool) -> None:
+        """A reader's link is gone.
+
+        Args:
+            holder: The reader.
+            pidfd: A descriptor that tells when its process ends, if there is one.
+            ended: Whether its process is known to have ended.
+        """
+        for segment in self._segments():
+            for slot in segment.slots:
+                if holder in slot.holders:
+                    if ended or (pidfd is not None and has_ended(pidfd)):
+                        slot.leave(holder)
+                    else:
+                        slot.orphan(holder, pidfd)
+
+    def find(self, segment_id: int, index: int) -> Slot | None:
+        """The slot that a peer names, if it exists."""
+        for segment in self._segments():
+            if segment.segment_id == segment_id and 0 <= index < len(segment.slots):
+                return segment.slots[index]
+        return None
+
+    def close(self) -> None:
+        """Close every segment. Readers keep what they mapped."""
+        if self._closed:
+            return
+        self._closed = True
+        self.on_free = None
+        for segment in self._segments():
+            for slot in segment.slots:
+                for pidfd in slot.orphans:
+                    if pidfd is not None:
+                        os.close(pidfd)
+                slot.orphans.clear()
+            segment.close()
+        self._retired.clear()
+        self.segment = None
+
+
+class SegmentView:
+    """A receiver's private mapping of a peer's segment. Owns the descriptor."""
+
+    def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
+        self.segment_id = segment_id
+        self.slot_nbytes = slot_nbytes
+        self.held: set[tuple[int, int]] = set()  # (slot, serial) that this side still reads
+        self._fd = fd
+        self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one slot; writes stay private to this process.
+
+        Raises:
+            RemoteProtocolError: The segment has no such slot.
+        """
+        known = self._maps.get(index)
+        if known is not None:
+            return known[1]
+        offset = index * self.slot_nbytes
+        if self._fd < 0 or os.fstat(self._fd).st_size < offset + self.slot_nbytes:
+            raise RemoteProtocolError(f"the peer's segment has no slot {index}")
+        mapping = mmap.mmap(
+            self._fd,
+            self.slot_nbytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=offset,
+        )
+        view = memoryview(mapping)
+        self._maps[index] = (mapping, view)
+        return view
+
+    def forget_writes(self, index: int) -> None:
+        """Drop what this process wrote into the slot, so that the next version shows."""
+        known = self._maps.get(index)
+        if known is not None and hasattr(mmap, "MADV_DONTNEED"):
+            known[0].madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the descriptor; mappings go when the last view of them does."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        for mapping, view in self._maps.values():
+            with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
+                view.release()
+                mapping.close()
+        self._maps.clear()
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if fcntl is not None and hasattr(fcntl, "F_ADD_SEALS"):
+            # A file that cannot shrink cannot take a mapped page away from a reader.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return fd
+    with tempfile.TemporaryFile(prefix="aiosync-") as file:  # pragma: no cover - not Linux
+        return os.dup(file.fileno())
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process behind a pidfd has ended, reaped or not."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))

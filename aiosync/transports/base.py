@@ -1,0 +1,223 @@
+"""The transport contract: awaitable ``send``, ``recv``, ``ack`` over one established link.
+
+A transport moves messages of :mod:`aiosync.wire` and, beside each, an optional payload of raw
+bytes. It knows nothing of torch, tensors or schemes and must never import them. The published
+suite in :mod:`aiosync.testing` checks every statement made here; see
+``docs/topics/transports.md``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+from aiosync.types import AckStatus, Capabilities
+from aiosync.wire import Ack, Message
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from typing_extensions import Buffer
+
+__all__ = ["Lender", "Payload", "Received", "Transport", "TransportBackend", "make_ack"]
+
+Payload: TypeAlias = "Sequence[Buffer]"
+"""Buffers that are sent one after the other. Read-only for the transport."""
+
+Lender: TypeAlias = "Callable[[Message, int], Sequence[Buffer]]"
+"""Called with a message and its payload size; returns writable buffers of that size in total.
+
+It may raise an :class:`~aiosync.errors.AiosyncError` to refuse: the link then breaks, because
+the payload that follows cannot be placed.
+"""
+
+
+def _no_release() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Received:
+    """One message that arrived, with its payload.
+
+    Attributes:
+        message: The decoded message.
+        payload: The payload's buffers: those that the lender gave, or the transport's own.
+        nbytes: Bytes of the payload in total.
+        release: Give the transport's own buffers back. The payload must not be read after it.
+            Idempotent; does nothing when the buffers were lent.
+        key: Names the transport's own memory that the payload lies in, if it does: equal keys
+            on one link are the same memory. ``None`` when the buffers were lent.
+    """
+
+    message: Message
+    payload: Sequence[memoryview] = ()
+    nbytes: int = 0
+    release: Callable[[], None] = field(default=_no_release)
+    key: Hashable | None = None
+
+
+@runtime_checkable
+class TransportBackend(Protocol):
+    """Structural type of a link, for code that does not subclass :class:`Transport`."""
+
+    capabilities: ClassVar[Capabilities]
+
+    async def send(
+        self, message: Message, payload: Payload = (), *, timeout: float | None = None
+    ) -> None:
+        """See :meth:`Transport.send`."""
+
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """See :meth:`Transport.recv`."""
+
+    async def ack(
+        self,
+        epoch: int,
+        version: int,
+        status: AckStatus,
+        *,
+        error: BaseException | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """See :meth:`Transport.ack`."""
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+
+    def abort(self) -> None:
+        """See :meth:`Transport.abort`."""
+
+
+class Transport(abc.ABC):
+    """One established link between a sender and a receiver.
+
+    Not thread-safe: use it on the loop that created it. At most one ``send()`` (or ``ack()``)
+    and one ``recv()`` may run at a time; a second one raises
+    :class:`~aiosync.errors.TransportBusy`.
+
+    Every operation raises :class:`~aiosync.errors.TransportClosed` after this side closed,
+    :class:`~aiosync.errors.PeerClosed` after the peer closed between messages, and
+    :class:`~aiosync.errors.TransportBroken` after the link was lost or a transfer was cut. The
+    last is sticky.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    @abc.abstractmethod
+    async def send(
+        self, message: Message, payload: Payload = (), *, timeout: float | None = None
+    ) -> None:
+        """Hand one message and its payload to the link.
+
+        Returning means that the link took it, not that the peer read it. Waits while the peer
+        does not read (backpressure). Always a checkpoint.
+
+        Args:
+            message: What to send.
+            payload: Contiguous buffers, sent one after the other. Must not change until the
+                call returns.
+            timeout: Seconds for the whole call; ``None`` waits for ever.
+
+        Raises:
+            SendTimeout: The link did not take the message in time. If a part of it was
+                written, the link is broken from then on.
+            TransportBusy: Another ``send()`` or ``ack()`` is running.
+            LocalProtocolError: The message or payload is larger than the limits allow.
+
+        Cancellation:
+            As ``capabilities.send_cancellation`` says.
+        """
+
+    @abc.abstractmethod
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """Wait for the next message. Always a checkpoint.
+
+        Args:
+            into: Lends the buffers that the payload lands in. Without it the transport's own
+                memory is used; call :meth:`Received.release` when done.
+            timeout: Seconds until the message is complete; ``None`` waits for ever.
+
+        Raises:
+            RecvTimeout: Nothing arrived in time; the link is intact. If the deadline passed
+                in the middle of a payload the link is broken from then on.
+            PeerClosed: The peer closed between messages.
+            RemoteProtocolError: The peer sent something illegal. Sticky.
+            TransportBusy: Another ``recv()`` is running.
+
+        Cancellation:
+            As ``capabilities.recv_cancellation`` says; cancelling an idle ``recv()`` never
+            loses a message.
+        """
+
+    async def ack(
+        self,
+        epoch: int,
+        version: int,
+        status: AckStatus,
+        *,
+        error: BaseException | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Acknowledge one update: RECEIVED, APPLIED, or NACK with the error.
+
+        Args:
+            epoch: Epoch of the update.
+            version: Version of the update.
+            status: What to say about it.
+            error: For a NACK, the reason; its type's name and its text travel.
+            timeout: As for :meth:`send`; raises and cancels as it does.
+        """
+        await self.send(make_ack(epoch, version, status, error), timeout=timeout)
+
+    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
+        """Send without waiting, if the link can take the whole of it now.
+
+        Returns:
+            True when the link took everything; False when nothing was written, and
+            :meth:`send` has to be awaited instead. Raises as :meth:`send` does.
+        """
+        return False
+
+    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
+        """Send several messages without payload in one write, if the link can take them now.
+
+        Returns:
+            True when the link took all of them; False when nothing was written.
+        """
+        return len(messages) == 1 and self.send_nowait(messages[0])
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Close the link. Idempotent, bounded; wakes every waiter with ``TransportClosed``."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Close at once, without waiting, from a destructor or a signal. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def make_ack(epoch: int, version: int, status: AckStatus, error: BaseException | None) -> Ack:
+    """Build the acknowledgement message, with the error's type name and text for a NACK."""
+    if error is None:
+        return Ack(epoch=epoch, version=version, status=status)
+    return Ack(
+        epoch=epoch,
+        version=version,
+        status=status,
+        error_type=type(error).__name__,
+        error_text=str(error) or type(error).__name__,
+    )

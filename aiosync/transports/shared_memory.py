@@ -1,0 +1,426 @@
+"""Links through shared memory: payloads in slots of one segment, messages over a Unix socket.
+
+The sender writes a payload once into a slot, however many receivers read it, and wakes them
+through the socket, beside which the segment's descriptor travelled before. Receivers read the
+slot in place. Must not import torch or schemes. See ``docs/topics/shared-memory.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from aiosync.errors import (
+    FrameTooLarge,
+    LocalProtocolError,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+    TransportBusy,
+)
+from aiosync.transports._channel import FramedChannel
+from aiosync.transports._io import SocketIo
+from aiosync.transports._reader import flat_view
+from aiosync.transports._segment import Arena, SegmentView, Slot
+from aiosync.transports.base import Lender, Payload, Received, Transport
+from aiosync.types import Cancellation, Capabilities, Limits
+from aiosync.wire import Message, Release, Segment, encode_frame
+
+__all__ = ["SharedMemTransport"]
+
+_INLINE_NBYTES = 4096  # payloads up to this size travel in the socket
+_OWN_SLOTS = 4  # slots that plain send() may fill before it waits for the peer
+_COPY_NBYTES = 4 * 2**20  # bytes copied between two looks at the loop
+_MAX_SEGMENTS = 8
+
+
+class SharedMemTransport(Transport):
+    """A link between two processes of one host.
+
+    Args:
+        sock: A connected Unix stream socket; owned from now on.
+        arena: Where outgoing payloads are; shared by the links of one sender. Without it the
+            link has its own.
+        limits: What the peer may announce.
+        name: How errors and reprs call the peer.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="shm",
+        zero_copy_recv=True,
+        send_cancellation=Cancellation.BREAKS_LINK,
+        recv_cancellation=Cancellation.SAFE,
+    )
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        arena: Arena | None = None,
+        limits: Limits | None = None,
+        name: str = "the peer",
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._io = SocketIo(sock)
+        self._own_arena = arena is None
+        self._arena = arena if arena is not None else Arena()
+        self._announced: set[int] = set()
+        self._incoming: dict[int, SegmentView] = {}
+        self._sending = self._receiving = False
+        self._again: tuple[Message, memoryview, int, int] | None = None
+        self._slot_free: asyncio.Future[None] | None = None
+        self._releases: list[bytes] = []  # frames that ride along with the next write
+        if self._own_arena:
+            self._arena.on_free = self._on_free
+        self._channel = FramedChannel(
+            self._io,
+            limits=limits,
+            name=name,
+            intercept=self._intercept,
+            whole_below=_INLINE_NBYTES,
+        )
+        self._channel.call_on_end(self._on_free)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def pair(
+        cls, *, limits: Limits | None = None
+    ) -> AsyncIterator[tuple[SharedMemTransport, SharedMemTransport]]:
+        """Two connected ends in this process, closed when the context ends."""
+        left, right = socket.socketpair()
+        async with (
+            cls(left, limits=limits, name="the right end") as one,
+            cls(right, limits=limits, name="the left end") as two,
+        ):
+            yield one, two
+
+    @property
+    def channel(self) -> FramedChannel:
+        """The framed byte stream below, for schemes that watch the peer's process."""
+        return self._channel
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def publish_nowait(self, message: Message, slot: Slot, nbytes: int) -> bool:
+        """Tell the peer to read ``nbytes`` of ``slot``, without waiting.
+
+        The peer holds the slot from now on, until it releases it.
+
+        Returns:
+            False when the socket took nothing; use :meth:`publish` then.
+        """
+        frame = self._slot_frame(message, slot, nbytes)
+        if not self._announce_nowait(slot):
+            return False
+        slot.holders[self] = False
+        if self._channel.send_now(frame):
+            return True
+        slot.leave(self)
+        return False
+
+    async def publish(
+        self, message: Message, slot: Slot, nbytes: int, *, timeout: float | None = None
+    ) -> None:
+        """Tell the peer to read ``nbytes`` of ``slot``; otherwise as :meth:`send`."""
+        frame = self._slot_frame(message, slot, nbytes)
+        if not self._announce_nowait(slot):
+            self._io.attach(slot.segment.read_only_fd)
+            await self._channel.send(self._segment_frame(slot), [], timeout)
+            self._announced.add(slot.segment.segment_id)
+        slot.holders[self] = False
+        try:
+            await self._channel.send(frame, [], timeout)
+        except BaseException:
+            if self._channel.error is None:
+                slot.leave(self)
+            raise
+
+    def _slot_frame(self, message: Message, slot: Slot, nbytes: int) -> bytes:
+        if nbytes > self._channel.limits.max_payload_nbytes:
+            raise LocalProtocolError(
+                f"a payload of {nbytes} bytes is over the limit of "
+                f"{self._channel.limits.max_payload_nbytes} (Limits.max_payload_nbytes)"
+            )
+        ext = {"seg": slot.segment.segment_id, "slot": slot.index, "ser": slot.serial, "n": nbytes}
+        return encode_frame(message, 0, ext=ext, limits=self._channel.limits)
+
+    def _segment_frame(self, slot: Slot) -> bytes:
+        segment = slot.segment
+        message = Segment(segment.segment_id, segment.slot_nbytes, len(segment.slots))
+        return encode_frame(message, 0, limits=self._channel.limits)
+
+    def _announce_nowait(self, slot: Slot) -> bool:
+        if slot.segment.segment_id in self._announced:
+            return True
+        self._io.attach(slot.segment.read_only_fd)
+        if self._channel.send_now(self._segment_frame(slot)):
+            self._announced.add(slot.segment.segment_id)
+            return True
+        self._io.attach(None)
+        return False
+
+    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
+        """See :meth:`Transport.send_nowait`; payloads above 4 KiB are always refused."""
+        views = [flat_view(buffer) for buffer in payload]
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes > _INLINE_NBYTES or self._sending:
+            self._channel.check()
+            return False
+        frame = encode_frame(message, nbytes, limits=self._channel.limits)
+        return self._channel.send_now(frame, [view for view in views if view.nbytes])
+
+    async def send(
+        self, message: Message, payload: Payload = (), *, timeout: float | None = None
+    ) -> None:
+        """See :meth:`Transport.send`. Cancellation: class B; safe while waiting for a slot."""
+        views = [flat_view(buffer) for buffer in payload]
+        nbytes = sum(view.nbytes for view in views)
+        if self._sending:
+            raise TransportBusy(f"another send() is running on the link to {self._channel.name}")
+        self._sending = True
+        try:
+            if nbytes <= _INLINE_NBYTES:
+                frame = encode_frame(message, nbytes, limits=self._channel.limits)
+                await self._channel.send(frame, [view for view in views if view.nbytes], timeout)
+                return
+            encode_frame(message, nbytes, limits=self._channel.limits)  # the limits, early
+            slot = await self._copy_in(views, nbytes, timeout)
+            try:
+                await self.publish(message, slot, nbytes, timeout=timeout)
+            finally:
+                slot.release()
+        finally:
+            self._sending = False
+
+    async def _copy_in(self, views: list[memoryview], nbytes: int, timeout: float | None) -> Slot:
+        try:
+            async with asyncio.timeout(timeout):
+                slot = await self._acquire(nbytes)
+        except TimeoutError as exc:
+            raise SendTimeout(
+                f"{self._channel.name} did not free a slot within {timeout:g} s"
+            ) from exc
+        try:
+            offset = 0
+            for view in views:
+                await _copy(view, slot.view[offset : offset + view.nbytes])
+                offset += view.nbytes
+        except BaseException:
+            slot.release()
+            raise
+        return slot
+
+    async def _acquire(self, nbytes: int) -> Slot:
+        while True:
+            self._channel.check()
+            slot = self._arena.free_slot(nbytes)
+            if slot is None and self._arena.num_slots < _OWN_SLOTS:
+                slot = self._arena.grow(nbytes)
+            if slot is not None:
+                return slot
+            self._slot_free = asyncio.get_running_loop().create_future()
+            try:
+                await self._slot_free
+            finally:
+                self._slot_free = None
+
+    def _on_free(self) -> None:
+        if self._slot_free is not None and not self._slot_free.done():
+            self._slot_free.set_result(None)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
+        if isinstance(message, Segment):
+            self._map(message)
+            return True
+        if isinstance(message, Release):
+            slot = self._arena.find(message.segment_id, message.slot)
+            if slot is not None and slot.serial == message.serial and self in slot.holders:
+                if message.retained:
+                    slot.holders[self] = True
+                    slot.arena.notify(slot)
+                    self._on_free()
+                else:
+                    slot.leave(self)
+            return True
+        return False
+
+    def _map(self, message: Segment) -> None:
+        if not self._io.received_fds:
+            raise RemoteProtocolError("the peer announced a segment without its descriptor")
+        fd = self._io.received_fds.popleft()
+        old = self._incoming.pop(message.segment_id, None)
+        if old is not None:
+            old.close()
+        view = SegmentView(fd, message.segment_id, message.slot_nbytes)
+        self._incoming[message.segment_id] = view
+        self._drop_old_segments()
+
+    def _drop_old_segments(self) -> None:
+        newest = next(reversed(self._incoming), None)
+        for segment_id, view in list(self._incoming.items()):
+            if segment_id != newest and not view.held:
+                del self._incoming[segment_id]
+                view.close()
+        if len(self._incoming) > _MAX_SEGMENTS:
+            raise RemoteProtocolError("the peer announced too many segments")
+
+    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
+        """See :meth:`Transport.send_batch_nowait`."""
+        limits = self._channel.limits
+        frames = [encode_frame(message, 0, limits=limits) for message in messages]
+        if not self._channel.send_now(b"".join([*frames, *self._releases])):
+            return False
+        self._releases.clear()
+        return True
+
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """See :meth:`Transport.recv`. Cancellation: class A.
+
+        Without ``into`` a payload above 4 KiB is the slot itself: a private view of shared
+        memory, valid until ``release()``.
+        """
+        if self._receiving:
+            raise TransportBusy(f"another recv() is waiting on the link to {self._channel.name}")
+        self._receiving = True
+        try:
+            if self._again is None:
+                message, ext, buffers, nbytes = await self._channel.recv(into, timeout)
+                if not ext or "seg" not in ext:
+                    return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
+                view, index, serial = self._locate(ext)
+                release = self._releaser(view, index, serial)
+                payload = view.view(index)[: int(ext["n"])]
+                key = (view.segment_id, index)
+                if into is None:
+                    return Received(message, [payload], payload.nbytes, release, key)
+                self._again = (message, payload, view.segment_id, index)
+                self._release_again = release
+            else:
+                await asyncio.sleep(0)
+            assert into is not None or self._again is not None
+            return await self._copy_out(into)
+        finally:
+            self._receiving = False
+
+    _release_again: Callable[[], None]
+
+    async def _copy_out(self, into: Lender | None) -> Received:
+        """Copy a slot into lent buffers; when cancelled, the next ``recv()`` starts again."""
+        assert self._again is not None
+        message, payload, segment_id, index = self._again
+        if into is None:
+            self._again = None
+            return Received(
+                message, [payload], payload.nbytes, self._release_again, (segment_id, index)
+            )
+        try:
+            buffers = [flat_view(buffer) for buffer in into(message, payload.nbytes)]
+            total = sum(buffer.nbytes for buffer in buffers)
+            if total != payload.nbytes:
+                raise LocalProtocolError(f"lent {total} bytes for a payload of {payload.nbytes}")
+        except BaseException:
+            self._again = None
+            self._release_again()
+            self._channel.fail(TransportBroken("no buffer was lent for a payload"))
+            raise
+        offset = 0
+        for buffer in buffers:
+            await _copy(payload[offset : offset + buffer.nbytes], buffer)
+            offset += buffer.nbytes
+        self._again = None
+        self._release_again()
+        return Received(message, buffers, payload.nbytes)
+
+    def _locate(self, ext: Mapping[str, Any]) -> tuple[SegmentView, int, int]:
+        fields = [ext.get(name) for name in ("seg", "slot", "ser", "n")]
+        if any(type(value) is not int or value < 0 for value in fields):
+            raise self._refuse(RemoteProtocolError("the peer's slot reference is malformed"))
+        segment_id, index, serial, nbytes = (int(str(value)) for value in fields)
+        view = self._incoming.get(segment_id)
+        if view is None or nbytes > view.slot_nbytes:
+            raise self._refuse(RemoteProtocolError("the peer named a slot that it never announced"))
+        if nbytes > self._channel.limits.max_payload_nbytes:
+            raise self._refuse(FrameTooLarge(f"a payload of {nbytes} bytes is over the limit"))
+        try:
+            view.view(index)
+        except RemoteProtocolError as exc:
+            raise self._refuse(exc) from None
+        view.held.add((index, serial))
+        return view, index, serial
+
+    def _refuse(self, error: RemoteProtocolError) -> RemoteProtocolError:
+        self._channel.fail(error)
+        return error
+
+    def _releaser(self, view: SegmentView, index: int, serial: int) -> Callable[[], None]:
+        def release() -> None:
+            if (index, serial) not in view.held:
+                return
+            view.held.discard((index, serial))
+            view.forget_writes(index)
+            if not self._channel.closed and self._channel.error is None:
+                self._queue_release(view.segment_id, index, serial, retained=False)
+                self._drop_old_segments()
+
+        return release
+
+    def _queue_release(self, segment_id: int, index: int, serial: int, *, retained: bool) -> None:
+        message = Release(segment_id, index, serial, retained)
+        if self._loop.is_closed():
+            return  # a destructor after the end of the program: nobody is left to be told
+        if not self._releases:
+            self._loop.call_soon(self._flush_releases)
+        self._releases.append(encode_frame(message, 0, limits=self._channel.limits))
+
+    def _flush_releases(self) -> None:
+        if self._releases and not self._channel.closed and self._channel.error is None:
+            self._channel.queue(b"".join(self._releases))
+        self._releases.clear()
+
+    def tell_retained(self, key: tuple[int, int]) -> None:
+        """Tell the sender not to wait for a slot: something in this process still uses it."""
+        view = self._incoming.get(key[0])
+        if view is not None and not self._channel.closed and self._channel.error is None:
+            for index, serial in view.held:
+                if index == key[1]:
+                    self._queue_release(key[0], index, serial, retained=True)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close the link and the mappings; waiters see ``TransportClosed``."""
+        self.abort()
+
+    def abort(self) -> None:
+        """The same as :meth:`aclose`, from synchronous code."""
+        if self._channel.closed:
+            return
+        pidfd = self._channel.pidfd
+        self._flush_releases()
+        self._arena.drop_holder(self, None if pidfd < 0 else pidfd, ended=False)
+        self._channel.close()
+        self._on_free()
+        for view in self._incoming.values():
+            view.close()
+        self._incoming.clear()
+        if self._own_arena:
+            self._arena.close()
+
+    def __repr__(self) -> str:
+        return f"<SharedMemTransport to {self._channel.name}: {self._channel.describe()}>"
+
+
+async def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy without holding the GIL, and let the loop run between two pieces."""
+    for start in range(0, source.nbytes, _COPY_NBYTES):
+        if start:
+            await asyncio.sleep(0)
+        piece = np.frombuffer(source[start : start + _COPY_NBYTES], np.uint8)
+        np.copyto(np.frombuffer(target[start : start + piece.size], np.uint8), piece)

@@ -1,0 +1,267 @@
+"""The loop matrix and the leak checks that every test runs under.
+
+Every ``@pytest.mark.asyncio`` test runs once on asyncio and once on uvloop. After every test
+nothing may be left that was not there before it: no thread, file descriptor, child process,
+``/dev/shm`` entry, memfd mapping or unfinished task, and no exception that only the event loop
+saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import importlib.util
+import os
+import re
+import select
+import sys
+import threading
+import time
+import weakref
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+pytest_plugins = ["pytester"]
+
+GRACE = 5.0
+"""Seconds that threads and processes get to end after a test that has let go of them."""
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+_failed = pytest.StashKey[bool]()
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+_loop_errors: list[str] = []
+_HAS_UVLOOP = importlib.util.find_spec("uvloop") is not None
+
+
+# -- the loop matrix --------------------------------------------------------------------------
+
+
+def _watched(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    """Remember the loop, and what is reported to nobody but its exception handler."""
+
+    def record(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        _loop_errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    loop.set_exception_handler(record)
+    _loops.add(loop)
+    return loop
+
+
+def _new_asyncio_loop() -> asyncio.AbstractEventLoop:
+    return _watched(asyncio.SelectorEventLoop())
+
+
+def _new_uvloop_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return _watched(uvloop.new_event_loop())
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    factories = {"asyncio": _new_asyncio_loop}
+    if _HAS_UVLOOP:
+        factories["uvloop"] = _new_uvloop_loop
+    return factories
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Fail a test that ends while a task of its loop is still running."""
+    result = yield
+    leftover = [
+        task for loop in list(_loops) if not loop.is_closed() for task in asyncio.all_tasks(loop)
+    ]
+    if leftover:
+        listed = "\n".join(f"  {task!r}" for task in leftover)
+        pytest.fail(f"tasks were left running:\n{listed}", pytrace=False)
+    return result
+
+
+# -- marks ------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--heavy", action="store_true", help="run the tests marked heavy as well")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    heavy = config.getoption("--heavy")
+    for item in items:
+        if not heavy and item.get_closest_marker("heavy"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes or gigabytes; use --heavy"))
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+# -- leaks ------------------------------------------------------------------------------------
+
+
+def _threads() -> dict[Any, str]:
+    return {
+        thread: thread.name
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)  # a native thread that ran Python once
+    }
+
+
+def _fds() -> dict[tuple[int, str], str]:
+    """Open descriptors with what they refer to, but for those of multiprocessing's helpers."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone by now
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith("/dev/nvidia"):
+                found[int(name), target] = f"{name} -> {target}"
+    helpers = (
+        resource_tracker._resource_tracker._fd,
+        forkserver._forkserver._forkserver_alive_fd,
+        getattr(forkserver._forkserver, "_forkserver_authkey_fd", None),
+    )
+    return {key: text for key, text in found.items() if key[0] not in helpers}
+
+
+def _children() -> dict[int, str]:
+    """Child processes, zombies included, but for multiprocessing's helpers."""
+    helpers = (
+        resource_tracker._resource_tracker._pid,
+        forkserver._forkserver._forkserver_pid,
+    )
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has just ended
+            pids.update(map(int, path.read_text().split()))
+    found = {}
+    for pid in pids.difference(helpers):
+        with contextlib.suppress(OSError):  # that process has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            found[pid] = f"{pid} {command.decode(errors='replace')[:120]}"
+    return found
+
+
+def _shm_entries() -> dict[str, str]:
+    """Entries of /dev/shm, but for those that name another living process as their owner."""
+    found = {}
+    with contextlib.suppress(OSError):  # no /dev/shm on this machine
+        for name in os.listdir("/dev/shm"):
+            owner = re.match(r"torch_(\d+)_", name)
+            if owner and int(owner[1]) != os.getpid() and Path(f"/proc/{owner[1]}").exists():
+                continue
+            found[name] = name
+    return found
+
+
+def _memfd_mappings() -> dict[str, str]:
+    text = Path("/proc/self/maps").read_text()
+    if "/memfd:" not in text:
+        return {}
+    lines = [line for line in text.splitlines() if "/memfd:" in line]
+    # Neighbouring mappings of one file merge and split; the file is what counts.
+    return {" ".join(line.split()[3:]): line for line in lines}
+
+
+@dataclasses.dataclass
+class _Resources:
+    threads: dict[Any, str]
+    fds: dict[Any, str]
+    children: dict[Any, str]
+    shm_entries: dict[Any, str]
+    memfd_mappings: dict[Any, str]
+
+    @classmethod
+    def now(cls) -> _Resources:
+        return cls(_threads(), _fds(), _children(), _shm_entries(), _memfd_mappings())
+
+    def since(self, before: _Resources) -> _Resources:
+        new = {}
+        for field in dataclasses.fields(self):
+            old = getattr(before, field.name)
+            mine = getattr(self, field.name)
+            new[field.name] = {key: text for key, text in mine.items() if key not in old}
+        return _Resources(**new)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"  {field.name}: {', '.join(getattr(self, field.name).values())}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name)
+        )
+
+    def wait(self, deadline: float) -> None:
+        """Give threads and processes that are ending the time to end."""
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for pid in self.children:
+            with contextlib.suppress(ProcessLookupError):  # gone already
+                fd = os.pidfd_open(pid)
+                try:
+                    left = max(0.0, deadline - time.monotonic())
+                    select.select([fd], [], [], left)
+                finally:
+                    os.close(fd)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.excinfo is not None:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_up() -> None:
+    """Let libraries open what they keep open for the life of the process."""
+    if _HAS_UVLOOP:
+        import uvloop
+
+        uvloop.new_event_loop().close()  # libuv keeps one pipe for signals
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest, _warm_up: None) -> Iterator[None]:
+    """Fail a test that leaves anything behind."""
+    _loop_errors.clear()
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    before = _Resources.now()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # the failure is the news; what it left behind would only bury it
+    left = _Resources.now().since(before)
+    if left:
+        gc.collect()
+        left = _Resources.now().since(before)
+    if left:
+        left.wait(time.monotonic() + GRACE)
+        gc.collect()
+        left = _Resources.now().since(before)
+    if left:
+        pytest.fail(f"left behind by the test:\n{left}", pytrace=False)
+    if _loop_errors:
+        listed = "\n".join(f"  {text}" for text in _loop_errors)
+        _loop_errors.clear()
+        pytest.fail(f"only the event loop saw these errors:\n{listed}", pytrace=False)

@@ -1,0 +1,166 @@
+"""cancel_at_every_await() reaches every suspension, in both moments, and sees what it did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aiosync.testing import CancelOutcome, CancelWhen, cancel_at_every_await
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_every_point_is_cancelled_once_in_each_moment() -> None:
+    steps: list[int] = []
+
+    async def three_steps() -> str:
+        steps.append(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+            steps[-1] += 1
+        return "done"
+
+    seen: list[CancelOutcome[str]] = []
+
+    async def note(outcome: CancelOutcome[str]) -> None:
+        seen.append(outcome)
+
+    assert await cancel_at_every_await(three_steps, note) == 3
+    assert [(outcome.when.value, outcome.point) for outcome in seen] == [
+        (when, point) for when in ("early", "late") for point in (1, 2, 3, 4)
+    ]
+    assert steps == [0, 1, 2, 3] * 2
+    for outcome in seen:
+        assert outcome.delivered == outcome.cancelled == (outcome.point < 4)
+        assert outcome.finished == (outcome.point == 4)
+        assert outcome.result == ("done" if outcome.finished else None)
+
+
+async def test_late_cancellation_comes_after_the_result_and_before_the_operation() -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    lost: list[CancelWhen] = []
+
+    async def take_badly() -> int:
+        waiter = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(lambda: waiter.done() or waiter.set_result(None))
+        item = queue.get_nowait()  # taken before the await: lost when that is cancelled
+        await waiter
+        return item
+
+    async def look(outcome: CancelOutcome[int]) -> None:
+        if outcome.cancelled and queue.empty():
+            lost.append(outcome.when)
+
+    @asynccontextmanager
+    async def filled() -> AsyncIterator[None]:
+        queue.put_nowait(1)
+        yield
+        while not queue.empty():
+            queue.get_nowait()
+
+    await cancel_at_every_await(take_badly, look, around=filled)
+    assert lost == [CancelWhen.EARLY, CancelWhen.LATE]
+
+
+async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None:
+    """The reason for the two moments: a future that has its result already when cancelled."""
+    outcomes: dict[CancelWhen, bool] = {}
+    futures: list[asyncio.Future[str]] = []
+
+    async def wait_for_it() -> str:
+        future = asyncio.get_running_loop().create_future()
+        futures.append(future)
+        asyncio.get_running_loop().call_soon(lambda: future.done() or future.set_result("it"))
+        return await future
+
+    async def look(outcome: CancelOutcome[str]) -> None:
+        if outcome.delivered:
+            assert outcome.cancelled
+            outcomes[outcome.when] = futures[-1].cancelled()
+
+    await cancel_at_every_await(wait_for_it, look)
+    assert outcomes == {CancelWhen.EARLY: True, CancelWhen.LATE: False}
+    assert futures[2].result() == "it"
+
+
+async def test_a_swallowed_cancellation_is_seen() -> None:
+    async def stubborn() -> str:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            return "swallowed"
+        return "done"
+
+    results: list[tuple[bool, str | None]] = []
+
+    async def note(outcome: CancelOutcome[str]) -> None:
+        results.append((outcome.delivered, outcome.result))
+
+    await cancel_at_every_await(stubborn, note, when=(CancelWhen.EARLY,))
+    assert results == [(True, "swallowed"), (False, "done")]
+
+
+async def test_clean_up_awaits_are_points_too() -> None:
+    cleaned: list[int] = []
+
+    async def with_clean_up() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(1)
+
+    assert await cancel_at_every_await(with_clean_up, when=(CancelWhen.EARLY,)) == 2
+    # Cancelled at the first await it cleans up; at the second, which is the clean-up, it does not.
+    assert cleaned == [1, 1]
+
+
+async def test_an_error_of_the_operation_is_raised_without_a_check() -> None:
+    async def wrong() -> None:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise ValueError("translated a cancellation") from None
+
+    with pytest.raises(ValueError, match="translated"):
+        await cancel_at_every_await(wrong)
+
+
+async def test_each_run_is_set_up_and_cleaned_up() -> None:
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def around() -> AsyncIterator[None]:
+        log.append("in")
+        yield
+        log.append("out")
+
+    async def operation() -> None:
+        log.append("run")
+        await asyncio.sleep(0)
+
+    async def check(outcome: CancelOutcome[None]) -> None:
+        log.append("check")
+
+    await cancel_at_every_await(operation, check, around=around, when=(CancelWhen.LATE,))
+    assert log == ["in", "run", "check", "out"] * 2
+
+
+async def test_an_operation_that_never_waits_is_an_error() -> None:
+    async def at_once() -> int:
+        return 1
+
+    with pytest.raises(RuntimeError, match="never waits"):
+        await cancel_at_every_await(at_once)
+    assert await cancel_at_every_await(at_once, may_not_wait=True) == 0
+
+
+async def test_max_points_ends_a_long_series() -> None:
+    async def long() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    assert await cancel_at_every_await(long, max_points=5) == 5
