@@ -1,0 +1,275 @@
+"""The layers of docs/topics/design.md hold, and importing aiosync has no side effects."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import aiosync
+
+ROOT = Path(aiosync.__file__).parent
+
+# A part imports only parts that stand above it (and itself). Parts on one line do not know each
+# other. `aiosync` is the package's own __init__, which re-exports the async API.
+LAYERS: list[set[str]] = [
+    {"_version", "errors"},
+    {"types"},
+    {"wire"},
+    {"protocol"},
+    {"tensors", "transports"},
+    {"strategy"},
+    {"schemes"},
+    {"_run"},
+    {"aiosync"},
+    {"legacy"},
+    {"sync"},
+    {"integrations", "testing"},
+    {"cli"},
+    {"__main__"},
+]
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+# Beyond the order of the layers.
+NOT_KNOWN = {"strategy": {"transports"}}
+
+LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
+TENSOR_LIBRARIES = {"tensordict", "torch"}
+OPTIONAL = {"gymnasium", "matplotlib", "ray", "rich", "torchrl", "typer", "vllm"}
+UNPICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+FORBIDDEN = {
+    "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
+    "errors": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
+    "types": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
+    "wire": LOOPS | TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
+    "protocol": LOOPS | TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
+    "tensors": LOOPS | OPTIONAL | UNPICKLERS,
+    "strategy": LOOPS | OPTIONAL | UNPICKLERS,
+    "transports": TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
+    "schemes": OPTIONAL | UNPICKLERS,
+    "legacy": OPTIONAL | UNPICKLERS,
+    "sync": OPTIONAL | UNPICKLERS,
+    "testing": OPTIONAL | {"pytest", "hypothesis"},
+}
+# One backend each: the library that it drives is the reason that the module exists.
+ALLOWED = {
+    "transports.distributed": {"torch"},
+    "transports.rpc": {"torch"},
+    "transports.ray": {"ray"},
+    "schemes.ray": {"ray"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # dotted name below aiosync, "" for the package itself
+    line: int
+    target: str  # absolute dotted name
+
+    def __str__(self) -> str:
+        return f"aiosync.{self.module}:{self.line} imports {self.target}"
+
+    @property
+    def part(self) -> str:
+        return self.module.partition(".")[0] or "aiosync"
+
+
+def _module_name(path: Path, root: Path) -> str:
+    parts = list(path.relative_to(root).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+def _imports(source: str, module: str) -> list[Import]:
+    """Every import of a module: lazy ones and those for type checkers too."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [Import(module, node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"aiosync.{module}:{node.lineno}: relative import"
+            assert node.module is not None
+            found += [
+                Import(module, node.lineno, f"{node.module}.{alias.name}") for alias in node.names
+            ]
+    return found
+
+
+def _sources() -> dict[str, str]:
+    return {_module_name(path, ROOT): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+
+
+def _target_part(target: str) -> str:
+    """Part of aiosync that an absolute name belongs to."""
+    second = target.removeprefix("aiosync").removeprefix(".").partition(".")[0]
+    return second if second in RANK else "aiosync"
+
+
+def _faults(imports: list[Import]) -> list[str]:
+    faults = []
+    for item in imports:
+        top = item.target.partition(".")[0]
+        if top == "aiosync":
+            target = _target_part(item.target)
+            if target == item.part:
+                continue
+            if RANK[target] >= RANK[item.part]:
+                faults.append(f"{item}: {target!r} does not stand above {item.part!r}")
+            elif target in NOT_KNOWN.get(item.part, ()):
+                faults.append(f"{item}: {item.part!r} must not know {target!r}")
+        elif top in FORBIDDEN.get(item.part, set()) - ALLOWED.get(item.module, set()):
+            faults.append(f"{item}: not allowed in {item.part!r}")
+    return faults
+
+
+def test_every_module_has_its_layer() -> None:
+    parts = {name.partition(".")[0] for name in _sources()} - {""}
+    assert parts <= set(RANK), "give the new part its place in LAYERS and in the design page"
+
+
+def test_a_layer_imports_only_what_stands_above_it() -> None:
+    imports = [item for name, source in _sources().items() for item in _imports(source, name)]
+    assert len(imports) > 50
+    assert not _faults(imports), "\n".join(_faults(imports))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("wire.framing", "import asyncio"),
+        ("wire.framing", "def f():\n    import torch.nn"),
+        ("protocol.outbox", "from anyio import Event"),
+        ("protocol.outbox", "from aiosync.transports import Transport"),
+        ("tensors.layout", "from aiosync.transports.base import Transport"),
+        ("transports.pipe", "from aiosync.tensors import Layout"),
+        ("transports.pipe", "from aiosync import schemes"),
+        ("transports.pipe", "from aiosync.schemes.base import WeightSyncScheme"),
+        ("transports.pipe", "from pickle import loads"),
+        ("transports.pipe", "import torch"),
+        ("schemes.base", "from aiosync import SendReport"),
+        ("schemes.base", "import aiosync.sync"),
+        ("", "from aiosync.sync import portal"),
+        ("testing.suite", "import pytest"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert _faults(_imports(source, module))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("wire.framing", "from aiosync.errors import ProtocolError"),
+        ("wire.framing", "from aiosync.wire.messages import Ack"),
+        ("transports.distributed", "import torch.distributed"),
+        ("schemes.base", "from aiosync.transports import Transport\nimport torch"),
+        ("sync", "from aiosync import WeightSyncScheme"),
+        ("", "from aiosync.schemes import WeightSyncScheme"),
+    ],
+)
+def test_an_allowed_import_is_not_a_fault(module: str, source: str) -> None:
+    assert not _faults(_imports(source, module))
+
+
+def _run(code: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_wire_and_protocol_run_without_a_loop_or_torch() -> None:
+    """The same as the layer test, at run time, with what third parties import included."""
+    code = f"""
+import importlib, json, pkgutil, sys, types
+package = types.ModuleType("aiosync")
+package.__path__ = [{str(ROOT)!r}]
+sys.modules["aiosync"] = package
+names = []
+for part in ("wire", "protocol"):
+    module = importlib.import_module(f"aiosync.{{part}}")
+    for info in pkgutil.walk_packages(module.__path__, f"aiosync.{{part}}."):
+        importlib.import_module(info.name)
+        names.append(info.name)
+forbidden = {sorted(LOOPS | TENSOR_LIBRARIES | {"numpy"})!r}
+print(json.dumps({{"names": names, "loaded": [n for n in forbidden if n in sys.modules]}}))
+"""
+    result = _run(code)
+    assert result["names"]
+    assert result["loaded"] == []
+
+
+IMPORT_PROBE = """
+import json, logging, os, sys, threading, time
+start = time.process_time()
+import tensordict, torch
+between = time.process_time()
+environment = dict(os.environ)
+handlers = list(logging.getLogger().handlers), logging.getLogger().level
+names = set(logging.Logger.manager.loggerDict)
+threads = threading.active_count(), len(os.listdir("/proc/self/task"))
+descriptors = len(os.listdir("/proc/self/fd"))
+signals = __import__("signal").getsignal(2)
+before = time.process_time()
+import aiosync
+cost = time.process_time() - before
+import asyncio
+from asyncio import events
+print(json.dumps({
+    "ratio": cost / (between - start),
+    "environment": dict(os.environ) == environment,
+    "logging": (list(logging.getLogger().handlers), logging.getLogger().level) == handlers,
+    "own_logging": not any(
+        getattr(logging.Logger.manager.loggerDict[name], "level", 0)
+        or [
+            handler
+            for handler in getattr(logging.Logger.manager.loggerDict[name], "handlers", ())
+            if not isinstance(handler, logging.NullHandler)
+        ]
+        for name in logging.Logger.manager.loggerDict
+        if name.startswith("aiosync")
+    ),
+    "threads": (threading.active_count(), len(os.listdir("/proc/self/task"))) == threads,
+    "descriptors": len(os.listdir("/proc/self/fd")) == descriptors,
+    "signals": __import__("signal").getsignal(2) == signals,
+    "no_loop": events._get_running_loop() is None
+    and getattr(getattr(events._event_loop_policy, "_local", None), "_loop", None) is None,
+    "no_children": __import__("multiprocessing").active_children() == [],
+    "loaded": sorted(
+        name
+        for name in ("gymnasium", "matplotlib", "pytest", "ray", "rich", "torchrl", "typer",
+                     "uvloop", "vllm", "aiosync.sync", "aiosync.testing", "aiosync.cli")
+        if name in sys.modules
+    ),
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the probe reads /proc")
+def test_import_has_no_side_effects_and_costs_little() -> None:
+    compileall.compile_dir(str(ROOT), quiet=1)  # what counts is the cost of the second import
+    result = _run(IMPORT_PROBE)
+    ratio = result.pop("ratio")
+    assert result == {
+        "environment": True,
+        "logging": True,
+        "own_logging": True,
+        "threads": True,
+        "descriptors": True,
+        "signals": True,
+        "no_loop": True,
+        "no_children": True,
+        "loaded": [],
+    }
+    # CPU time beside that of torch and tensordict, which a user of aiosync imports anyway.
+    assert ratio < 0.15

@@ -1,0 +1,180 @@
+"""What README and docs show is true: code compiles, names exist, complete programs run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import aiosync
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is meant to run as it stands, in a file of its own."""
+        return '__name__ == "__main__"' in self.text or "\naiosync.run(" in self.text
+
+
+def _blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3])
+        for match in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in _blocks(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+PROGRAMS = [block for block in PYTHON if block.is_program]
+TOP_LEVEL_AWAIT = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def _unknown_names(source: str) -> list[str]:
+    """Dotted names below aiosync that a source uses and the package lacks."""
+    names = set()
+    for node in ast.walk(compile(source, "<docs>", "exec", TOP_LEVEL_AWAIT)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aiosync"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {item.name for item in node.names if item.name.startswith("aiosync")}
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if re.fullmatch(r"aiosync(\.\w+)+", text):
+                names.add(text)
+    return sorted(name for name in names if not _exists(name))
+
+
+def _exists(name: str) -> bool:
+    value: object = aiosync
+    path = "aiosync"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(path)
+            except ModuleNotFoundError:
+                return False
+        value = getattr(value, part)
+    return True
+
+
+def _unknown_methods(source: str) -> list[str]:
+    """Methods called on something named ``scheme`` that no scheme has, sync or async."""
+    sync = importlib.import_module("aiosync.sync")
+    known = set(dir(aiosync.SharedMemWeightSyncScheme)) | set(dir(sync.SharedMemWeightSyncScheme))
+    used = {
+        node.attr
+        for node in ast.walk(compile(source, "<docs>", "exec", TOP_LEVEL_AWAIT))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "scheme"
+    }
+    return sorted(used - known)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PYTHON) >= 10
+    assert len(PROGRAMS) >= 3
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_code_compiles_and_its_names_exist(block: Block) -> None:
+    assert _unknown_names(block.text) == []
+    assert _unknown_methods(block.text) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["from aiosync import Nothing", "import aiosync.nothing", "aiosync.sync.nothing()"]
+)
+def test_an_unknown_name_is_found(source: str) -> None:
+    assert _unknown_names(source) != []
+
+
+def test_an_unknown_method_is_found() -> None:
+    assert _unknown_methods("await scheme.send()\nscheme.nothing()") == ["nothing"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_complete_programs_run(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(block.text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", str(file)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
+    commands = [
+        block.text.strip()
+        for block in BLOCKS
+        if block.page.name == "README.md" and block.language == "console"
+    ]
+    assert len(commands) == 2
+    job, tests = commands
+    assert job.endswith("aiosync demo")
+    assert tests.endswith("pytest")
+    assert tests in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_exception_is_in_the_drawn_tree() -> None:
+    errors = importlib.import_module("aiosync.errors")
+    drawn = set(re.findall(r"\w+", inspect.getdoc(errors) or ""))
+    assert set(errors.__all__) - drawn == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    for page in ("index.html", "topics/wire-format.html", "reference/schemes.html"):
+        assert (tmp_path / "html" / page).stat().st_size > 1000
