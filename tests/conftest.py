@@ -163,6 +163,8 @@ def _shm_entries() -> dict[str, str]:
     found = {}
     with contextlib.suppress(OSError):  # no /dev/shm on this machine
         for name in os.listdir("/dev/shm"):
+            if name.startswith("sem.mp-"):
+                continue  # semaphores of multiprocessing queues, of any process; never aiosync's
             owner = re.match(r"torch_(\d+)_", name)
             if owner and int(owner[1]) != os.getpid() and Path(f"/proc/{owner[1]}").exists():
                 continue

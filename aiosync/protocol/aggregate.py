@@ -61,7 +61,7 @@ class SendTracker:
 
     def __init__(self, version: int, workers: Iterable[int], require: Require = "all") -> None:
         validate_require(require)
-        self.version = version
+        self.version: int = version
         self.workers: frozenset[int] = frozenset(workers)
         self.require = require
         self.acked: set[int] = set()

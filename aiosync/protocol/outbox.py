@@ -76,8 +76,8 @@ class Outbox:
     )
 
     def __init__(self, epoch: int, *, worker_idx: int | None = None) -> None:
-        self.epoch = epoch
-        self.worker_idx = worker_idx
+        self.epoch: int = epoch
+        self.worker_idx: int | None = worker_idx
         self._pending: int | None = None
         self._in_flight: list[int] = []  # ascending
         self._unreceived: int | None = None  # the one in flight that shuts the window

@@ -83,6 +83,8 @@ class _Plan:
     inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
+    layout: Layout | None = None
+    only_flips: bool = False
 
     @property
     def has_values(self) -> bool:
@@ -169,6 +171,21 @@ class Target:
             Exception: Whatever ``set_extra_state()`` or a tensor subclass raised; every tensor
                 has its old value again.
         """
+        plan = self._plan
+        if (
+            plan is not None
+            and plan.pick_views is not None
+            and not (copy or values)
+            and plan.layout is layout
+            and self._key is not None
+            and self._key[0] is Mode.FLIP
+            and plan.only_flips
+            and not torch.is_inference_mode_enabled()
+            and plan.valid()
+        ):
+            # The usual case: nothing but flips, which cannot fail once the plan is valid.
+            changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
+            return
         mode = Mode.COPY if copy else Mode.FLIP
         self._apply(layout, flat.views(layout), values, mode, pool)
 
@@ -226,6 +243,17 @@ class Target:
         matched = match(found, layout, values, strict=self.strict)
         plan = _Plan(found, matched, Signature(found.tensors))
         self._sort(plan, layout, mode)
+        plan.layout = layout
+        plan.only_flips = not (
+            plan.owns
+            or plan.installs
+            or plan.small
+            or plan.large
+            or plan.inference
+            or plan.risky
+            or plan.equal
+            or plan.has_values
+        )
         # What gets other objects or memory now has to be looked at again by the next apply.
         self._plan, self._key = (None if plan.installs or plan.owns else plan), key
         return plan

@@ -17,9 +17,9 @@ __all__ = ["dtype_name", "torch_dtype"]
 
 _BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
     {
-        name: dtype
+        name: getattr(torch, name)
         for name in DTYPE_NBYTES
-        if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+        if isinstance(getattr(torch, name, None), torch.dtype)
     }
 )
 _BY_DTYPE: Mapping[torch.dtype, str] = MappingProxyType(

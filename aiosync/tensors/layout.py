@@ -38,8 +38,10 @@ class Layout:
         Raises:
             ConfigError: This version of torch lacks one of its dtypes.
         """
-        self.manifest = manifest
-        self.dtypes = tuple(torch_dtype(leaf.dtype) for leaf in manifest.leaves)
+        self.manifest: Manifest = manifest
+        self.dtypes: tuple[torch.dtype, ...] = tuple(
+            torch_dtype(leaf.dtype) for leaf in manifest.leaves
+        )
         self.nbytes: int = manifest.nbytes
         """Bytes of the payload, a multiple of 64."""
         self.digest: bytes = manifest.digest

@@ -44,7 +44,7 @@ class VirtualClock:
     def __init__(self, start: float = 0.0, *, grace: float = 0.0) -> None:
         self._now = start
         self.grace = grace
-        self.jumps = 0
+        self.jumps: int = 0
 
     def time(self) -> float:
         """Return the virtual time in seconds. Fits wherever a time function is asked for."""
@@ -91,7 +91,7 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
-        self.clock = clock if clock is not None else VirtualClock()
+        self.clock: VirtualClock = clock if clock is not None else VirtualClock()
         self._executor_calls = 0
         super().__init__(_JumpingSelector(self.clock, self._has_executor_calls))
 

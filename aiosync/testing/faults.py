@@ -116,8 +116,8 @@ class FaultyTransport(Transport):
     ) -> None:
         self.inner = inner
         self.capabilities: Capabilities = inner.capabilities  # type: ignore[misc]  # of the link, not of the class
-        self.sent = 0
-        self.arrived = 0
+        self.sent: int = 0
+        self.arrived: int = 0
         self._send_script = send
         self._recv_script = recv
         self._sending = self._receiving = False

@@ -43,7 +43,7 @@ class LeakError(AssertionError):
     """
 
     def __init__(self, leaks: Mapping[str, tuple[str, ...]]) -> None:
-        self.leaks = dict(leaks)
+        self.leaks: dict[str, tuple[str, ...]] = dict(leaks)
         super().__init__(
             "left behind: "
             + "; ".join(f"{kind}: {', '.join(things)}" for kind, things in self.leaks.items())

@@ -48,7 +48,7 @@ class FramedChannel:
                 so that cancelling ``recv()`` never cuts them.
         """
         self.io = io
-        self.limits = limits or Limits()
+        self.limits: Limits = limits or Limits()
         self._state = LinkState(name)
         self._pidfd = -1
         self._reader = FrameReader(

@@ -121,13 +121,13 @@ class FrameReader:
             if whole is not None:
                 # A small payload that was read completely before anybody saw it.
                 self._whole = None
-                self._advance()
+                self._advance_soon()
                 start, data = whole
                 return self._place_whole(start, data, into)
             assert isinstance(event, FrameStart)
             self._event = None
             if event.payload_nbytes == 0:
-                self._advance()
+                self._advance_soon()
                 return event.message, event.ext, [], 0
             if handle is None and timeout is not None:
                 # A poll found the head of a message: give its payload a moment to follow.
@@ -211,16 +211,25 @@ class FrameReader:
             self._state.fail(TransportBroken(f"recv() from {name} was cut in mid-message"))
             raise
         self._event = None
-        self._advance()
+        self._advance_soon()
         return start.message, start.ext, buffers, start.payload_nbytes
+
+    def _advance_soon(self) -> None:
+        # The caller of recv() gets its message before the next one is looked at: an intercept
+        # may take that one at once, and would overtake it.
+        self._state.loop.call_soon(self._advance)
 
     def _advance(self) -> None:
         """Look for the next event in what was already read, and go on reading."""
+        if self._state.closed:
+            return
         self._pull()
-        if not self.ready:
-            if self._gone is not None:
-                self._state.fail(self._gone)
-            self._resume()
+        if self.ready:
+            wake(self._waiter)  # a recv() may have begun to wait before this ran
+            return
+        if self._gone is not None:
+            self._state.fail(self._gone)
+        self._resume()
 
     def _pull(self) -> None:
         """Take events off the decoder until one has to wait for ``recv()``."""
@@ -260,7 +269,11 @@ class FrameReader:
             return self._intercept(event.message, event.ext)
         except (ProtocolError, TransportError) as exc:
             self._state.fail(exc)
-            return True
+        except Exception as exc:  # noqa: BLE001 - a bug above: whoever uses the link sees it
+            error = TransportBroken(f"a message from {self._state.name} could not be handled")
+            error.__cause__ = exc
+            self._state.fail(error)
+        return True
 
     def _resume(self) -> None:
         if not self._reading and not self._state.ended:

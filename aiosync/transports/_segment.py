@@ -36,10 +36,10 @@ class Segment:
     """
 
     def __init__(self, slot_nbytes: int) -> None:
-        self.segment_id = next(_segment_ids)
+        self.segment_id: int = next(_segment_ids)
         page = mmap.ALLOCATIONGRANULARITY
-        self.slot_nbytes = max(page, -(-slot_nbytes // page) * page)
-        self.fd = _anonymous_file()
+        self.slot_nbytes: int = max(page, -(-slot_nbytes // page) * page)
+        self.fd: int = _anonymous_file()
         self.slots: list[Slot] = []
         self._maps: list[mmap.mmap] = []
         self._read_only_fd: int | None = None
@@ -95,7 +95,6 @@ class Slot:
 
     Attributes:
         view: The slot's bytes, writable by this process while nobody reads the slot.
-        serial: Counts the acquisitions; a release names the one it belongs to.
         refs: References inside the sender.
         holders: Readers that were told to read it, and whether each said that something in its
             process goes on using the memory.
@@ -106,8 +105,7 @@ class Slot:
         self.segment = segment
         self.index = index
         self.view = view
-        self.serial = 0
-        self.refs = 0
+        self.refs: int = 0
         self.holders: dict[Hashable, bool] = {}
         self.orphans: list[int | None] = []
 
@@ -192,7 +190,6 @@ class Arena:
 
     @staticmethod
     def _acquire(slot: Slot) -> Slot:
-        slot.serial += 1
         slot.refs = 1
         return slot
 
@@ -261,6 +258,7 @@ class SegmentView:
         self.segment_id = segment_id
         self.slot_nbytes = slot_nbytes
         self.held: set[tuple[int, int]] = set()  # (slot, serial) that this side still reads
+        self._counts: dict[int, int] = {}
         self._fd = fd
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
 
@@ -286,6 +284,11 @@ class SegmentView:
         view = memoryview(mapping)
         self._maps[index] = (mapping, view)
         return view
+
+    def count(self, index: int) -> int:
+        """Count one more publication of a slot; returns how many there were."""
+        serial = self._counts[index] = self._counts.get(index, 0) + 1
+        return serial
 
     def forget_writes(self, index: int) -> None:
         """Drop what this process wrote into the slot, so that the next version shows."""

@@ -75,14 +75,19 @@ class FrameWriter:
         self._state.check()
         if self._busy or self._out:
             return False
-        self._out, self._started = [memoryview(frame), *payload], False
-        self._write(_WINDOW_NBYTES)
-        self._state.check()
-        if not self._started:
-            self._out = []
+        views = [memoryview(frame), *payload]
+        self._started = False
+        try:
+            nbytes = self._io.sendv(views)
+        except (BlockingIOError, InterruptedError):
             return False
-        if self._out:
-            self._out = [memoryview(b"".join(self._out))]
+        except OSError as exc:
+            self._lost(exc)
+            self._state.check()
+            return False
+        rest = _after(views, nbytes)
+        if rest:
+            self._out, self._started = [memoryview(b"".join(rest))], True
             self._watch()
         return True
 

@@ -190,6 +190,24 @@ class Transport(abc.ABC):
         """
         return len(messages) == 1 and self.send_nowait(messages[0])
 
+    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+        """Hand messages to ``handler`` as they are read, without the way through ``recv()``.
+
+        That is quicker by a turn of the loop. Messages whose payload needs a lent buffer, and
+        messages that were read before, still come through :meth:`recv`, which also goes on to
+        report the end of the link; the order of messages is kept as long as a ``recv()`` is
+        always waiting.
+
+        Args:
+            handler: Called on the loop. An :class:`~aiosync.errors.TransportError` or
+                :class:`~aiosync.errors.ProtocolError` that it raises ends the link; it must
+                raise nothing else.
+
+        Returns:
+            False when this transport cannot; every message comes through :meth:`recv` then.
+        """
+        return False
+
     @abc.abstractmethod
     async def aclose(self) -> None:
         """Close the link. Idempotent, bounded; wakes every waiter with ``TransportClosed``."""

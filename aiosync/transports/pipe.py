@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from aiosync.errors import ConfigError
 from aiosync.transports._channel import FramedChannel
@@ -68,8 +68,12 @@ class MPTransport(Transport):
             )
         for fd in {read_fd, write_fd}:
             widen_socket(fd)
+        self._handler: Callable[[Received], None] | None = None
         self._channel = FramedChannel(
-            DescriptorIo(read_fd, write_fd, ends), limits=limits, name=name
+            DescriptorIo(read_fd, write_fd, ends),
+            limits=limits,
+            name=name,
+            intercept=self._intercept,
         )
 
     @classmethod
@@ -119,6 +123,18 @@ class MPTransport(Transport):
         """See :meth:`Transport.recv`. Cancellation: class B."""
         message, _ext, buffers, nbytes = await self._channel.recv(into, timeout)
         return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
+
+    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+        """See :meth:`Transport.subscribe`; for messages without payload."""
+        self._handler = handler
+        return True
+
+    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
+        del ext
+        if self._handler is None:
+            return False
+        self._handler(Received(message))
+        return True
 
     async def aclose(self) -> None:
         """Close both directions at once; waiters see ``TransportClosed``."""

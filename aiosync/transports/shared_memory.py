@@ -31,12 +31,15 @@ from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Message, Release, Segment, encode_frame
 
-__all__ = ["SharedMemTransport"]
+__all__ = ["LAZY_NBYTES", "SharedMemTransport"]
 
 _INLINE_NBYTES = 4096  # payloads up to this size travel in the socket
 _OWN_SLOTS = 4  # slots that plain send() may fill before it waits for the peer
 _COPY_NBYTES = 4 * 2**20  # bytes copied between two looks at the loop
 _MAX_SEGMENTS = 8
+# The release of a slot up to this size may wait for the next message to the peer, which then
+# needs no system call of its own; senders keep one such slot more.
+LAZY_NBYTES = 8 * 2**20
 
 
 class SharedMemTransport(Transport):
@@ -70,10 +73,13 @@ class SharedMemTransport(Transport):
         self._own_arena = arena is None
         self._arena = arena if arena is not None else Arena()
         self._announced: set[int] = set()
+        self._published: dict[tuple[int, int], int] = {}
         self._incoming: dict[int, SegmentView] = {}
         self._sending = self._receiving = False
-        self._again: tuple[Message, memoryview, int, int] | None = None
+        self._again: Received | None = None  # a slot whose copy was cancelled
         self._slot_free: asyncio.Future[None] | None = None
+        self._handler: Callable[[Received], None] | None = None
+        self._flushing = False
         self._releases: list[bytes] = []  # frames that ride along with the next write
         if self._own_arena:
             self._arena.on_free = self._on_free
@@ -117,11 +123,20 @@ class SharedMemTransport(Transport):
         frame = self._slot_frame(message, slot, nbytes)
         if not self._announce_nowait(slot):
             return False
-        slot.holders[self] = False
+        self._lend(slot)
         if self._channel.send_now(frame):
             return True
-        slot.leave(self)
+        self._unlend(slot)
         return False
+
+    def _lend(self, slot: Slot) -> None:
+        # Both ends count how often a slot was published on this link; a release says which.
+        slot.holders[self] = False
+        self._published[slot.key] = self._published.get(slot.key, 0) + 1
+
+    def _unlend(self, slot: Slot) -> None:
+        self._published[slot.key] -= 1
+        slot.leave(self)
 
     async def publish(
         self, message: Message, slot: Slot, nbytes: int, *, timeout: float | None = None
@@ -132,12 +147,12 @@ class SharedMemTransport(Transport):
             self._io.attach(slot.segment.read_only_fd)
             await self._channel.send(self._segment_frame(slot), [], timeout)
             self._announced.add(slot.segment.segment_id)
-        slot.holders[self] = False
+        self._lend(slot)
         try:
             await self._channel.send(frame, [], timeout)
         except BaseException:
             if self._channel.error is None:
-                slot.leave(self)
+                self._unlend(slot)
             raise
 
     def _slot_frame(self, message: Message, slot: Slot, nbytes: int) -> bytes:
@@ -146,7 +161,7 @@ class SharedMemTransport(Transport):
                 f"a payload of {nbytes} bytes is over the limit of "
                 f"{self._channel.limits.max_payload_nbytes} (Limits.max_payload_nbytes)"
             )
-        ext = {"seg": slot.segment.segment_id, "slot": slot.index, "ser": slot.serial, "n": nbytes}
+        ext = {"seg": slot.segment.segment_id, "slot": slot.index, "n": nbytes}
         return encode_frame(message, 0, ext=ext, limits=self._channel.limits)
 
     def _segment_frame(self, slot: Slot) -> bytes:
@@ -241,7 +256,11 @@ class SharedMemTransport(Transport):
             return True
         if isinstance(message, Release):
             slot = self._arena.find(message.segment_id, message.slot)
-            if slot is not None and slot.serial == message.serial and self in slot.holders:
+            if (
+                slot is not None
+                and self in slot.holders
+                and self._published.get(slot.key) == message.serial
+            ):
                 if message.retained:
                     slot.holders[self] = True
                     slot.arena.notify(slot)
@@ -249,7 +268,22 @@ class SharedMemTransport(Transport):
                 else:
                     slot.leave(self)
             return True
+        if self._handler is not None:
+            self._handler(self._slot_message(message, ext) if ext else Received(message))
+            return True
         return False
+
+    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+        """See :meth:`Transport.subscribe`; for messages without payload and for slots."""
+        self._handler = handler
+        return True
+
+    def _slot_message(self, message: Message, ext: Mapping[str, Any]) -> Received:
+        """A message whose payload is a slot, read in place."""
+        view, index, serial = self._locate(ext)
+        payload = view.view(index)[: ext["n"]]
+        release = self._releaser(view, index, serial)
+        return Received(message, [payload], payload.nbytes, release, (view.segment_id, index))
 
     def _map(self, message: Segment) -> None:
         if not self._io.received_fds:
@@ -263,6 +297,8 @@ class SharedMemTransport(Transport):
         self._drop_old_segments()
 
     def _drop_old_segments(self) -> None:
+        if len(self._incoming) < 2:
+            return
         newest = next(reversed(self._incoming), None)
         for segment_id, view in list(self._incoming.items()):
             if segment_id != newest and not view.held:
@@ -294,14 +330,10 @@ class SharedMemTransport(Transport):
                 message, ext, buffers, nbytes = await self._channel.recv(into, timeout)
                 if not ext or "seg" not in ext:
                     return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
-                view, index, serial = self._locate(ext)
-                release = self._releaser(view, index, serial)
-                payload = view.view(index)[: int(ext["n"])]
-                key = (view.segment_id, index)
+                received = self._slot_message(message, ext)
                 if into is None:
-                    return Received(message, [payload], payload.nbytes, release, key)
-                self._again = (message, payload, view.segment_id, index)
-                self._release_again = release
+                    return received
+                self._again = received
             else:
                 await asyncio.sleep(0)
             assert into is not None or self._again is not None
@@ -309,40 +341,40 @@ class SharedMemTransport(Transport):
         finally:
             self._receiving = False
 
-    _release_again: Callable[[], None]
-
     async def _copy_out(self, into: Lender | None) -> Received:
         """Copy a slot into lent buffers; when cancelled, the next ``recv()`` starts again."""
-        assert self._again is not None
-        message, payload, segment_id, index = self._again
+        received = self._again
+        assert received is not None
         if into is None:
             self._again = None
-            return Received(
-                message, [payload], payload.nbytes, self._release_again, (segment_id, index)
-            )
+            return received
         try:
-            buffers = [flat_view(buffer) for buffer in into(message, payload.nbytes)]
+            buffers = [flat_view(buffer) for buffer in into(received.message, received.nbytes)]
             total = sum(buffer.nbytes for buffer in buffers)
-            if total != payload.nbytes:
-                raise LocalProtocolError(f"lent {total} bytes for a payload of {payload.nbytes}")
+            if total != received.nbytes:
+                raise LocalProtocolError(f"lent {total} bytes for a payload of {received.nbytes}")
         except BaseException:
             self._again = None
-            self._release_again()
+            received.release()
             self._channel.fail(TransportBroken("no buffer was lent for a payload"))
             raise
         offset = 0
         for buffer in buffers:
-            await _copy(payload[offset : offset + buffer.nbytes], buffer)
+            await _copy(received.payload[0][offset : offset + buffer.nbytes], buffer)
             offset += buffer.nbytes
         self._again = None
-        self._release_again()
-        return Received(message, buffers, payload.nbytes)
+        received.release()
+        return Received(received.message, buffers, received.nbytes)
 
     def _locate(self, ext: Mapping[str, Any]) -> tuple[SegmentView, int, int]:
-        fields = [ext.get(name) for name in ("seg", "slot", "ser", "n")]
-        if any(type(value) is not int or value < 0 for value in fields):
+        segment_id, index, nbytes = ext.get("seg"), ext.get("slot"), ext.get("n")
+        if not (
+            type(segment_id) is int
+            and type(index) is int
+            and type(nbytes) is int
+            and index >= 0 <= nbytes
+        ):
             raise self._refuse(RemoteProtocolError("the peer's slot reference is malformed"))
-        segment_id, index, serial, nbytes = (int(str(value)) for value in fields)
         view = self._incoming.get(segment_id)
         if view is None or nbytes > view.slot_nbytes:
             raise self._refuse(RemoteProtocolError("the peer named a slot that it never announced"))
@@ -352,6 +384,7 @@ class SharedMemTransport(Transport):
             view.view(index)
         except RemoteProtocolError as exc:
             raise self._refuse(exc) from None
+        serial = view.count(index)
         view.held.add((index, serial))
         return view, index, serial
 
@@ -367,6 +400,8 @@ class SharedMemTransport(Transport):
             view.forget_writes(index)
             if not self._channel.closed and self._channel.error is None:
                 self._queue_release(view.segment_id, index, serial, retained=False)
+                if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
+                    self._flush_soon()
                 self._drop_old_segments()
 
         return release
@@ -375,11 +410,15 @@ class SharedMemTransport(Transport):
         message = Release(segment_id, index, serial, retained)
         if self._loop.is_closed():
             return  # a destructor after the end of the program: nobody is left to be told
-        if not self._releases:
-            self._loop.call_soon(self._flush_releases)
         self._releases.append(encode_frame(message, 0, limits=self._channel.limits))
 
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush_releases)
+
     def _flush_releases(self) -> None:
+        self._flushing = False
         if self._releases and not self._channel.closed and self._channel.error is None:
             self._channel.queue(b"".join(self._releases))
         self._releases.clear()
@@ -391,6 +430,7 @@ class SharedMemTransport(Transport):
             for index, serial in view.held:
                 if index == key[1]:
                     self._queue_release(key[0], index, serial, retained=True)
+                    self._flush_soon()
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -20,9 +20,16 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.types import Limits
+from aiosync.wire._counted import COUNTER_NBYTES, Templates, counter_of
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart
 from aiosync.wire.manifest import DEFAULT_LIMITS
-from aiosync.wire.messages import ExtValue, Message, decode_header, encode_header
+from aiosync.wire.messages import (
+    ExtValue,
+    Message,
+    decode_header_keys,
+    encode_header,
+    maker_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -118,6 +125,7 @@ class FrameDecoder:
         "_error",
         "_header",
         "_header_crc",
+        "_known",
         "_limits",
         "_missing",
         "_offered",
@@ -137,6 +145,7 @@ class FrameDecoder:
         self._state = _PREFIX_OR_HEADER
         self._header = _EMPTY  # a header that does not fit into the buffer
         self._header_crc = 0
+        self._known = Templates()
         self._payload_nbytes = 0
         self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
         self._missing = 0  # bytes until the pieces are full
@@ -365,10 +374,20 @@ class FrameDecoder:
     def _start_frame(self, header: memoryview) -> Event:
         if _crc32(header) != self._header_crc:
             return self._fail(RemoteProtocolError("the CRC-32 of a header is wrong"))
-        try:
-            message, ext = decode_header(header, limits=self._limits)
-        except ProtocolError as exc:
-            return self._fail(exc)
+        counter = counter_of(header)
+        known = self._known.get(bytes(header[:-COUNTER_NBYTES])) if counter else None
+        if known is not None:
+            make, ext = known
+            message = make(counter)
+        else:
+            try:
+                message, ext, last = decode_header_keys(header, limits=self._limits)
+            except ProtocolError as exc:
+                return self._fail(exc)
+            if counter and last in ("version", "serial"):
+                maker = maker_of(message)
+                if maker is not None:
+                    self._known.put(bytes(header[:-COUNTER_NBYTES]), (maker, ext))
         payload_nbytes = self._payload_nbytes
         self._state = _LENDER if payload_nbytes else _PREFIX_OR_HEADER
         return FrameStart(message, ext, payload_nbytes)

@@ -8,12 +8,13 @@ messages are written down in ``docs/topics/wire-format.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
+from aiosync.wire._counted import Maker, Templates, join, with_counter
 from aiosync.wire._fields import (
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
@@ -49,7 +50,9 @@ __all__ = [
     "Update",
     "Welcome",
     "decode_header",
+    "decode_header_keys",
     "encode_header",
+    "maker_of",
 ]
 
 ExtValue: TypeAlias = int | str | bytes | bool
@@ -297,6 +300,53 @@ _SPECS = {
     for cls, (name, fields) in _FIELDS.items()
 }
 _LARGE = (ManifestMessage,)
+
+# Messages of which only a counter changes from one to the next; see aiosync.wire._counted.
+_INT_ONLY = {int}
+_COUNTER: dict[type, str] = {Ack: "version", Update: "version", Release: "serial"}
+
+
+def _ack_key(message: Ack, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if message.error_type or message.error_text or type(message.status) is not AckStatus:
+        return None
+    return (Ack, message.epoch, message.status, ext)
+
+
+def _update_key(message: Update, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if message.values or message.chunk is not None or message.checksum is not None:
+        return None
+    if type(message.digest) is not bytes:
+        return None
+    return (Update, message.epoch, message.digest, message.codec, ext)
+
+
+def _release_key(message: Release, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return (Release, message.segment_id, message.slot, message.retained, ext)
+
+
+_COUNTED: dict[type, Callable[[Any, tuple[Any, ...]], tuple[Any, ...] | None]] = {
+    Ack: _ack_key,
+    Update: _update_key,
+    Release: _release_key,
+}
+_templates = Templates()
+
+
+def maker_of(message: Message) -> Maker | None:
+    """What makes the same message with another counter; ``None`` if it has no short cut."""
+    if type(message) is Ack and not message.error_type and not message.error_text:
+        epoch, status = message.epoch, message.status
+        return lambda version: Ack(epoch, version, status)
+    if type(message) is Release:
+        segment_id, slot, retained = message.segment_id, message.slot, message.retained
+        return lambda serial: Release(segment_id, slot, serial, retained)
+    if type(message) is Update and not message.values:
+        sent, digest, codec = message.epoch, message.digest, message.codec
+        chunk, checksum = message.chunk, message.checksum
+        return lambda version: Update(sent, version, digest, codec, chunk=chunk, checksum=checksum)
+    return None
+
+
 _TYPE_KEY = "t"
 _EXT_KEY = "x"
 _IGNORED_PREFIX = "x-"
@@ -322,6 +372,15 @@ def encode_header(
         ConfigError: A value in ``Update.values`` cannot travel.
     """
     cls = type(message)
+    key_of = _COUNTED.get(cls)
+    template_key = None
+    if key_of is not None and (not ext or set(map(type, ext.values())) == _INT_ONLY):
+        template_key = key_of(message, tuple(ext.items()) if ext else ())
+        template = _templates.get(template_key) if template_key is not None else None
+        if template is not None:
+            whole = join(template, getattr(message, _COUNTER[cls]))
+            if whole is not None and len(whole) <= limits.max_header_nbytes:
+                return whole
     spec = _FIELDS.get(cls)
     if spec is None:
         raise LocalProtocolError(f"{cls.__name__} is not a message")
@@ -339,6 +398,10 @@ def encode_header(
             header[_EXT_KEY] = check_ext(ext)
         key = ""
         packed = pack_header(header, large=cls in _LARGE)
+        if template_key is not None:
+            template = with_counter(header, _COUNTER[cls], pack_header)
+            _templates.put(template_key, template)
+            packed = join(template, getattr(message, _COUNTER[cls])) or packed
     except InvalidData as exc:
         where = f"{cls.__name__}.{key}" if key else cls.__name__
         raise LocalProtocolError(f"cannot encode {where}: {exc}") from exc
@@ -366,6 +429,14 @@ def decode_header(
         RemoteProtocolError: Malformed; an unknown message type; an unknown field whose name
             does not start with ``"x-"``; a missing, wrong-typed or out-of-range field.
     """
+    message, ext, _ = decode_header_keys(data, limits=limits)
+    return message, ext
+
+
+def decode_header_keys(
+    data: bytes | bytearray | memoryview, *, limits: Limits = DEFAULT_LIMITS
+) -> tuple[Message, dict[str, ExtValue] | None, str]:
+    """As :func:`decode_header`; also returns the last key of the map."""
     where = ""
     try:
         header = unpack_header(data)
@@ -376,6 +447,7 @@ def decode_header(
             raise InvalidData(f"unknown message type {shown}")
         cls, loads, required = spec
         where = cls.__name__
+        last = next(reversed(header), "")
         ext = None
         values: dict[str, Any] = {}
         for key, value in header.items():
@@ -397,7 +469,7 @@ def decode_header(
         raise RemoteProtocolError(
             f"illegal header ({where}): {exc}" if where else f"illegal header: {exc}"
         ) from exc
-    return message, ext
+    return message, ext, last
 
 
 def _check_unknown(key: object, value: Any) -> None:

@@ -58,7 +58,9 @@ def failure(data: bytes, limits: Limits | None = None) -> ProtocolError:
 
 
 def test_the_bytes_of_a_frame_are_as_specified() -> None:
-    header = msgpack.packb({"t": "ack", "epoch": 5, "version": 6, "status": 2})
+    # The counter comes last, as a 64-bit integer: see "Counters" in the wire format.
+    header = msgpack.packb({"t": "ack", "epoch": 5, "status": 2, "version": 2**63})
+    header = header[:-8] + struct.pack(">Q", 6)
     expected = (
         b"AIOS\x01\x00\x00\x00"
         + struct.pack("<I", len(header))

@@ -1,0 +1,106 @@
+"""aiosync: asyncio-first weight synchronization for reinforcement learning.
+
+A trainer learns, many inference workers act; aiosync moves the policy's weights from one to the
+others, versioned, never torn, and without hanging. See ``docs/quickstart.md``; the blocking
+twin of this interface is :mod:`aiosync.sync`.
+"""
+
+from __future__ import annotations
+
+from aiosync._run import run
+from aiosync._version import __version__
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ApplyError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    FrameTooLarge,
+    LocalProtocolError,
+    ManifestMismatch,
+    PartialSyncError,
+    PeerClosed,
+    ProtocolError,
+    RecvTimeout,
+    RemoteProtocolError,
+    SendTimeout,
+    StaleVersion,
+    SyncTimeout,
+    TransportBroken,
+    TransportBusy,
+    TransportClosed,
+    TransportError,
+    UnknownTransportError,
+    WeightsError,
+    WireVersionMismatch,
+)
+from aiosync.schemes import (
+    AppliedUpdate,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SendHandle,
+    SharedMemWeightSyncScheme,
+    WeightReceiver,
+    WeightSender,
+    WeightSyncScheme,
+    register_weight_sync_backend,
+)
+from aiosync.strategy import WeightStrategy
+from aiosync.transports import (
+    MemoryTransport,
+    MPTransport,
+    SharedMemTransport,
+    Transport,
+    TransportBackend,
+)
+from aiosync.types import AckStatus, Capabilities, Limits, SendReport, VersionId
+
+__all__ = [
+    "AckStatus",
+    "AckTimeout",
+    "AiosyncError",
+    "AppliedUpdate",
+    "ApplyError",
+    "Capabilities",
+    "ConfigError",
+    "ConnectError",
+    "ConnectTimeout",
+    "FrameTooLarge",
+    "Limits",
+    "LocalProtocolError",
+    "MPTransport",
+    "ManifestMismatch",
+    "MemoryTransport",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "PartialSyncError",
+    "PeerClosed",
+    "ProtocolError",
+    "RecvTimeout",
+    "RemoteProtocolError",
+    "SendHandle",
+    "SendReport",
+    "SendTimeout",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
+    "StaleVersion",
+    "SyncTimeout",
+    "Transport",
+    "TransportBackend",
+    "TransportBroken",
+    "TransportBusy",
+    "TransportClosed",
+    "TransportError",
+    "UnknownTransportError",
+    "VersionId",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightStrategy",
+    "WeightSyncScheme",
+    "WeightsError",
+    "WireVersionMismatch",
+    "__version__",
+    "register_weight_sync_backend",
+    "run",
+]

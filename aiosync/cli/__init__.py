@@ -1,0 +1,43 @@
+"""The ``aiosync`` command: ``aiosync demo``, ``aiosync doctor``, ``aiosync --version``.
+
+This package may import every other part of aiosync; no other part imports it. This file
+imports the standard library only, so that a missing extra ends in advice and not in a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib"})
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: Arguments without the program's name; ``None`` takes those of the process.
+
+    Returns:
+        Exit status: 0 success; 1 it ran but failed (see the message); 2 wrong usage;
+        130 ended by Ctrl-C.
+    """
+    try:
+        from aiosync.cli._app import run_app
+
+        return run_app(args)
+    except KeyboardInterrupt:  # while modules are imported; the commands handle their own
+        sys.stderr.write("aiosync: stopped by Ctrl-C\n")
+        return 130
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in _EXTRA_PACKAGES:
+            raise
+        sys.stderr.write(
+            f"aiosync: this command needs {package}, which is not installed.\n"
+            "Install it with everything else that the command line needs:\n"
+            "    pip install 'aiosync[demo]'\n"
+        )
+        return 1

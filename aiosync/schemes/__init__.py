@@ -1,0 +1,37 @@
+"""Schemes: one for each way to bring weights to workers. May import everything below it."""
+
+from __future__ import annotations
+
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.guard import Guard, Reading
+from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
+from aiosync.schemes.no_sync import NoWeightSyncScheme
+from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.registry import (
+    backend_names,
+    register_weight_sync_backend,
+    scheme_from_backend,
+)
+from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
+
+__all__ = [
+    "AppliedUpdate",
+    "Guard",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "Reading",
+    "SendHandle",
+    "SharedMemWeightSyncScheme",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSyncScheme",
+    "backend_names",
+    "register_weight_sync_backend",
+    "scheme_from_backend",
+]
+
+register_weight_sync_backend("none")(NoWeightSyncScheme)
+register_weight_sync_backend("process")(MultiProcessWeightSyncScheme)
+register_weight_sync_backend("shared")(SharedMemWeightSyncScheme)

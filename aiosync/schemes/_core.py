@@ -1,0 +1,329 @@
+"""What every scheme is before and beside its role: options, pickling, the model, the versions.
+
+Must not import the sender's or the receiver's half of the scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.protocol import VersionClock, validate_require
+from aiosync.schemes._context import resolve_model
+from aiosync.schemes._sources import Sources
+from aiosync.schemes.guard import Guard
+from aiosync.schemes.rendezvous import new_address
+from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.transports.base import Transport
+from aiosync.types import Require
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from aiosync.schemes._snapshots import SnapshotMaker
+    from aiosync.schemes.receiver import WeightReceiver
+    from aiosync.schemes.rendezvous import Listener
+    from aiosync.schemes.sender import WeightSender
+
+__all__ = ["SchemeCore"]
+
+_CONFIG = (
+    "_strategy",
+    "strategy_str",
+    "sync",
+    "per_worker_weights",
+    "apply",
+    "apply_copy",
+    "guard",
+    "strict",
+    "require",
+    "timeout",
+    "_address",
+    "_model_id",
+)
+
+
+def _check_picklable(strategy: WeightStrategy) -> None:
+    """Say what to do about a strategy that cannot travel into a worker process."""
+    if _pickled_by("cloudpickle"):
+        return  # it takes lambdas
+    try:
+        pickle.dumps(strategy)
+    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        raise ConfigError(
+            f"the strategy of this scheme cannot be pickled into a worker process ({exc}): define "
+            "its class and its functions at the top level of a module instead of as lambdas or "
+            "local functions, or start the workers with the 'fork' method"
+        ) from exc
+
+
+def _pickled_by(package: str) -> bool:
+    frame = sys._getframe()
+    for _ in range(6):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+class SchemeCore:
+    """Options and state of a scheme; see :class:`aiosync.WeightSyncScheme`."""
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        *,
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+    ) -> None:
+        if apply not in ("auto", "manual"):
+            raise ConfigError(f"apply must be 'auto' or 'manual', got {apply!r}")
+        if guard not in ("forward", "reading"):
+            raise ConfigError(f"guard must be 'forward' or 'reading', got {guard!r}")
+        validate_require(require)
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
+        self._strategy = get_strategy(strategy)
+        self.strategy_str: str = self._strategy.extract_as
+        self.sync = sync
+        self.per_worker_weights = per_worker_weights
+        self.apply: Literal["auto", "manual"] = apply
+        self.apply_copy = apply_copy
+        self.guard: Literal["forward", "reading"] = guard
+        self.strict = strict
+        self.require: Require = require
+        self.timeout = timeout
+        self._address = new_address()
+        self._model_id: str | None = None
+        self._sender_pid: int | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Everything that a pickle does not carry."""
+        self._role: Literal["sender", "receiver"] | None = None
+        self._connected = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker_idx: int | None = None
+        self._context_ref: weakref.ref[Any] | None = None
+        self._model: Any = None
+        self._weights: Any = None
+        self._sources = Sources()
+        self._listener: Listener | None = None
+        self._links: dict[int, Transport] = {}
+        self._pipe: Any = None
+        self._clock = VersionClock()
+        self._maker: SnapshotMaker | None = None
+        self._guard_object = Guard()
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
+        self._reported = 0
+
+    # -- pickling ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._get_config()
+        if type(self._strategy) is not WeightStrategy:
+            _check_picklable(self._strategy)
+        return state
+
+    def _get_config(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in _CONFIG}
+        state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
+        return state
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(self._get_config())
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self._connected else "not connected"
+        role = self._role or "no role yet"
+        return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
+        self._strategy = get_strategy(value)
+        self.strategy_str = self._strategy.extract_as
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model."""
+        return self._model_id
+
+    @model_id.setter
+    def model_id(self, value: str) -> None:
+        if self._connected:
+            raise LocalProtocolError("model_id cannot be changed once connected")
+        self._model_id = value
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this worker; ``None`` on the sender or before the sender chose one."""
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        if self._role == "sender" and value is not None:
+            raise LocalProtocolError("Worker index cannot be set after initialization on sender")
+        self._worker_idx = value
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return None if self._context_ref is None else self._context_ref()
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        self._context_ref = None if value is None else weakref.ref(value)
+        self._model_changed()
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        if self._model is not None:
+            return self._model
+        context = self.context
+        if context is None or self._model_id is None:
+            return None
+        return resolve_model(context, self._model_id)
+
+    @model.setter
+    def model(self, value: Any) -> None:
+        if self._role == "receiver":
+            self._check_guard(value)
+        self._model = value
+        self._model_changed()
+
+    def _model_changed(self) -> None:
+        receiver = self._receiver
+        if receiver is not None and self._loop is not None and not self._closed:
+            self._loop.call_soon_threadsafe(receiver.model_changed)
+
+    @property
+    def weights(self) -> Any:
+        """The weights as given, or as the strategy extracts them from the model."""
+        if self._weights is not None:
+            return self._weights
+        model = self.model
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @weights.setter
+    def weights(self, value: Any) -> None:
+        self._weights = value
+        if self._role == "sender":
+            self._sources.weights = value
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object is a sender."""
+        return self._role == "sender" and self._pid == os.getpid()
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object is a receiver."""
+        return self._role == "receiver" and self._pid == os.getpid()
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on this sender."""
+        return self.initialized_on_sender and self._connected
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on this receiver."""
+        return self.initialized_on_receiver and self._connected
+
+    # -- versions ------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
+        if self._receiver is not None:
+            return self._receiver.inbox.version
+        return self._clock.current if self._role == "sender" else 0
+
+    @property
+    def lag(self) -> int:
+        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
+        if self._receiver is not None:
+            return self._receiver.inbox.lag
+        versions = self.worker_versions.values()
+        return max((self._clock.current - version for version in versions), default=0)
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """Sender: the version that each connected worker has applied."""
+        if self._sender is None:
+            return {}
+        return {idx: peer.outbox.applied for idx, peer in sorted(self._sender.peers.items())}
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _limit(self, timeout: float | None) -> float | None:
+        limit = self.timeout if timeout is None else timeout
+        return None if limit is None or limit == float("inf") else limit
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed(
+                "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
+            )
+
+    def _check_loop(self) -> None:
+        if self._pid != os.getpid():
+            raise LocalProtocolError(
+                "this scheme was connected before the process forked; call init_on_receiver() "
+                "and connect() in the child"
+            )
+        if self._loop is not asyncio.get_running_loop():
+            raise LocalProtocolError(
+                "this scheme belongs to another event loop; connect and use it on one loop, or "
+                "use aiosync.sync from threads"
+            )
+
+    def _check_role(self, method: str) -> None:
+        self._check_open()
+        if self._role is not None:
+            raise LocalProtocolError(
+                f"{method}(): this object is a {self._role} already; pickle it or use "
+                "copy.copy(scheme) for the other side"
+            )
+
+    def _check_guard(self, target: Any) -> None:
+        if target is None or isinstance(target, nn.Module):
+            return
+        if self.apply == "auto" and self.guard == "forward":
+            raise ConfigError(
+                f"a {type(target).__name__} has no forward pass to guard: construct the scheme "
+                "with guard='reading' and read inside `with scheme.reading():`, or with "
+                "apply='manual' and call apply_pending()"
+            )

@@ -1,0 +1,130 @@
+"""The first messages of a link: who is there, for which model, with what. Must not import torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Container
+
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    PeerClosed,
+    RecvTimeout,
+    RemoteProtocolError,
+    TransportBroken,
+)
+from aiosync.transports.base import Transport
+from aiosync.wire import Hello, Refuse, Welcome
+
+__all__ = ["HANDSHAKE_SECONDS", "admit", "greet"]
+
+HANDSHAKE_SECONDS = 30.0
+
+
+async def admit(
+    transport: Transport,
+    *,
+    model_id: str,
+    strategy: str,
+    epoch: int,
+    num_workers: int | None,
+    worker_idx: int | None,
+    taken: Callable[[], Container[int]],
+    reserve: Callable[[int], int],
+) -> tuple[Hello, int]:
+    """Sender's half: read Hello, answer Welcome or Refuse.
+
+    ``taken`` tells the indices in use. ``reserve`` is told the index before the answer leaves,
+    so that the next worker, who may ask meanwhile, gets another one; it returns the version
+    that this worker is sent first, or 0.
+
+    Returns:
+        The Hello, and the index that the worker has from now on.
+
+    Raises:
+        ConnectError: The worker was refused, with the reason it was told.
+        AiosyncError: The link failed.
+    """
+    message = (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
+    try:
+        if not isinstance(message, Hello) or message.role != "receiver":
+            raise RemoteProtocolError("expected the Hello of a receiver")
+        if message.model_id != model_id:
+            raise ConfigError(
+                f"this sender serves model {model_id!r}, the worker asked for "
+                f"{message.model_id!r}: pass the same model_id on both sides"
+            )
+        if message.strategy != strategy:
+            raise ConfigError(
+                f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
+                "construct both schemes with the same strategy"
+            )
+        worker_idx = _choose(message.worker_idx, worker_idx, num_workers, taken())
+    except AiosyncError as exc:
+        await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
+        raise ConnectError(f"a worker was refused: {exc}") from exc
+    welcome = Welcome(epoch, reserve(worker_idx), worker_idx, num_workers)
+    await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
+    return message, worker_idx
+
+
+def _choose(
+    asked: int | None, given: int | None, num_workers: int | None, taken: Container[int]
+) -> int:
+    if given is not None:
+        if asked is not None and asked != given:
+            raise ConfigError(f"worker {asked} connected through the pipe of worker {given}")
+        return given
+    if asked is None:
+        asked = next(idx for idx in itertools.count() if idx not in taken)
+    if num_workers is not None and not 0 <= asked < num_workers:
+        raise ConfigError(
+            f"Worker {asked} not registered: the sender expects {num_workers} workers, with "
+            f"worker_idx 0 to {num_workers - 1}"
+        )
+    return asked
+
+
+async def greet(
+    transport: Transport,
+    *,
+    model_id: str,
+    strategy: str,
+    worker_idx: int | None,
+    has_target: bool,
+    timeout: float | None,
+) -> Welcome:
+    """Receiver's half: send Hello, read the answer.
+
+    Raises:
+        ConfigError: The sender refused because the two sides are set up differently.
+        ConnectError: The sender refused for another reason.
+        ConnectTimeout: It did not answer in time.
+    """
+    hello = Hello(
+        role="receiver",
+        model_id=model_id,
+        pid=os.getpid(),
+        worker_idx=worker_idx,
+        strategy=strategy,
+        has_target=has_target,
+    )
+    try:
+        await transport.send(hello, timeout=timeout)
+        message = (await transport.recv(timeout=timeout)).message
+    except (PeerClosed, TransportBroken) as exc:
+        raise ConnectError("the trainer went away before it answered") from exc
+    except RecvTimeout as exc:
+        raise ConnectTimeout(
+            f"the trainer did not answer within {timeout:g} s: it has to call connect(), too"
+        ) from exc
+    if isinstance(message, Refuse):
+        if message.error_type == "ConfigError":
+            raise ConfigError(f"the trainer refused this worker: {message.error_text}")
+        raise ConnectError(f"the trainer refused this worker: {message.error_text}")
+    if not isinstance(message, Welcome):
+        raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
+    return message

@@ -1,0 +1,322 @@
+"""The sender's half of a scheme: ``init_on_sender``, ``send`` and what they need.
+
+Must not import the receiver's half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
+from aiosync.schemes._context import resolve_model, resolve_path
+from aiosync.schemes._core import SchemeCore
+from aiosync.schemes._snapshots import Planned, SnapshotMaker, SnapshotStore
+from aiosync.schemes._sources import DeviceMap, resolve_sources
+from aiosync.schemes.handles import SendHandle
+from aiosync.schemes.rendezvous import Listener
+from aiosync.schemes.sender import WeightSender
+from aiosync.strategy import WeightStrategy
+from aiosync.transports.base import Transport
+from aiosync.types import SendReport
+
+__all__ = ["SendingScheme"]
+
+
+class SendingScheme(SchemeCore):
+    """Methods of a sender; see :class:`aiosync.WeightSyncScheme`."""
+
+    _listens = True  # has a socket of its own that workers may dial
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        """A link over a connected Unix socket."""
+        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+        raise LocalProtocolError(f"{type(self).__name__} has no transport")
+
+    def _make_store(self) -> SnapshotStore:
+        """Where the sender's snapshots are kept."""
+        raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        pipes: Sequence[Any] | None = None,
+        transports: Mapping[int, Transport] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Make this object the sender. Local only: nothing is sent and nobody is waited for.
+
+        Give the weights as one of: ``model`` or ``weights``; a ``context`` that owns the model;
+        ``params_map``; or nothing, and every ``send()`` brings them. Workers may connect from
+        now on; they are answered once :meth:`connect` runs.
+
+        Args:
+            model_id: Name of the model, the same on both sides; ``"policy"`` by default. With a
+                ``context``, also the path to the model in it.
+            context: Owner of the model (kept as a weak reference). May offer
+                ``get_model(model_id)``, ``num_workers`` and ``pipes``.
+            params_map: Worker index -> its weights.
+            weights: Weights for every worker: TensorDict or state dict, nested or dotted.
+            model: Module whose weights every worker gets.
+            devices: One device for each worker. Receivers put weights where their model is; the
+                list only says how many workers there are.
+            device_map_fn: Called with (worker index, weights) for each worker and send.
+            num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
+            pipes: Connections to the workers, by index, instead of the scheme's own socket.
+            transports: Links to the workers, by index, instead of the scheme's own socket.
+            ctx: Ignored; TorchRL passes its multiprocessing context.
+
+        Raises:
+            ConfigError: The arguments exclude each other.
+            LocalProtocolError: This object has a role already.
+        """
+        del ctx
+        self._check_role("init_on_sender")
+        sources = resolve_sources(
+            context=context,
+            model_id=model_id,
+            params_map=params_map,
+            weights=weights,
+            model=model,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            pipes=pipes,
+        )
+        if transports is not None:
+            if sources.pipes is not None:
+                raise ConfigError("pipes cannot be provided if transports is provided")
+            if sources.num_workers is None:
+                sources.num_workers = len(transports)
+            self._links = dict(transports)
+        if self._listens and sources.pipes is None and transports is None:
+            self._listener = Listener(self._address)
+        self._model_id = model_id or self._model_id or "policy"
+        self._sources = sources
+        self._model, self._weights = model, weights
+        self.context = context
+        self._role = "sender"
+
+    async def _connect_sender(
+        self, weights: Any, timeout: float | None, processes: Sequence[Any]
+    ) -> None:
+        self._maker = SnapshotMaker(self._make_store(), self._strategy.extract_as)
+        self._sender = WeightSender(
+            model_id=self._model_id or "policy",
+            strategy=self.strategy_str,
+            num_workers=self._sources.num_workers,
+            require=self.require,
+            maker=self._maker,
+            clock=self._clock,
+        )
+        planned = self._plan(weights, None, initial=True)
+        for idx, link in self._links.items():
+            self._sender.welcome(link, idx)
+        for idx, pipe in enumerate(self._sources.pipes or ()):
+            self._sender.welcome(self.create_transport(pipe), idx)
+        if self._listener is not None:
+            self._listener.start(self._on_connection)
+        await self._sender.connect(planned, timeout=timeout, processes=processes)
+
+    def _on_connection(self, sock: socket.socket, pid: int) -> None:
+        transport = self._transport_over(sock, f"worker process {pid}")
+        channel = getattr(transport, "channel", None)
+        if channel is not None:
+            with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
+                channel.watch_process(pid)
+        assert self._sender is not None
+        self._sender.welcome(transport)
+
+    async def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """Send a snapshot of the weights to the workers, and wait until they have applied it.
+
+        Workers are served at the same time; a slow one delays nobody. A worker that died since
+        the last send is named in one :class:`PartialSyncError`, and listed as ``lost`` in the
+        reports of later sends.
+
+        Args:
+            weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
+                ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name
+                in the context. Must not change until the call returns; never changed by it.
+            worker_ids: Only these workers change; ``None`` for all.
+            timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
+                ``math.inf`` waits for ever.
+
+        Returns:
+            Who applied which version.
+
+        Raises:
+            PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed``
+                says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
+                ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
+                others have the new version.
+            ConfigError: A worker is named that never connected, or the weights cannot travel.
+            LocalProtocolError: Not a connected sender.
+
+        Cancellation:
+            Class C: the transfer goes on in the background, from the sender's own snapshot.
+        """
+        sender = self._require_sender("send")
+        planned = self._plan(weights, worker_ids)
+        if worker_ids is None and _is_per_worker(weights):
+            worker_ids = [idx for idx in planned if idx is not None]
+        return await sender.send(planned, worker_ids, self._limit(timeout))
+
+    def send_nowait(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendHandle:
+        """Take a snapshot now and send it in the background.
+
+        The copy is made on the calling thread before this returns, so the weights may change
+        right after. A worker that is still busy with an older version gets only the newest one;
+        the report says who skipped this version, and which version overtook it.
+
+        Args:
+            weights: As for :meth:`send`.
+            worker_ids: As for :meth:`send`.
+            timeout: As for :meth:`send`.
+
+        Returns:
+            Await it for the report; it raises what :meth:`send` raises.
+        """
+        sender = self._require_sender("send_nowait")
+        planned = self._plan(weights, worker_ids)
+        if worker_ids is None and _is_per_worker(weights):
+            worker_ids = [idx for idx in planned if idx is not None]
+        return sender.send_nowait(planned, worker_ids, self._limit(timeout))
+
+    def _plan(
+        self, weights: Any, worker_ids: int | Iterable[int] | None, *, initial: bool = False
+    ) -> dict[int | None, Planned]:
+        maker = self._maker
+        assert maker is not None
+        if isinstance(weights, str):
+            context = self.context
+            if context is None:
+                raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
+            weights = resolve_path(context, weights)
+        if _is_per_worker(weights):
+            if not (self.per_worker_weights or self._sources.per_worker):
+                raise ConfigError(
+                    "Per-worker weights dict provided but scheme was not initialized with "
+                    "per_worker_weights=True"
+                )
+            return {idx: maker.prepare(value, idx) for idx, value in weights.items()}
+        if weights is None:
+            if self._sources.per_worker:
+                return {
+                    idx: maker.prepare(value, idx)
+                    for idx, value in self._sources.per_worker.items()
+                }
+            weights = self._default_weights()
+        if weights is None:
+            if initial:
+                return {}
+            raise ConfigError(
+                "there is nothing to send: pass weights to send(), or model=, weights= or "
+                "context= to init_on_sender()"
+            )
+        if self._sources.device_map is not None:
+            mapped = {
+                idx: self._sources.device_map(idx, weights)
+                for idx in range(self._sources.num_workers or 0)
+            }
+            if all(value is weights for value in mapped.values()):
+                return {None: maker.prepare(weights)}
+            return {idx: maker.prepare(value, idx) for idx, value in mapped.items()}
+        return {None: maker.prepare(weights)}
+
+    def _default_weights(self) -> Any:
+        if self._sources.weights is not None:
+            return self._sources.weights
+        if self._model is not None:
+            return self._model
+        context = self.context
+        if context is None:
+            return None
+        try:
+            return resolve_model(context, self._model_id or "policy")
+        except AttributeError:
+            return getattr(context, "_fallback_policy", None)
+
+    def prepare_weights(
+        self,
+        weights: Any,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Resolve and extract weights as :meth:`send` would, without sending them.
+
+        Args:
+            weights: As for :meth:`send`.
+            model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
+            strategy: Extracts the weights; this scheme's by default.
+            context: Where names are looked up; this scheme's by default.
+
+        Returns:
+            A TensorDict or a state dict on the memory of the source, or ``None``.
+        """
+        context = context if context is not None else self.context
+        strategy = strategy or self._strategy
+        if weights is None:
+            if context is not None and (model_id or self._model_id):
+                weights = resolve_model(context, model_id or str(self._model_id))
+            else:
+                weights = self._default_weights()
+        elif isinstance(weights, str):
+            if context is None:
+                raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
+            weights = resolve_path(context, weights)
+        if weights is None or _is_per_worker(weights):
+            return weights
+        return strategy.extract_weights(weights)
+
+    def _require_sender(self, method: str) -> WeightSender:
+        self._check_open()
+        if self._role != "sender":
+            raise LocalProtocolError(
+                f"{method}(): Must be initialized on sender before sending weights: call "
+                "init_on_sender() and connect() first"
+            )
+        if self._sender is None or not (self._connected or self._sender.peers):
+            raise LocalProtocolError(
+                f"{method}(): Must be synchronized on sender before sending weights: "
+                "await scheme.connect() first"
+            )
+        self._check_loop()
+        return self._sender
+
+
+def _is_per_worker(weights: Any) -> bool:
+    return (
+        isinstance(weights, Mapping)
+        and not isinstance(weights, TensorDictBase)
+        and bool(weights)
+        and all(type(key) is int for key in weights)
+    )

@@ -1,0 +1,263 @@
+"""Snapshots of the sender: one copy of the weights per update, in memory that is reused.
+
+A :class:`Snapshot` is written once and then only read, until nobody needs it any more and its
+memory becomes the next snapshot. :class:`PrivateStore` keeps them in this process's memory, for
+links that carry bytes; :class:`ArenaStore` in shared slots that receivers read in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple, Protocol
+
+from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared
+from aiosync.transports._segment import Arena, Slot
+from aiosync.transports.shared_memory import LAZY_NBYTES
+
+__all__ = ["ArenaStore", "Planned", "PrivateStore", "Snapshot", "SnapshotMaker", "SnapshotStore"]
+
+# Copies up to this size run on the loop: a hop to a thread costs more than they do.
+_INLINE_NBYTES = 4 * 2**20
+# How long a send waits for a slot that its readers are about to leave.
+_LEAVING_SECONDS = 0.05
+
+
+class Snapshot:
+    """One version of the weights, flat. Reference-counted by the sender's bookkeeping."""
+
+    __slots__ = ("_refs", "_release", "buffer", "layout", "slot", "values", "version")
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        *,
+        slot: Slot | None,
+        release: Callable[[], None],
+    ) -> None:
+        self.buffer: FlatBuffer = buffer
+        self.slot: Slot | None = slot
+        self.layout: Layout
+        self.values: dict[str, object] = {}
+        self.version: int = 0
+        self._refs = 1
+        self._release = release
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.layout.nbytes
+
+    def payload(self) -> memoryview:
+        """The payload, for links that carry bytes."""
+        return self.buffer.memoryview()[: self.nbytes]
+
+    def retain(self) -> Snapshot:
+        """Add a reference."""
+        self._refs += 1
+        return self
+
+    def release(self) -> None:
+        """Drop a reference; the last one gives the memory back."""
+        self._refs -= 1
+        if not self._refs:
+            self._release()
+
+
+class SnapshotStore(Protocol):
+    """Where snapshots are made."""
+
+    def acquire_nowait(self, nbytes: int) -> Snapshot:
+        """Memory for a snapshot now, growing if none is free."""
+
+    async def acquire(self, nbytes: int) -> Snapshot:
+        """Memory for a snapshot; waits a moment for memory that is about to become free."""
+
+    def close(self) -> None:
+        """Give all memory back."""
+
+
+class PrivateStore:
+    """Snapshots in private memory. Keeps at most two idle buffers of the size last used."""
+
+    def __init__(self) -> None:
+        self._idle: list[FlatBuffer] = []
+        self._closed = False
+
+    def acquire_nowait(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`."""
+        self._idle = [buffer for buffer in self._idle if buffer.nbytes == nbytes]
+        buffer = self._idle.pop() if self._idle else FlatBuffer(nbytes)
+        return Snapshot(buffer, slot=None, release=lambda: self._put_back(buffer))
+
+    async def acquire(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`; never waits."""
+        return self.acquire_nowait(nbytes)
+
+    def _put_back(self, buffer: FlatBuffer) -> None:
+        if not self._closed and len(self._idle) < 2:
+            self._idle.append(buffer)
+
+    def close(self) -> None:
+        """See :class:`SnapshotStore`."""
+        self._closed = True
+        self._idle.clear()
+
+
+class ArenaStore:
+    """Snapshots in the slots of an arena: two in the steady state, more while a reader lags.
+
+    Args:
+        arena: Where the slots are.
+        leaving: Whether every reader of a slot has moved on, so that it becomes free at once.
+    """
+
+    def __init__(self, arena: Arena, leaving: Callable[[Slot], bool]) -> None:
+        self.arena = arena
+        self._leaving = leaving
+        self._buffers: dict[tuple[int, int], FlatBuffer] = {}
+        self._freed: asyncio.Future[None] | None = None
+        arena.on_free = self._on_free
+
+    def _on_free(self) -> None:
+        if self._freed is not None and not self._freed.done():
+            self._freed.set_result(None)
+
+    def acquire_nowait(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`."""
+        return self._wrap(self.arena.free_slot(nbytes) or self._grow(nbytes))
+
+    async def acquire(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`."""
+        give_up = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            slot = self.arena.free_slot(nbytes)
+            if slot is not None:
+                return self._wrap(slot)
+            left = give_up - time.monotonic()
+            enough = 3 if nbytes <= LAZY_NBYTES else 2
+            if self.arena.num_slots < enough or left <= 0 or not self._any_leaving():
+                return self._wrap(self._grow(nbytes))
+            self._freed = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(left):
+                    await self._freed
+            except TimeoutError:
+                pass  # not as close to leaving as it looked: grow
+            finally:
+                self._freed = None
+
+    def _any_leaving(self) -> bool:
+        segment = self.arena.segment
+        return segment is not None and any(self._leaving(slot) for slot in segment.slots)
+
+    def _grow(self, nbytes: int) -> Slot:
+        segment = self.arena.segment
+        slot = self.arena.grow(nbytes)
+        if slot.segment is not segment:
+            self._buffers.clear()
+        return slot
+
+    def _wrap(self, slot: Slot) -> Snapshot:
+        buffer = self._buffers.get(slot.key)
+        if buffer is None:
+            buffer = self._buffers[slot.key] = FlatBuffer.wrap(slot.view)
+        return Snapshot(buffer, slot=slot, release=slot.release)
+
+    def close(self) -> None:
+        """See :class:`SnapshotStore`."""
+        self._buffers.clear()
+        self.arena.close()
+
+
+class Planned(NamedTuple):
+    """Weights that were looked at, and who planned their copy."""
+
+    flattener: Flattener
+    prepared: Prepared
+
+
+class SnapshotMaker:
+    """Copies weights into snapshots, on the loop when small and on plain threads when big."""
+
+    def __init__(
+        self, store: SnapshotStore, extract_as: Literal["tensordict", "state_dict"]
+    ) -> None:
+        self._store = store
+        self._extract_as = extract_as
+        self._flatteners: dict[int, Flattener] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._pool: CopyPool | None = None
+
+    def prepare(self, source: object, key: int = -1) -> Planned:
+        """Look at ``source`` and plan its copy; cheap when it is the same as last time.
+
+        Args:
+            source: Module, TensorDict or mapping.
+            key: Worker index for per-worker sources, each of which has its own plan.
+        """
+        flattener = self._flatteners.get(key)
+        if flattener is None:
+            flattener = self._flatteners[key] = Flattener(self._extract_as)
+        return Planned(flattener, flattener.prepare(source))
+
+    def take_nowait(self, planned: Planned) -> Snapshot:
+        """Copy now, on this thread."""
+        snapshot = self._store.acquire_nowait(planned.prepared.layout.nbytes)
+        return self._fill(snapshot, planned)
+
+    async def take(self, planned: Planned) -> Snapshot:
+        """Copy without holding the loop for long.
+
+        Cancellation: safe; a copy under way on a thread is waited for, and its memory kept.
+        """
+        snapshot = await self._store.acquire(planned.prepared.layout.nbytes)
+        if planned.prepared.layout.nbytes <= _INLINE_NBYTES:
+            return self._fill(snapshot, planned)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
+            self._pool = CopyPool()
+        loop = asyncio.get_running_loop()
+        copying = loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
+        try:
+            await asyncio.shield(copying)
+        except BaseException:
+            copying.add_done_callback(lambda done: _after_cancel(done, snapshot))
+            raise
+        return self._describe(snapshot, planned)
+
+    def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
+        try:
+            self._copy(snapshot, planned, None)
+        except BaseException:
+            snapshot.release()
+            raise
+        return self._describe(snapshot, planned)
+
+    @staticmethod
+    def _describe(snapshot: Snapshot, planned: Planned) -> Snapshot:
+        snapshot.layout = planned.prepared.layout
+        if planned.prepared.values:
+            snapshot.values = copy.deepcopy(planned.prepared.values)
+        return snapshot
+
+    def _copy(self, snapshot: Snapshot, planned: Planned, pool: CopyPool | None) -> None:
+        planned.flattener.copy_into(planned.prepared, snapshot.buffer, pool=pool)
+
+    def close(self) -> None:
+        """Join the copying threads and give the memory back."""
+        if self._executor is not None and self._pool is not None:
+            self._executor.shutdown(wait=True)
+            self._pool.close()
+            self._executor = self._pool = None
+        self._store.close()
+
+
+def _after_cancel(copying: asyncio.Future[None], snapshot: Snapshot) -> None:
+    """The copy that nobody waits for any more has ended: its memory may be used again."""
+    if not copying.cancelled():
+        copying.exception()
+    snapshot.release()

@@ -1,0 +1,163 @@
+"""What the sender sends, and to how many workers: the keyword forms of ``init_on_sender``.
+
+Turns each form into a :class:`Sources` before any I/O. Must not import transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from aiosync.errors import ConfigError
+
+__all__ = ["Sources", "resolve_sources"]
+
+DeviceMap = Callable[[int, Any], Any]
+
+
+@dataclass(slots=True)
+class Sources:
+    """Where the weights of a sender come from.
+
+    Attributes:
+        weights: Module, TensorDict or mapping for every worker; ``None`` when the context or
+            each call gives them.
+        per_worker: Weights of single workers, instead of ``weights``.
+        device_map: Maps (worker index, weights) to what that worker gets.
+        num_workers: How many workers are expected; ``None`` when any number may come.
+        pipes: Connections to the workers, by index.
+    """
+
+    weights: Any = None
+    per_worker: dict[int, Any] = field(default_factory=dict)
+    device_map: DeviceMap | None = None
+    num_workers: int | None = None
+    pipes: Sequence[Any] | None = None
+
+
+def resolve_sources(
+    *,
+    context: Any = None,
+    model_id: str | None = None,
+    params_map: Mapping[int, Any] | None = None,
+    weights: Any = None,
+    model: Any = None,
+    devices: Sequence[Any] | None = None,
+    device_map_fn: DeviceMap | None = None,
+    num_workers: int | None = None,
+    pipes: Sequence[Any] | None = None,
+) -> Sources:
+    """Check one keyword form of ``init_on_sender`` and bring it into one shape.
+
+    Raises:
+        ConfigError: The keywords exclude each other, or one has the wrong type.
+    """
+    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
+        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}")
+    if weights is not None and model is not None:
+        raise ConfigError("weights cannot be provided if model is provided")
+    if params_map is not None:
+        return _from_params_map(
+            params_map,
+            model_id_given=model_id is not None,
+            others=(weights, model),
+            rest=(context, devices, device_map_fn, num_workers),
+            pipes=pipes,
+        )
+    for name, value in (("model", model), ("weights", weights)):
+        _check_source(name, value)
+    if context is not None:
+        if devices is not None:
+            raise ConfigError("devices cannot be provided if context is provided")
+        if device_map_fn is not None:
+            raise ConfigError(
+                "model/weights/device_map_fn cannot be provided if context is provided"
+            )
+        if model_id is None:
+            raise ConfigError("model_id must be provided if context is provided")
+        found = getattr(context, "pipes", None)
+        pipes = pipes if pipes is not None or not _is_pipes(found) else found
+        if num_workers is None:
+            num_workers = getattr(context, "num_workers", None)
+    if device_map_fn is not None and not callable(device_map_fn):
+        raise ConfigError(f"device_map_fn must be callable, got {device_map_fn!r}")
+    if device_map_fn is not None and num_workers is None:
+        raise ConfigError("num_workers must be provided if device_map_fn is provided")
+    num_workers = _agree(num_workers, devices, pipes)
+    if devices is not None:
+        for device in devices:
+            _check_device(device)
+    source = weights if weights is not None else model
+    return Sources(weights=source, device_map=device_map_fn, num_workers=num_workers, pipes=pipes)
+
+
+def _from_params_map(
+    params_map: Mapping[int, Any],
+    *,
+    model_id_given: bool,
+    others: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    pipes: Sequence[Any] | None,
+) -> Sources:
+    if any(value is not None for value in others):
+        raise ConfigError(
+            "model_id, weights, and model cannot be provided if params_map is provided"
+        )
+    if any(value is not None for value in rest):
+        raise ConfigError(
+            "context/devices/device_map_fn/num_workers cannot be provided if params_map is provided"
+        )
+    valid = isinstance(params_map, Mapping) and params_map
+    if not valid or not all(
+        type(key) is int and key >= 0 and isinstance(value, (TensorDictBase, nn.Module, Mapping))
+        for key, value in params_map.items()
+    ):
+        raise ConfigError(
+            "params_map must be a dict[int, TensorDictBase]: worker index -> its weights"
+        )
+    del model_id_given  # a model id beside params_map only names the weights
+    sources = list(params_map.values())
+    num_workers = _agree(max(params_map) + 1, None, pipes)
+    if all(source is sources[0] for source in sources) and len(sources) == num_workers:
+        return Sources(weights=sources[0], num_workers=num_workers, pipes=pipes)
+    return Sources(per_worker=dict(params_map), num_workers=num_workers, pipes=pipes)
+
+
+def _agree(
+    num_workers: int | None, devices: Sequence[Any] | None, pipes: Sequence[Any] | None
+) -> int | None:
+    counts = {"num_workers": num_workers}
+    if devices is not None:
+        counts["devices"] = len(devices)
+    if pipes is not None:
+        counts["pipes"] = len(pipes)
+    named = {name: count for name, count in counts.items() if count is not None}
+    if len(set(named.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in named.items())
+        raise ConfigError(f"the number of workers is not the same everywhere ({listed})")
+    return next(iter(named.values()), None)
+
+
+def _check_source(name: str, value: Any) -> None:
+    if value is None or isinstance(value, (nn.Module, TensorDictBase, Mapping)):
+        return
+    raise ConfigError(
+        f"{name} must be an nn.Module, a TensorDict or a state dict, got {type(value).__name__}. "
+        "Non-Module policies (such as a random policy) need no weight synchronization"
+    )
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(f"devices holds {device!r}, which is no torch device") from exc
+
+
+def _is_pipes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(hasattr(item, "fileno") for item in value)

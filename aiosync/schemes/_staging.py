@@ -1,0 +1,160 @@
+"""Where updates land at the receiver before they are applied, and when that memory is reused.
+
+Links that carry bytes land in private buffers; shared memory is read in place. Either way the
+module may be flipped to views of the buffer, so it is given back only once no tensor of this
+process uses it any more. Must not import asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiosync.errors import RemoteProtocolError
+from aiosync.tensors import FlatBuffer, Layout
+from aiosync.transports.base import Received, Transport
+from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.wire import Manifest, Message, Update
+
+__all__ = ["Staged", "Staging"]
+
+_KNOWN_LAYOUTS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """One complete update that waits to be applied, or that the module views."""
+
+    epoch: int
+    version: int
+    layout: Layout
+    flat: FlatBuffer
+    values: Mapping[str, Any]
+    key: tuple[int, int] | None
+    give_back: Callable[[], None]
+
+
+class Staging:
+    """The receiver's buffers.
+
+    Args:
+        transport: The link that updates come from.
+        max_nbytes: Largest update that is accepted.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._layouts: dict[bytes, Layout] = {}
+        self._spare: list[FlatBuffer] = []
+        self._landing: FlatBuffer | None = None
+        self._mapped: dict[tuple[int, int], FlatBuffer] = {}
+        self._held: list[Staged] = []  # left by the module, but still used by something else
+
+    def learn(self, manifest: Manifest) -> None:
+        """Remember the layout of updates to come."""
+        layout = Layout(manifest)
+        self._layouts.pop(layout.digest, None)
+        self._layouts[layout.digest] = layout
+        while len(self._layouts) > _KNOWN_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+
+    def lend(self, message: Message, nbytes: int) -> list[memoryview]:
+        """Buffers for the payload of ``message``, checked against its manifest."""
+        layout = self._layout_of(message, nbytes)
+        self._landing = None
+        for index, flat in enumerate(self._spare):
+            if flat.nbytes == layout.nbytes:
+                self._landing = self._spare.pop(index)
+                break
+        if self._landing is None:
+            self._spare.clear()
+            self._landing = FlatBuffer(layout.nbytes)
+        return [self._landing.memoryview()]
+
+    @property
+    def lender(self) -> Callable[[Message, int], list[memoryview]] | None:
+        """What ``recv(into=...)`` gets: nothing where the link lends its own memory."""
+        return None if self._transport.capabilities.zero_copy_recv else self.lend
+
+    def _layout_of(self, message: Message, nbytes: int) -> Layout:
+        if not isinstance(message, Update):
+            raise RemoteProtocolError(f"{type(message).__name__} came with a payload")
+        layout = self._layouts.get(message.digest)
+        if layout is None:
+            raise RemoteProtocolError("an update names a manifest that was never sent")
+        if message.codec != "dense" or message.chunk is not None:
+            raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
+        if nbytes != layout.nbytes:
+            raise RemoteProtocolError(
+                f"an update of {nbytes} bytes does not fit its manifest of {layout.nbytes} bytes"
+            )
+        return layout
+
+    def take(self, received: Received) -> Staged:
+        """The update that arrived, as tensors can see it."""
+        message = received.message
+        layout = self._layout_of(message, received.nbytes)
+        assert isinstance(message, Update)
+        key = received.key if isinstance(received.key, tuple) else None
+        give_back = received.release
+        if key is not None:
+            flat = self._map(key, received.payload[0])
+        else:
+            landing, self._landing = self._landing, None
+            flat = landing if landing is not None else FlatBuffer(layout.nbytes)
+            if landing is None and received.nbytes:
+                _fill(flat, received)
+            give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer
+        return Staged(message.epoch, message.version, layout, flat, message.values, key, give_back)
+
+    def _map(self, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
+        flat = self._mapped.get(key)
+        if flat is None or flat.nbytes < payload.nbytes:
+            for old in [old for old in self._mapped if old[0] != key[0]]:
+                del self._mapped[old]  # a segment that the sender replaced
+            whole = payload.obj
+            flat = FlatBuffer.wrap(whole)
+            self._mapped[key] = flat
+        return flat
+
+    def _put_back(self, flat: FlatBuffer) -> None:
+        if len(self._spare) < 2:
+            self._spare.append(flat)
+
+    def retire(self, staged: Staged) -> None:
+        """The module left ``staged``: give its memory back as soon as nothing else uses it."""
+        self._held.append(staged)
+        self.sweep()
+        if staged in self._held and isinstance(self._transport, SharedMemTransport):
+            if staged.key is not None:
+                self._transport.tell_retained(staged.key)
+
+    def sweep(self) -> None:
+        """Give back what is not used any more."""
+        for staged in list(self._held):
+            if staged.flat.exclusive():
+                self._held.remove(staged)
+                staged.give_back()
+            elif staged.key is None:
+                self._held.remove(staged)  # private memory goes when its last user lets go
+
+    def drop(self, staged: Staged) -> None:
+        """``staged`` was never applied: give its memory back."""
+        staged.give_back()
+
+    def close(self) -> None:
+        """Forget every buffer."""
+        self.sweep()
+        self._held.clear()
+        self._spare.clear()
+        self._mapped.clear()
+        self._layouts.clear()
+
+
+def _fill(flat: FlatBuffer, received: Received) -> None:
+    target = flat.memoryview()
+    offset = 0
+    for piece in received.payload:
+        target[offset : offset + piece.nbytes] = piece
+        offset += piece.nbytes

@@ -1,0 +1,55 @@
+"""Background tasks with an owner: awaited on close, and never failing in silence.
+
+A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
+``aclose()``, which different tasks may call; a task group must be left by the task that entered
+it. This is the only place in the package that calls ``create_task``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["TaskOwner"]
+
+_CLOSE_SECONDS = 5.0
+
+
+class TaskOwner:
+    """Starts tasks, hands their crashes to one callback, and ends them together.
+
+    Args:
+        on_crash: Called on the loop with the exception that a task ended with.
+    """
+
+    def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
+        self._on_crash = on_crash
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run ``coroutine`` in the background until it ends or :meth:`aclose` cancels it."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+    async def aclose(self) -> None:
+        """Cancel every task and wait, at most 5 seconds, until they are gone."""
+        current = asyncio.current_task()
+        tasks = {task for task in self._tasks if task is not current}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+
+    def abort(self) -> None:
+        """Cancel every task without waiting."""
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()

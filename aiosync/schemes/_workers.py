@@ -1,0 +1,328 @@
+"""The workers of a sender: who is there, who was lost, and what a late joiner gets.
+
+Must not import the receiver, nor know what a send is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    PartialSyncError,
+    TransportClosed,
+)
+from aiosync.protocol import Outcome, OutcomeKind, VersionClock
+from aiosync.schemes._handshake import admit
+from aiosync.schemes._peer import Peer
+from aiosync.schemes._snapshots import Snapshot
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.transports._segment import has_ended
+from aiosync.transports.base import Transport
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """Admits links, notices their end, and keeps the newest weights for those that join later.
+
+    Args:
+        model_id: Which model.
+        strategy: Name of the strategy, compared in the handshake.
+        num_workers: How many workers are expected; ``None`` for any number.
+        clock: Draws the versions.
+        on_outcomes: Told what became of versions at a worker.
+        on_crash: Told when a background task ends with an exception.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str,
+        strategy: str,
+        num_workers: int | None,
+        clock: VersionClock,
+        on_outcomes: Callable[[Peer, Iterable[Outcome]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.model_id = model_id
+        self.strategy = strategy
+        self.num_workers = num_workers
+        self.clock = clock
+        self.peers: dict[int, Peer] = {}
+        self.lost: dict[int, AiosyncError] = {}
+        self.unreported: set[int] = set()
+        self._changed = asyncio.Event()
+        self._watched = False
+        self.closed: bool = False
+        self.crash: BaseException | None = None
+        self._on_outcomes = on_outcomes
+        self._on_crash = on_crash
+        self._refused: list[str] = []
+        self._failures: dict[int, AiosyncError] = {}
+        self.initial: set[int | None] = set()  # whose initial weights are still being copied
+        # Links in their handshake, with the worker's index once it is known.
+        self._arriving: dict[Transport, int] = {}
+        self._latest: Snapshot | None = None
+        self._latest_for: dict[int, Snapshot] = {}
+        self.tasks: TaskOwner = TaskOwner(self._crashed)
+
+    def _crashed(self, error: BaseException) -> None:
+        # A bug in a background task: nothing it was to do will happen, so every call says so.
+        self.crash = error
+        self._on_crash(error)
+        self.notify()
+
+    def notify(self) -> None:
+        """Let everybody look again who waits for a change."""
+        if self._watched:
+            self._watched = False
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next :meth:`notify`; take it before looking at what may change."""
+        self._watched = True
+        return self._changed
+
+    def check(self) -> None:
+        """Raise what ended the sender, if anything did."""
+        if self.crash is not None:
+            raise self.crash
+        if self.closed:
+            raise TransportClosed("this scheme was closed")
+
+    def welcome(self, transport: Transport, worker_idx: int | None = None) -> None:
+        """Start the handshake on a new link, in the background."""
+        self._arriving[transport] = -1
+        self.tasks.start(self._welcome(transport, worker_idx), "aiosync handshake")
+
+    async def _welcome(self, transport: Transport, expected_idx: int | None) -> None:
+        try:
+            hello, worker_idx = await admit(
+                transport,
+                model_id=self.model_id,
+                strategy=self.strategy,
+                epoch=self.clock.epoch,
+                num_workers=self.num_workers,
+                worker_idx=expected_idx,
+                taken=lambda: {*self.peers, *self._arriving.values()},
+                reserve=lambda idx: self._reserve(transport, idx),
+            )
+        except AiosyncError as exc:
+            # The worker was told why; connect() repeats it if it waits for that worker in vain.
+            self._refused.append(str(exc))
+            await transport.aclose()
+            self.notify()
+            return
+        except BaseException:
+            transport.abort()
+            raise
+        finally:
+            self._arriving.pop(transport, None)
+        old = self.peers.pop(worker_idx, None)
+        if old is not None:  # a worker that started again: the newest link wins
+            old.lose(TransportClosed(f"worker {worker_idx} opened a newer link"))
+            old.transport.abort()
+        self.lost.pop(worker_idx, None)
+        self._failures.pop(worker_idx, None)
+        self.unreported.discard(worker_idx)
+        peer = Peer(
+            worker_idx,
+            transport,
+            epoch=self.clock.epoch,
+            has_target=hello.has_target,
+            tasks=self.tasks,
+            on_outcomes=self._outcomes,
+            on_lost=self._on_lost,
+        )
+        self.peers[worker_idx] = peer
+        _watch_process(transport, hello.pid)
+        peer.start()
+        snapshot = self.snapshot_for(worker_idx)
+        if snapshot is not None:
+            peer.offer(snapshot)
+        self.notify()
+
+    def _reserve(self, transport: Transport, worker_idx: int) -> int:
+        self._arriving[transport] = worker_idx
+        if worker_idx in self.initial or None in self.initial:
+            return self.clock.current
+        snapshot = self.snapshot_for(worker_idx)
+        return 0 if snapshot is None else snapshot.version
+
+    def _on_lost(self, peer: Peer, error: AiosyncError) -> None:
+        if self.peers.get(peer.worker_idx) is peer:
+            del self.peers[peer.worker_idx]
+            if not self.closed:
+                self.lost[peer.worker_idx] = error
+                self.unreported.add(peer.worker_idx)
+        peer.transport.abort()
+        self.notify()
+
+    def _outcomes(self, peer: Peer, outcomes: Iterable[Outcome]) -> None:
+        outcomes = list(outcomes)
+        for outcome in outcomes:
+            if outcome.kind is OutcomeKind.FAILED and outcome.error is not None:
+                self._failures[peer.worker_idx] = outcome.error
+        self._on_outcomes(peer, outcomes)
+        self.notify()
+
+    def remember(self, key: int | None, snapshot: Snapshot) -> None:
+        """Keep the newest weights for workers that join later; takes over a reference."""
+        if key is None:
+            if self._latest is not None:
+                self._latest.release()
+            self._latest = snapshot
+        else:
+            old = self._latest_for.pop(key, None)
+            if old is not None:
+                old.release()
+            self._latest_for[key] = snapshot
+
+    def forget_all(self) -> None:
+        """Drop the snapshots that were kept for workers that join later."""
+        for snapshot in self._latest_for.values():
+            snapshot.release()
+        self._latest_for.clear()
+        if self._latest is not None:
+            self._latest.release()
+            self._latest = None
+
+    async def wait_until_joined(
+        self, version: int, processes: Sequence[Any], timeout: float | None
+    ) -> None:
+        """Wait until every expected worker has applied ``version``, or has failed.
+
+        Raises:
+            ConnectTimeout: Some expected worker did not come in time.
+            PartialSyncError: A worker came, but could not apply the weights or died.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._wait(version, processes)
+        except TimeoutError as exc:
+            raise self._nobody_came(timeout, version) from exc
+
+    async def _wait(self, version: int, processes: Sequence[Any]) -> None:
+        expected = range(self.num_workers or 0)
+        watched = {idx: _pid_of(process) for idx, process in enumerate(processes)}
+        loop = asyncio.get_running_loop()
+        pidfds, ended = _open_pidfds(watched)
+        try:
+            for pidfd in pidfds.values():
+                loop.add_reader(pidfd, self._on_process_end, loop, pidfd)
+            while True:
+                changed = self.changed
+                self.check()
+                failed = {idx: self._failure(idx, pidfds, ended) for idx in expected}
+                failures = {idx: error for idx, error in failed.items() if error is not None}
+                joined = {idx for idx in expected if self._has_joined(idx, version)}
+                if len(joined | failures.keys()) == len(expected):
+                    break
+                await changed.wait()
+        finally:
+            for pidfd in pidfds.values():
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        self._failures.clear()
+        if failures:
+            self.lost.update({idx: e for idx, e in failures.items() if idx not in self.peers})
+            self.unreported -= failures.keys()
+            raise PartialSyncError(acked=joined - failures.keys(), failed=failures, version=version)
+
+    def _on_process_end(self, loop: asyncio.AbstractEventLoop, pidfd: int) -> None:
+        loop.remove_reader(pidfd)
+        self.notify()
+
+    def _failure(self, idx: int, pidfds: Mapping[int, int], ended: set[int]) -> AiosyncError | None:
+        error = self._failures.get(idx) or self.lost.get(idx)
+        if error is not None or idx in self.peers:
+            return error
+        if idx in ended or (idx in pidfds and has_ended(pidfds[idx])):
+            error = ConnectError(f"the process of worker {idx} ended before it connected")
+        return error
+
+    def _has_joined(self, idx: int, version: int) -> bool:
+        peer = self.peers.get(idx)
+        if peer is None:
+            return False
+        if not self.snapshot_for(idx):
+            return True
+        if not peer.has_target:
+            return peer.received_version >= version
+        return peer.outbox.applied >= version
+
+    def snapshot_for(self, idx: int) -> Snapshot | None:
+        """What a worker that joins now gets first."""
+        return self._latest_for.get(idx, self._latest)
+
+    def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
+        missing = [idx for idx in range(self.num_workers or 0) if idx not in self.peers]
+        late = [
+            idx
+            for idx in range(self.num_workers or 0)
+            if idx in self.peers and not self._has_joined(idx, version)
+        ]
+        parts = []
+        if missing:
+            parts.append(
+                f"workers {missing} did not connect: each has to call init_on_receiver() and "
+                "connect() on its copy of this scheme"
+            )
+        if late:
+            parts.append(f"workers {late} connected but have not applied the initial weights")
+        if self._refused:
+            parts.append(f"refused: {'; '.join(self._refused[-3:])}")
+        return ConnectTimeout(f"after {timeout:g} s " + "; ".join(parts))
+
+    def end(self) -> None:
+        """Close every link; what is on its way fails with ``TransportClosed``."""
+        self.closed = True
+        error = TransportClosed("this scheme was closed")
+        for peer in list(self.peers.values()):
+            peer.lose(error)
+            peer.transport.abort()
+        for transport in self._arriving:  # a task that never ran cannot close its link
+            transport.abort()
+        self.peers.clear()
+        self.forget_all()
+        self.notify()
+
+
+def _watch_process(transport: Transport, pid: int) -> None:
+    """Notice the worker's death even if another process holds a copy of its end of a pipe."""
+    channel = getattr(transport, "channel", None)
+    if channel is not None and channel.pidfd < 0:
+        with contextlib.suppress(ConnectError):  # no such process in our namespace
+            channel.watch_process(pid)
+
+
+def _pid_of(process: Any) -> int | None:
+    pid = process if isinstance(process, int) else getattr(process, "pid", None)
+    if pid is None:
+        raise ConfigError(f"{process!r} is neither a started process nor a process id")
+    return int(pid)
+
+
+def _open_pidfds(watched: Mapping[int, int | None]) -> tuple[dict[int, int], set[int]]:
+    """Descriptors that tell when processes end, and the workers whose process is gone already."""
+    pidfds: dict[int, int] = {}
+    ended: set[int] = set()
+    if hasattr(os, "pidfd_open"):
+        for idx, pid in watched.items():
+            try:
+                pidfds[idx] = os.pidfd_open(int(pid or 0))
+            except ProcessLookupError:
+                ended.add(idx)
+            except OSError:
+                continue  # no pidfd in this kernel or sandbox: the timeout has to tell
+    return pidfds, ended

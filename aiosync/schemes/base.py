@@ -1,0 +1,236 @@
+"""The scheme: what a user configures, pickles into workers, and calls.
+
+A scheme is plain configuration until ``init_on_sender()`` or ``init_on_receiver()`` gives it a
+role; ``connect()`` makes the runtime (:class:`WeightSender` or :class:`WeightReceiver`), which
+never travels in a pickle. May import everything below ``schemes``.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import ConnectTimeout, LocalProtocolError, PartialSyncError, RecvTimeout
+from aiosync.schemes._receiving import ReceivingScheme
+from aiosync.schemes._sending import SendingScheme
+from aiosync.schemes._snapshots import SnapshotStore
+from aiosync.transports.base import Transport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["WeightSyncScheme"]
+
+
+class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
+    """Keeps the weights of one model the same in a trainer and its workers.
+
+    One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it,
+    or ``copy.copy`` it, to get the other side. One scheme per model; several may run side by
+    side. Not thread-safe: use it on the loop that called :meth:`connect`. The exceptions are
+    :meth:`reading` and :meth:`apply_pending`, which any thread may use.
+
+    Args:
+        strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all
+            buffers) or ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
+        sync: Kept for TorchRL's signature: ``send()`` always waits for the workers, and
+            ``send_nowait()`` never does.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        apply: ``"auto"`` applies each update as soon as no forward pass is running;
+            ``"manual"`` only in :meth:`apply_pending` or :meth:`receive`.
+        apply_copy: Copy updates into the parameters' memory instead of pointing the parameters
+            at the received memory. Slower, but addresses stay the same.
+        guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
+            ``"reading"`` leaves it to ``with scheme.reading():``.
+        strict: Every name and dtype has to match; otherwise the declared subset is applied and
+            floating dtypes are cast.
+        require: How many workers have to apply an update for ``send()`` to succeed: ``"all"``,
+            a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
+            soon as that many have.
+        timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
+            ``None`` waits for ever.
+
+    Raises:
+        ConfigError: An option has an illegal value.
+    """
+
+    # -- what subclasses decide ----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        """A link over a connected Unix socket."""
+
+    @abc.abstractmethod
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+
+    @abc.abstractmethod
+    def _make_store(self) -> SnapshotStore:
+        """Where the sender's snapshots are kept."""
+
+    # -- connecting ----------------------------------------------------------------------------
+
+    async def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | None = None,
+        processes: Sequence[Any] = (),
+    ) -> None:
+        """Meet the other side and bring the workers to the initial weights.
+
+        On the sender: answer workers, send them the initial weights if there are any, and wait
+        until all ``num_workers`` have applied them. Workers may also come later. On a receiver:
+        reach the sender, apply the initial weights, and receive in the background from then on.
+
+        Args:
+            worker_idx: Receiver only: index of this worker.
+            weights: Sender only: the initial weights.
+            timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
+                ``math.inf`` waits for ever.
+            processes: Sender only: the workers' processes, by index (anything with a ``pid``,
+                or process ids), so that one that dies before it connects is noticed at once.
+
+        Raises:
+            ConnectTimeout: Somebody did not come in time; the message says who.
+            ConnectError: The other side refused, or has ended.
+            ConfigError: The two sides are set up differently.
+            PartialSyncError: Sender: some worker could not apply the initial weights, or died.
+                The others are connected.
+            ApplyError: Receiver: the initial weights do not fit the model.
+            LocalProtocolError: Called twice, or before ``init_on_*``.
+
+        Cancellation:
+            Breaks the attempt: the scheme is closed.
+        """
+        self._check_open()
+        if self._role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called."
+            )
+        if self._connected or self._loop is not None:
+            raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")
+        if self._role == "sender" and worker_idx is not None:
+            raise LocalProtocolError(
+                "Cannot specify worker_idx on sender side during synchronization."
+            )
+        if self._role == "receiver" and weights is not None:
+            raise LocalProtocolError(
+                "Cannot specify weights on receiver side during synchronization."
+            )
+        self._loop = asyncio.get_running_loop()
+        limit = self._limit(timeout)
+        try:
+            if self._role == "sender":
+                await self._connect_sender(weights, limit, processes)
+            else:
+                await self._connect_receiver(worker_idx, limit)
+        except BaseException as exc:
+            # A sender that reached some of its workers goes on with those.
+            survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
+            if not (survives and self._sender is not None and self._sender.peers):
+                self.abort()
+            raise
+        self._connected = True
+
+    # -- versions ------------------------------------------------------------------------------
+
+    async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
+        """Wait until the model has at least ``version`` (sender: until every worker has).
+
+        Args:
+            version: Version of the current epoch.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            The version that it has.
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            ApplyError: The update was refused by the model.
+        """
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
+        if self._role == "receiver":
+            return await self._wait_until_applied(version, limit, late)
+        sender = self._require_sender("wait_for_version")
+        return await sender.wait_for_version(version, timeout=limit, late=late)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close every link, task, socket and buffer of this object. Idempotent, bounded.
+
+        A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
+        see ``PeerClosed``.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._close_listener()
+        if self._sender is not None:
+            await self._sender.aclose()
+        if self._receiver is not None:
+            await self._receiver.aclose()
+        await self._close_unused_links()
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._close_listener()
+        if self._sender is not None:
+            self._sender.abort()
+        elif self._maker is not None:
+            self._maker.close()
+        if self._receiver is not None:
+            self._receiver.abort()
+        for link in self._links.values():
+            link.abort()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None and self._pid == os.getpid():
+            self._listener.close()
+
+    async def _close_unused_links(self) -> None:
+        for link in self._links.values():
+            await link.aclose()
+        if isinstance(self._pipe, Transport):
+            await self._pipe.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Close what nobody closed, and say so."""
+        runtime = getattr(self, "_sender", None) or getattr(self, "_receiver", None)
+        if runtime is None or self._closed or self._pid != os.getpid():
+            return
+        warnings.warn(
+            f"{self!r} was never closed: use `async with scheme:` or `await scheme.aclose()`",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+        self.abort()

@@ -1,0 +1,476 @@
+"""The guard between a forward pass and an update: nobody ever computes on two versions.
+
+Readers (forward passes, ``reading()`` blocks) may overlap; applying an update excludes them. An
+update that arrives while nobody reads is applied at once by whoever brings it; one that arrives
+during a forward is applied by the thread of that forward as soon as it ends. So nothing waits
+for a busy loop, and the loop never waits for a forward.
+
+A forward that Ctrl-C ended, or any exception under ``torch.compile``, never says that it is
+over: forward hooks do not see it. Such reads are known by their frames, which have ended.
+
+Must not import transports; it is used from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+    from torch import nn
+
+__all__ = ["Guard", "Reading"]
+
+_CALL_FRAMES = frozenset({"_call_impl", "inner"})
+_LOOK_SECONDS = 0.05
+_PATIENCE_SECONDS = 0.1
+_MAX_PATIENCE_SECONDS = 5.0
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _never_traced(function: _F) -> _F:
+    """Have ``torch.compile`` call a function instead of tracing into it.
+
+    ``torch.compiler.disable`` does the same, but importing it takes seconds. Where torch keeps
+    this elsewhere, forwards of a compiled module are guarded all the same, with warnings.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by torch.compile
+    with contextlib.suppress(AttributeError):
+        frames = torch._C._dynamo.eval_frame
+        if hasattr(frames, "skip_code"):
+            frames.skip_code(function.__code__)
+        else:
+            skip = frames._FrameAction.SKIP
+            strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def _has_ended(frame: FrameType) -> bool:
+    """Whether a frame has ended; the locals of one that has are forgotten."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it is being executed
+        return False
+    return True
+
+
+class Guard:
+    """Many readers or one apply. Thread-safe; a reader may enter again in its own thread.
+
+    Readers let a waiting update go first, but only for a while: a reader that waits for the
+    forward of another thread must not wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        self._hooks: list[Any] = []
+        self._reset()
+        _register(self)
+
+    def _reset(self) -> None:
+        # Re-entrant: a destructor or a signal handler may close a scheme inside any call.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._sleepers = 0  # threads that wait on _changed
+        # Open reads of each thread: the frame of a forward, or None for a reading() block.
+        self._open: dict[int, list[FrameType | None]] = {}
+        # Thread and frame that apply, and what they took from _pending.
+        self._applying: tuple[int, FrameType, Callable[[], None] | None] | None = None
+        self._pending: Callable[[], None] | None = None
+        self._claims = 0  # calls of exclusively() that wait for the readers
+        self._patience = _PATIENCE_SECONDS
+        self._patient_until = 0.0  # 0: nothing waits for readers
+        self._watchers: list[Callable[[], None]] = []
+
+    # -- readers -------------------------------------------------------------------------------
+
+    @_never_traced
+    def enter(self, frame: FrameType | None = None) -> None:
+        """Start reading.
+
+        The outermost read of a thread waits for an apply in progress and, outside of an event
+        loop, lets an update go first that waits for other readers.
+
+        Args:
+            frame: The frame that lives as long as the read, if an exception could end the read
+                without :meth:`leave`; ``None`` when :meth:`leave` is certain.
+        """
+        thread = threading.get_ident()
+        while True:
+            with self._lock:
+                reads = self._open.get(thread)
+                if reads and frame is not None:
+                    self._drop_dead(thread)
+                    reads = self._open.get(thread)
+                if not reads and (self._applying is not None or self._wanted):
+                    self._wait_for_turn(thread)
+                todo = (
+                    None
+                    if self._open or self._applying is not None
+                    else self._begin(sys._getframe())
+                )
+                if todo is None:
+                    self._open.setdefault(thread, []).append(frame)
+                    return
+            self._run(todo)
+
+    @_never_traced
+    def leave(self, *, forward: bool = False) -> None:
+        """End the newest read of this thread; applies what waited for it."""
+        thread = threading.get_ident()
+        with self._lock:
+            reads = self._open.get(thread, [])
+            for index in range(len(reads) - 1, -1, -1):
+                if (reads[index] is not None) is forward:
+                    del reads[index]
+                    break
+            if not reads:
+                self._open.pop(thread, None)
+            todo = (
+                None if self._open or self._applying is not None else self._begin(sys._getframe())
+            )
+            if self._sleepers:
+                self._changed.notify_all()
+        if todo is not None:
+            self._run(todo)
+
+    def _wait_for_turn(self, thread: int) -> None:
+        polite = asyncio._get_running_loop() is None
+        while True:
+            if self._applying is not None and self._applying[0] != thread:
+                self._sleep(_LOOK_SECONDS)
+            elif polite and (pause := self._patience_left()) > 0:
+                self._sleep(min(pause, _LOOK_SECONDS))
+            else:
+                return
+            self._sweep()
+
+    @property
+    def _wanted(self) -> bool:
+        return self._pending is not None or self._claims > 0
+
+    def _patience_left(self) -> float:
+        """Seconds that a new reader should let an update go first that waits for old readers."""
+        if not self._wanted or not self._open:
+            return 0.0
+        now = time.monotonic()
+        if now >= self._patient_until + 4 * self._patience:
+            self._patience = min(2 * self._patience, _MAX_PATIENCE_SECONDS)
+            self._patient_until = now + self._patience
+        return self._patient_until - now
+
+    def _want(self) -> None:
+        if not self._patient_until:
+            self._patience = _PATIENCE_SECONDS
+            self._patient_until = time.monotonic() + self._patience
+
+    def _sleep(self, seconds: float) -> None:
+        self._sleepers += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._sleepers -= 1
+
+    # -- reads that ended without leave() ------------------------------------------------------
+
+    def _drop_dead(self, thread: int) -> None:
+        """Forget reads of a thread whose frames have ended."""
+        reads = self._open.get(thread, ())
+        kept = [frame for frame in reads if frame is None or not _has_ended(frame)]
+        if kept:
+            self._open[thread] = kept
+        else:
+            self._open.pop(thread, None)
+
+    def _sweep(self) -> None:
+        """Forget every read and apply whose frame has ended."""
+        for thread in list(self._open):
+            self._drop_dead(thread)
+        if self._applying is not None:
+            _, frame, todo = self._applying
+            if _has_ended(frame):
+                self._applying, self._pending = None, self._pending or todo
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def submit(self, apply: Callable[[], None]) -> bool:
+        """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
+
+        A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
+        Ctrl-C interrupts runs again.
+
+        Returns:
+            Whether it has run. If not, call :meth:`retry` now and then.
+        """
+        with self._lock:
+            self._pending = apply
+        return not self.retry()
+
+    def retry(self) -> bool:
+        """Run what waits if the readers that it waited for have ended without a word.
+
+        Returns:
+            Whether it still waits, or is being applied by another thread.
+        """
+        with self._lock:
+            if self._pending is None and self._applying is None:
+                return False
+            if self._open or self._applying is not None:
+                self._sweep()
+            if self._open or self._applying is not None:
+                self._want()
+                return True
+            todo = self._begin(sys._getframe())
+        if todo is not None:
+            self._run(todo)
+        return False
+
+    def withdraw(self) -> bool:
+        """Take back what waits; False when nothing waited, or it is being applied."""
+        with self._lock:
+            waited, self._pending = self._pending is not None, None
+            self._changed.notify_all()
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+        return waited
+
+    def exclusively(self, action: Callable[[], None], *, timeout: float) -> bool:
+        """Run ``action`` while no other thread reads; waits for the readers to leave.
+
+        Args:
+            action: What to run; may raise.
+            timeout: Seconds to wait for the readers.
+
+        Returns:
+            False, without running it, when a reader stayed.
+        """
+        thread = threading.get_ident()
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._claims += 1
+            try:
+                while self._applying is not None or self._open.keys() - {thread}:
+                    self._want()
+                    self._sweep()
+                    if self._applying is None and not self._open.keys() - {thread}:
+                        break
+                    left = deadline - time.monotonic()
+                    if left <= 0 or (self._applying is not None and self._applying[0] == thread):
+                        return False
+                    self._sleep(min(left, _LOOK_SECONDS))
+            finally:
+                self._claims -= 1
+                if self._sleepers:
+                    self._changed.notify_all()
+            self._applying = (thread, sys._getframe(), None)
+        try:
+            action()
+        finally:
+            more = self._end_apply(sys._getframe())
+            if more is not None:
+                self._run(more)
+        return True
+
+    @property
+    def reading_here(self) -> bool:
+        """Whether this thread is inside a read."""
+        thread = threading.get_ident()
+        with self._lock:
+            if thread in self._open:
+                self._drop_dead(thread)
+            return thread in self._open
+
+    def watch(self, callback: Callable[[], None]) -> float:
+        """Call back, from any thread, once what waits for readers was applied or withdrawn.
+
+        Returns:
+            Seconds for which a new reader should let that update go first; 0, without ever
+            calling back, when there is no need.
+        """
+        with self._lock:
+            patience = self._patience_left()
+            if patience > 0:
+                self._watchers.append(callback)
+            return max(patience, 0.0)
+
+    def unwatch(self, callback: Callable[[], None]) -> None:
+        """Forget a callback of :meth:`watch`. Idempotent."""
+        with self._lock, contextlib.suppress(ValueError):  # it was called meanwhile
+            self._watchers.remove(callback)
+
+    def _begin(self, frame: FrameType) -> Callable[[], None] | None:
+        """Claim what waits, for the method of ``frame`` to run."""
+        todo = self._pending
+        self._patient_until = 0.0
+        if todo is not None:
+            self._applying = (threading.get_ident(), frame, todo)
+            self._pending = None
+        return todo
+
+    def _run(self, todo: Callable[[], None]) -> None:
+        # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
+        more: Callable[[], None] | None = todo
+        while more is not None:
+            more()
+            more = self._end_apply(sys._getframe())
+
+    def _end_apply(self, frame: FrameType) -> Callable[[], None] | None:
+        with self._lock:
+            self._applying = None
+            more = None if self._open else self._begin(frame)
+            watchers, self._watchers = self._watchers, []
+            if self._sleepers:
+                self._changed.notify_all()
+        for watcher in watchers:
+            watcher()
+        return more
+
+    # -- forward hooks -------------------------------------------------------------------------
+
+    def install(self, module: nn.Module) -> None:
+        """Make every forward pass of ``module`` a read, through its forward hooks."""
+        if self._module is not None and self._module() is module:
+            return
+        self.uninstall()
+        self._module = weakref.ref(module)
+        self._hooks = [
+            module.register_forward_pre_hook(_EnterHook(self), prepend=True),
+            module.register_forward_hook(_LeaveHook(self), always_call=True),
+        ]
+
+    def uninstall(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._module = [], None
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_registered = False
+
+
+def _register(guard: Guard) -> None:
+    """Have the guard forget the threads of the parent in every child that is forked."""
+    global _registered
+    if not _registered:
+        _registered = True
+        os.register_at_fork(after_in_child=_reset_in_child)
+    _guards.add(guard)
+
+
+def _reset_in_child() -> None:
+    for guard in list(_guards):
+        guard._reset()
+
+
+_reading: ContextVar[tuple[int, ...]] = ContextVar("aiosync_reading", default=())
+
+
+class Reading:
+    """Context manager of ``scheme.reading()``: what is computed inside sees one version.
+
+    Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
+    inside the block; the latter also lets an update that waits go first. Both may be nested.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.enter()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._guard.leave()
+
+    async def __aenter__(self) -> None:
+        # Inside a read of this task, or of the one that started it, an update cannot go first.
+        if id(self._guard) not in _reading.get():
+            await self._let_update_go_first()
+        self._guard.enter()
+        _reading.set((*_reading.get(), id(self._guard)))
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        reads = list(_reading.get())
+        with contextlib.suppress(ValueError):  # left in another context than it was entered in
+            reads.remove(id(self._guard))
+        _reading.set(tuple(reads))
+        self._guard.leave()
+
+    async def _let_update_go_first(self) -> None:
+        loop = asyncio.get_running_loop()
+        applied = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(applied.set)
+
+        while (patience := self._guard.watch(wake)) > 0:
+            try:
+                await asyncio.wait_for(applied.wait(), patience)
+            except TimeoutError:
+                return
+            finally:
+                self._guard.unwatch(wake)
+            applied.clear()
+
+
+class _Hook:
+    """A hook that copies and pickles as one that does nothing: a copied module is not guarded."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_guard
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied_hook, ()
+
+
+class _EnterHook(_Hook):
+    @_never_traced
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
+            frame = frame.f_back
+        self.guard.enter(frame or sys._getframe(1))
+
+
+class _LeaveHook(_Hook):
+    @_never_traced
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.guard.leave(forward=True)
+
+
+@_never_traced
+def _no_guard(*_args: object) -> None:
+    """Stand-in for the hooks in copies of a guarded module."""
+
+
+def _copied_hook() -> Callable[..., None]:
+    return _no_guard

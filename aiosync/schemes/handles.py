@@ -1,0 +1,58 @@
+"""What ``send_nowait()`` and ``receive()`` give back. Must not import transports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiosync.types import SendReport
+
+__all__ = ["AppliedUpdate", "SendHandle"]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedUpdate:
+    """One update that the receiver applied.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        version: Version of the weights that the module now has.
+        model_id: Which model it is.
+    """
+
+    epoch: int
+    version: int
+    model_id: str
+    _read: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
+
+    @property
+    def weights(self) -> Any:
+        """The weights as the scheme's strategy extracts them from the module, read now."""
+        return self._read()
+
+
+class SendHandle:
+    """A send that is under way. Await it for its :class:`~aiosync.types.SendReport`.
+
+    Awaiting raises what ``send()`` would have raised. It may be awaited any number of times;
+    cancelling such an await stops the wait, not the transfer. A failure that nobody ever awaits
+    is reported by the event loop's exception handler.
+    """
+
+    def __init__(self, version: int, future: asyncio.Future[SendReport]) -> None:
+        self.version = version
+        """Version that is being sent."""
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether every worker has answered, failed or timed out."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, SendReport]:
+        return asyncio.shield(self._future).__await__()
+
+    def __repr__(self) -> str:
+        state = "done" if self._future.done() else "under way"
+        return f"<SendHandle version {self.version}: {state}>"

@@ -1,0 +1,128 @@
+"""No synchronization at all, behind the interface of a scheme."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.transports.base import Transport
+from aiosync.types import SendReport
+
+__all__ = ["NoWeightSyncScheme"]
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """A scheme that does nothing: the workers' models are updated by other means, or never.
+
+    ``send()`` reports version 0 and no workers; ``receive()`` returns ``None`` at once.
+    """
+
+    _listens = False
+
+    async def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | None = None,
+        processes: Sequence[Any] = (),
+    ) -> None:
+        """Connect nothing.
+
+        Raises:
+            ConfigError: A receiver's model lies on the meta device: nobody would ever give it
+                memory.
+            LocalProtocolError: Before ``init_on_*``.
+        """
+        del weights, timeout, processes
+        self._check_open()
+        if self._role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called."
+            )
+        model = self.model if self._role == "receiver" else None
+        if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+            raise ConfigError(
+                "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "
+                "device: materialise it in the worker, or use a scheme that sends weights"
+            )
+        if worker_idx is not None:
+            self._worker_idx = worker_idx
+        self._connected = True
+
+    async def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """Send nothing."""
+        del weights, worker_ids, timeout
+        self._check_connected("send", "sender")
+        return SendReport(epoch=0, version=0, acked=frozenset())
+
+    def send_nowait(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendHandle:
+        """Send nothing."""
+        del weights, worker_ids, timeout
+        self._check_connected("send_nowait", "sender")
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(SendReport(epoch=0, version=0, acked=frozenset()))
+        return SendHandle(0, future)
+
+    async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
+        """Return ``None`` at once."""
+        del timeout
+        self._check_connected("receive", "receiver")
+        return None
+
+    async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
+        """Return 0, the only version there is.
+
+        Raises:
+            ConfigError: A version above 0 is asked for, which never comes.
+        """
+        del timeout
+        if version > 0:
+            raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
+        return 0
+
+    def apply_pending(self) -> int | None:
+        """Return ``None``: nothing is ever staged."""
+        return None
+
+    def _check_connected(self, method: str, role: str) -> None:
+        self._check_open()
+        if self._role != role or not self._connected:
+            raise LocalProtocolError(
+                f"{method}(): call init_on_{role}() and `await scheme.connect()` first"
+            )
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """There is no link.
+
+        Raises:
+            LocalProtocolError: Always.
+        """
+        raise LocalProtocolError("NoWeightSyncScheme has no transport")
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        sock.close()
+        raise LocalProtocolError(f"NoWeightSyncScheme has no transport for {name}")
+
+    def _make_store(self) -> SnapshotStore:
+        return PrivateStore()

@@ -1,0 +1,398 @@
+"""The worker's runtime: a background task that stages updates, and the guard that applies them.
+
+A scheme owns one while it is a receiver. The task only stages; applying happens under the guard,
+on the loop or on the thread of a forward, or when the worker calls ``apply_pending()``. Must not
+import the sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from aiosync.errors import (
+    AiosyncError,
+    ApplyError,
+    ConfigError,
+    LocalProtocolError,
+    PeerClosed,
+    RemoteProtocolError,
+    StaleVersion,
+    SyncTimeout,
+    TransportClosed,
+    TransportError,
+)
+from aiosync.protocol import Inbox
+from aiosync.schemes._staging import Staged, Staging
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.schemes.guard import Guard
+from aiosync.tensors import Target
+from aiosync.transports.base import Received, Transport, make_ack
+from aiosync.types import AckStatus
+from aiosync.wire import Ack, ManifestMessage, Update
+
+__all__ = ["WeightReceiver"]
+
+_PATIENCE_SECONDS = 30.0
+_CLOSE_SECONDS = 1.0
+_LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+
+
+class WeightReceiver:
+    """Receives versions of one model and puts them into it.
+
+    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
+    ``apply_pending()`` and the guard may be used from any thread.
+
+    Args:
+        transport: The link, after the handshake; owned from now on.
+        resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
+        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        copy: Copy into the parameters instead of pointing them at the received memory.
+        strict: Every name and dtype has to match.
+        guard: Keeps forwards and updates apart.
+        on_applied: Called on the loop after each applied update.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        resolve: Callable[[], Any],
+        apply: Literal["auto", "manual"],
+        copy: bool,
+        strict: bool,
+        guard: Guard,
+        install_hooks: bool,
+        on_applied: Callable[[int, int], None],
+    ) -> None:
+        self.transport = transport
+        self.guard = guard
+        self.inbox: Inbox = Inbox()
+        self.error: BaseException | None = None
+        self.refused: tuple[int, BaseException] | None = None
+        self._resolve = resolve
+        self._manual = apply == "manual"
+        self._copy = copy
+        self._strict = strict
+        self._install_hooks = install_hooks
+        self._on_applied = on_applied
+        self._loop = asyncio.get_running_loop()
+        self._staging = Staging(transport)
+        self._target: Target | None = None
+        self._target_of: Any = None
+        self._staged: Staged | None = None  # complete, waits to be applied
+        self._current: Staged | None = None  # what the module views
+        self._apply_outcome: tuple[int, BaseException | None] | None = None
+        self._outcomes: deque[tuple[Staged, BaseException | None]] = deque()
+        self._outgoing: deque[Ack] = deque()
+        self._flushing = False
+        self._answered: tuple[int, int] | None = None
+        self._changed = asyncio.Event()
+        self._waited_for = False
+        self._closed = False
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._tasks = TaskOwner(self._fail)
+
+    def start(self) -> None:
+        """Begin to receive in the background."""
+        self._tasks.start(self._run(), "aiosync receiver")
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None and not self._closed:
+            self.error = error
+            self.transport.abort()  # the sender sees it at once
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._waited_for:
+            self._waited_for = False
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    # -- staging -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        lender = self._staging.lender
+        self.transport.subscribe(self._on_message)
+        while True:
+            try:
+                self._on_message(await self.transport.recv(into=lender))
+            except AiosyncError as exc:
+                self._fail(exc)
+                return
+            if self._outgoing:
+                await self._flush()
+
+    def _on_message(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, Update):
+            self._stage(self._staging.take(received))
+        elif isinstance(message, ManifestMessage):
+            self._staging.learn(message.manifest)
+        else:
+            raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+
+    def _stage(self, staged: Staged) -> None:
+        try:
+            self.inbox.offer(staged.epoch, staged.version)
+        except StaleVersion as exc:
+            self._staging.drop(staged)
+            self._acknowledge(make_ack(staged.epoch, staged.version, AckStatus.NACK, exc))
+            return
+        self._withdraw()
+        self._staged = staged
+        if not self._manual and self._resolve() is not None:
+            self.apply_soon()
+        if self._answered != (staged.epoch, staged.version):
+            # It has to wait; APPLIED or NACK at once would have said that it was received.
+            received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
+            self._acknowledge(received)
+        self._notify()
+
+    def _withdraw(self) -> None:
+        """A newer update takes the place of one that was not applied yet."""
+        if self._staged is None:
+            return
+        self.guard.withdraw()
+        old, self._staged = self._staged, None
+        if old is not None:
+            self._staging.drop(old)
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def _apply_staged(self) -> None:
+        """Apply what is staged. Runs under the guard, on any thread; never raises."""
+        self._apply_outcome = None
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        error: BaseException | None = None
+        try:
+            target = self._find_target()
+            target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
+        except BaseException as exc:
+            error = exc  # whatever the model raised travels in the NACK
+            if not isinstance(exc, Exception):
+                raise  # Ctrl-C in the thread of a forward
+        finally:
+            if error is None:  # readers see the version together with the weights
+                self.inbox.applied(staged.epoch, staged.version)
+            self._apply_outcome = (staged.version, error)
+            self._outcomes.append((staged, error))
+            if asyncio._get_running_loop() is self._loop:
+                self._report_outcomes()
+            else:
+                self._call_soon(self._report_outcomes)
+
+    def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to be told
+
+    def _find_target(self) -> Target:
+        model = self._resolve()
+        if model is None:
+            raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
+        if self._target is None or self._target_of is not model:
+            self._target, self._target_of = Target(model, strict=self._strict), model
+            if self._install_hooks and hasattr(model, "register_forward_hook"):
+                self.guard.install(model)
+        return self._target
+
+    def prepare_target(self) -> None:
+        """Look for the model now, so that its forwards are guarded from the start."""
+        if self._resolve() is not None:
+            self._find_target()
+
+    def _report_outcomes(self) -> None:
+        # In the order in which they were applied, whichever threads did it.
+        while self._outcomes:
+            self._applied(*self._outcomes.popleft())
+
+    def _applied(self, staged: Staged, error: BaseException | None) -> None:
+        epoch, version = staged.epoch, staged.version
+        self._answered = (epoch, version)
+        if error is not None:
+            self.refused = (version, error)
+            self._acknowledge(make_ack(epoch, version, AckStatus.NACK, error))
+            self._staging.drop(staged)
+        else:
+            old = staged if self._copy else self._current
+            if not self._copy:
+                self._current = staged
+            self._acknowledge(make_ack(epoch, version, AckStatus.APPLIED, None))
+            # The trainer does not wait while the old memory is looked at and unmapped.
+            if old is not None:
+                self._loop.call_soon(self._leave, old)
+            self._on_applied(epoch, version)
+        self._notify()
+
+    def _leave(self, old: Staged) -> None:
+        if self._copy:
+            self._staging.drop(old)
+        else:
+            self._staging.retire(old)
+
+    def apply_pending(self) -> int | None:
+        """Apply the staged update now, on this thread, between two reads.
+
+        Returns:
+            The version that was applied, or ``None`` when nothing was staged.
+
+        Raises:
+            ApplyError: The model could not take it; it kept the version it had.
+            LocalProtocolError: Called inside a read.
+            SyncTimeout: Another thread's forward pass did not end.
+        """
+        if self.guard.reading_here:
+            raise LocalProtocolError(
+                "apply_pending() was called inside a forward pass or a reading() block; call it "
+                "between two of them"
+            )
+        if self._staged is None:
+            return None
+        # A loop must not be held: there, forwards of other threads are not waited for.
+        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
+        if not self.guard.exclusively(self._apply_staged, timeout=patience):
+            raise SyncTimeout(
+                f"a forward pass in another thread went on for {patience:g} s; use "
+                "`await scheme.receive()` on an event loop"
+            )
+        if self._apply_outcome is None:
+            return None
+        version, error = self._apply_outcome
+        if error is not None:
+            raise ApplyError(
+                f"version {version} could not be applied: {error}",
+                version=version,
+                remote_type=type(error).__name__,
+            ) from error
+        return version
+
+    def apply_soon(self) -> None:
+        """Apply what is staged between two reads, without waiting. Called on the loop."""
+        if self._staged is not None and not self.guard.submit(self._apply_staged):
+            if self._look_timer is None:
+                self._look_again(_LOOK_SECONDS[0])
+
+    def _look_again(self, pause: float) -> None:
+        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
+        def look() -> None:
+            self._look_timer = None
+            if not self._closed and self.guard.retry():
+                self._look_again(min(2 * pause, _LOOK_SECONDS[1]))
+
+        self._look_timer = self._loop.call_later(pause, look)
+
+    def model_changed(self) -> None:
+        """The model was given or replaced: apply what waited for it. Called on the loop."""
+        if not self._manual and self._resolve() is not None:
+            self.apply_soon()
+
+    # -- acknowledging -------------------------------------------------------------------------
+
+    def _acknowledge(self, ack: Ack | None = None) -> None:
+        if ack is not None:
+            self._outgoing.append(ack)
+        try:
+            while self._outgoing and self.transport.send_batch_nowait(list(self._outgoing)):
+                self._outgoing.clear()
+        except TransportError:
+            self._outgoing.clear()  # the link has ended: the receiving task reports it
+            return
+        if self._outgoing and not self._flushing:
+            self._tasks.start(self._flush(), "aiosync acks")
+
+    async def _flush(self) -> None:
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            while self._outgoing:
+                ack = self._outgoing.popleft()
+                await self.transport.send(ack)
+        except TransportError:
+            self._outgoing.clear()  # the link has ended: the receiving task reports it
+        finally:
+            self._flushing = False
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what ended the link, if it has ended."""
+        if self._closed:
+            raise TransportClosed("this scheme was closed")
+        if self.error is not None:
+            if isinstance(self.error, PeerClosed):
+                raise PeerClosed(
+                    "the trainer closed the link, or its process ended"
+                ) from self.error
+            raise self.error
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+    ) -> None:
+        """Wait for something that updates change.
+
+        Raises:
+            SyncTimeout: ``late``, when the timeout passed.
+            PeerClosed: The trainer went away before.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    self.check()
+                    self._waited_for = True
+                    await self._changed.wait()
+        except TimeoutError as exc:
+            if isinstance(exc, SyncTimeout):
+                raise
+            raise late from exc
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether an update waits to be applied."""
+        return self._staged is not None
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Stop receiving, give the module memory of its own, close the link. Idempotent."""
+        if self._closed:
+            return
+        self._end()
+        await self._tasks.aclose()
+        await self.transport.aclose()
+
+    def abort(self) -> None:
+        """The same from synchronous code, without waiting for the tasks."""
+        if self._closed:
+            return
+        self._end()
+        self._tasks.abort()
+        self.transport.abort()
+
+    def _end(self) -> None:
+        self._withdraw()
+        self._report_outcomes()  # another thread may have applied something meanwhile
+        self._closed = True
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        current, self._current = self._current, None
+        if current is not None and self._target is not None:
+            target = self._target
+            # The memory goes back to the trainer, who writes the next version into it.
+            # Its values stay the same, so a forward that does not end may go on meanwhile.
+            if not self.guard.exclusively(
+                lambda: target.detach_(current.flat), timeout=_CLOSE_SECONDS
+            ):
+                target.detach_(current.flat)
+            self._staging.retire(current)
+        self.guard.uninstall()
+        self._staging.close()
+        self._target = self._target_of = None
+        self._notify()

@@ -1,0 +1,54 @@
+"""Schemes by the back-end names that TorchRL uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from aiosync.errors import ConfigError
+from aiosync.schemes.base import WeightSyncScheme
+
+__all__ = ["backend_names", "register_weight_sync_backend", "scheme_from_backend"]
+
+_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
+_known: dict[str, type[WeightSyncScheme]] = {}
+_Scheme = TypeVar("_Scheme", bound=type[WeightSyncScheme])
+
+
+def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
+    """Class decorator that makes a scheme known under a back-end name.
+
+    Raises:
+        ConfigError: Another scheme has that name.
+    """
+
+    def register(cls: _Scheme) -> _Scheme:
+        if name in _ALIASES or _known.get(name, cls) is not cls:
+            raise ConfigError(f"a weight-sync backend named {name!r} exists already")
+        _known[name] = cls
+        return cls
+
+    return register
+
+
+def backend_names() -> list[str]:
+    """Every name and alias, sorted."""
+    return sorted({*_known, *_ALIASES})
+
+
+def scheme_from_backend(backend: str, **options: Any) -> WeightSyncScheme:
+    """Construct the scheme of a back-end name.
+
+    Args:
+        backend: For example ``"shared"``, ``"process"`` or ``"none"``.
+        **options: For the scheme's constructor.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    cls = _known.get(_ALIASES.get(backend, backend))
+    if cls is None:
+        raise ConfigError(
+            f"Unsupported weight-sync backend {backend!r}. Expected one of {backend_names()}"
+        )
+    return cls(**options)

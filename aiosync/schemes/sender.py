@@ -1,0 +1,337 @@
+"""The trainer's runtime: links to workers, versions, snapshots and what becomes of each send.
+
+A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead one
+never delays another. Must not import the receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ConfigError,
+    PartialSyncError,
+    SyncTimeout,
+)
+from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
+from aiosync.schemes._peer import Peer
+from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
+from aiosync.schemes._workers import Workers
+from aiosync.schemes.handles import SendHandle
+from aiosync.transports._link import wake
+from aiosync.transports.base import Transport
+from aiosync.types import Require, SendReport
+
+__all__ = ["WeightSender"]
+
+# After a small send the loop turns this long before it sleeps: waking an idle core costs as
+# much as the whole round trip (docs/topics/shared-memory.md).
+_AWAKE_SECONDS = 80e-6
+_AWAKE_NBYTES = 2**20
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    tracker: SendTracker
+    future: asyncio.Future[SendReport]
+    started: float
+    nbytes: int
+    lost: Mapping[int, AiosyncError]
+
+
+class WeightSender:
+    """Sends versions of one model to its workers.
+
+    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop.
+
+    Args:
+        model_id: Which model.
+        strategy: Name of the strategy, compared in the handshake.
+        num_workers: How many workers are expected; ``None`` for any number.
+        require: What counts as success of a send.
+        maker: Makes the snapshots.
+        clock: Draws the versions.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str,
+        strategy: str,
+        num_workers: int | None,
+        require: Require,
+        maker: SnapshotMaker,
+        clock: VersionClock,
+    ) -> None:
+        self.require: Require = require
+        self.maker = maker
+        self.clock = clock
+        self.skipped: int = 0
+        self.workers: Workers = Workers(
+            model_id=model_id,
+            strategy=strategy,
+            num_workers=num_workers,
+            clock=clock,
+            on_outcomes=self._on_outcomes,
+            on_crash=self._on_crash,
+        )
+        self._sends: dict[int, _Send] = {}
+        self._snapshot_lock = asyncio.Lock()
+
+    @property
+    def peers(self) -> Mapping[int, Peer]:
+        """The connected workers, by index."""
+        return self.workers.peers
+
+    def _on_crash(self, error: BaseException) -> None:
+        for send in list(self._sends.values()):
+            if not send.future.done():
+                send.future.set_exception(error)
+        self._sends.clear()
+
+    def _on_outcomes(self, peer: Peer, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.kind is OutcomeKind.SKIPPED:
+                self.skipped += 1
+            send = self._sends.get(outcome.version)
+            if send is not None and send.tracker.resolve(peer.worker_idx, outcome):
+                self._settle(send)
+
+    # -- connecting ----------------------------------------------------------------------------
+
+    def welcome(self, transport: Transport, worker_idx: int | None = None) -> None:
+        """Start the handshake on a new link, in the background."""
+        self.workers.welcome(transport, worker_idx)
+
+    async def connect(
+        self,
+        planned: Mapping[int | None, Planned],
+        *,
+        timeout: float | None,
+        processes: Sequence[Any] = (),
+    ) -> None:
+        """Send the initial weights to every worker that comes, and wait for those expected.
+
+        Raises:
+            ConnectTimeout: Some expected worker did not come in time.
+            PartialSyncError: A worker came, but could not apply the initial weights or died.
+        """
+        version = self.clock.next() if planned else 0
+        self.workers.initial = set(planned)
+        for worker_idx, plan in planned.items():
+            snapshot = await self.maker.take(plan)
+            snapshot.version = version
+            self.workers.initial.discard(worker_idx)
+            self.workers.remember(worker_idx, snapshot)
+            for peer in list(self.workers.peers.values()):
+                if worker_idx in (None, peer.worker_idx):
+                    peer.offer(snapshot)
+        await self.workers.wait_until_joined(version, processes, timeout)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def targets(
+        self, worker_ids: int | Iterable[int] | None, planned: Container[int | None] = (None,)
+    ) -> set[int]:
+        """The workers that a send addresses.
+
+        Args:
+            worker_ids: As the user gave them.
+            planned: For which workers there are weights; ``None`` in it stands for all.
+
+        Raises:
+            ConfigError: A worker is named that never connected.
+        """
+        if worker_ids is None:
+            everybody = {*self.workers.peers, *self.workers.unreported}
+            return {idx for idx in everybody if None in planned or idx in planned}
+        named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
+        known = self.workers.peers.keys() | self.workers.lost.keys()
+        for idx in sorted(named - known):
+            listed = ", ".join(map(str, sorted(known))) or "none"
+            raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
+        return named
+
+    async def send(
+        self,
+        planned: Mapping[int | None, Planned],
+        worker_ids: int | Iterable[int] | None,
+        timeout: float | None,
+    ) -> SendReport:
+        """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
+        started = time.perf_counter()
+        self.workers.check()
+        targets = self.targets(worker_ids, planned)
+        async with self._snapshot_lock:
+            snapshots = {}
+            try:
+                for key, plan in planned.items():
+                    snapshots[key] = await self.maker.take(plan)
+            except BaseException:
+                for snapshot in snapshots.values():
+                    snapshot.release()
+                raise
+            self.workers.check()
+            send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        if not send.future.done():
+            await self._stay_awake(send)
+            if not send.future.done():
+                await self._wait(send, timeout)
+        return send.future.result()
+
+    async def _wait(self, send: _Send, timeout: float | None) -> None:
+        handle = None
+        loop = asyncio.get_running_loop()
+        if timeout is not None:
+            left = timeout - (time.perf_counter() - send.started)
+            handle = loop.call_later(max(left, 0.0), self._expire, send, timeout)
+        done: asyncio.Future[None] = loop.create_future()
+        send.future.add_done_callback(lambda _future: wake(done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            # The transfer goes on; a worker that fails is reported by the next send.
+            send.future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        finally:
+            if handle is not None and send.future.done():
+                handle.cancel()
+
+    def send_nowait(
+        self,
+        planned: Mapping[int | None, Planned],
+        worker_ids: int | Iterable[int] | None,
+        timeout: float | None,
+    ) -> SendHandle:
+        """Snapshot now and send in the background. See ``WeightSyncScheme.send_nowait``."""
+        started = time.perf_counter()
+        self.workers.check()
+        targets = self.targets(worker_ids, planned)
+        snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
+        send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        if timeout is not None and not send.future.done():
+            loop = asyncio.get_running_loop()
+            handle = loop.call_later(timeout, self._expire, send, timeout)
+            send.future.add_done_callback(lambda _done: handle.cancel())
+        return SendHandle(send.tracker.version, send.future)
+
+    async def _stay_awake(self, send: _Send) -> None:
+        if send.nbytes > _AWAKE_NBYTES:
+            return
+        give_up = time.perf_counter() + _AWAKE_SECONDS
+        while not send.future.done() and time.perf_counter() < give_up:  # noqa: ASYNC110 - brief
+            await asyncio.sleep(0)
+
+    def _dispatch(
+        self,
+        snapshots: Mapping[int | None, Snapshot],
+        targets: set[int],
+        everybody: bool,
+        started: float,
+    ) -> _Send:
+        version = self.clock.next()
+        nbytes = 0
+        for snapshot in snapshots.values():
+            snapshot.version = version
+            nbytes += snapshot.nbytes
+        if everybody:
+            self.workers.forget_all()
+            for key, snapshot in snapshots.items():
+                self.workers.remember(key, snapshot.retain())
+        lost = {idx: error for idx, error in self.workers.lost.items() if idx not in targets}
+        future = asyncio.get_running_loop().create_future()
+        send = _Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
+        self._sends[version] = send
+        for idx in sorted(targets):
+            peer = self.workers.peers.get(idx)
+            if peer is None:
+                error = self.workers.lost[idx]
+                send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
+                continue
+            snapshot_for = snapshots.get(idx) or snapshots.get(None)
+            if snapshot_for is None:
+                error = ConfigError(f"no weights were given for worker {idx}")
+                send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
+                continue
+            if not everybody:
+                self.workers.remember(idx, snapshot_for.retain())
+            peer.offer(snapshot_for)
+        for snapshot in snapshots.values():
+            snapshot.release()
+        self._settle(send)
+        return send
+
+    def _settle(self, send: _Send) -> None:
+        tracker = send.tracker
+        if send.future.done() or self._sends.get(tracker.version) is not send:
+            return
+        if not tracker.settled:
+            return
+        del self._sends[tracker.version]
+        self.workers.unreported -= tracker.failed.keys()
+        elapsed = time.perf_counter() - send.started
+        if not tracker.workers and send.lost and not self.workers.peers:
+            send.future.set_exception(PartialSyncError(failed=send.lost, version=tracker.version))
+            return
+        try:
+            report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost)
+        except PartialSyncError as exc:
+            send.future.set_exception(exc)
+        else:
+            send.future.set_result(report)
+
+    def _expire(self, send: _Send, timeout: float) -> None:
+        version = send.tracker.version
+
+        def too_late(idx: frozenset[int]) -> AckTimeout:
+            return AckTimeout(
+                f"no answer to version {version} within {timeout:g} s; the worker may be busy, "
+                "stopped, or wait for apply_pending()",
+                worker_ids=idx,
+                version=version,
+            )
+
+        send.tracker.timed_out(too_late)
+        self._settle(send)
+
+    async def wait_for_version(
+        self, version: int, *, timeout: float | None, late: SyncTimeout
+    ) -> int:
+        """Wait until every connected worker has applied at least ``version``."""
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    changed = self.workers.changed
+                    self.workers.check()
+                    reached = [peer.outbox.applied for peer in self.workers.peers.values()]
+                    if all(applied >= version for applied in reached):
+                        return min(reached, default=self.clock.current)
+                    await changed.wait()
+        except TimeoutError as exc:
+            raise late from exc
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close every link; sends under way fail with ``TransportClosed``. Bounded."""
+        if self.workers.closed:
+            return
+        self.workers.end()
+        try:
+            await self.workers.tasks.aclose()
+        finally:
+            self.maker.close()
+
+    def abort(self) -> None:
+        """The same from synchronous code, without waiting for the tasks."""
+        if self.workers.closed:
+            return
+        self.workers.end()
+        self.workers.tasks.abort()
+        self.maker.close()

@@ -1,0 +1,77 @@
+"""Weights through shared memory: one copy per update, whatever the number of workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aiosync.errors import ConfigError
+from aiosync.schemes._snapshots import ArenaStore, SnapshotStore
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transports._segment import Arena, Slot
+from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import SharedMemTransport
+
+__all__ = ["SharedMemWeightSyncScheme"]
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """Sends weights to worker processes of one host through shared memory.
+
+    The sender copies each update once into a slot that nobody reads, and wakes the workers;
+    their parameters then point at the slot (or copy it, with ``apply_copy=True``). Two slots in
+    the steady state; one more for each version that a slow worker or a kept tensor still uses.
+    A worker's own writes never leave its process, and never survive the next update. See
+    ``docs/topics/shared-memory.md``.
+
+    Workers find the trainer through a socket that only the same user can reach, by pickling
+    this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
+    ``init_on_receiver(pipe=...)``.
+    """
+
+    _arena: Arena | None = None
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        return SharedMemTransport(sock, arena=self._arena, name=name)
+
+    def create_transport(self, pipe_or_context: Connection | socket.socket | Any) -> Transport:
+        """A link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or a
+                link as it is.
+        """
+        if isinstance(pipe_or_context, Transport):
+            return pipe_or_context
+        if isinstance(pipe_or_context, socket.socket):
+            return SharedMemTransport(pipe_or_context, arena=self._arena)
+        if not hasattr(pipe_or_context, "fileno"):
+            raise ConfigError(f"{pipe_or_context!r} is no connection of a pipe")
+        fd = os.dup(pipe_or_context.fileno())
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError as exc:
+            os.close(fd)
+            raise ConfigError(
+                "shared memory needs two-way pipes: multiprocessing.Pipe(duplex=True)"
+            ) from exc
+        pipe_or_context.close()
+        return SharedMemTransport(sock, arena=self._arena)
+
+    def _make_store(self) -> SnapshotStore:
+        self._arena = Arena()
+        return ArenaStore(self._arena, self._is_leaving)
+
+    def _is_leaving(self, slot: Slot) -> bool:
+        """Whether every reader of ``slot`` has applied something newer already."""
+        if slot.refs or not slot.holders or any(slot.holders.values()) or self._sender is None:
+            return False
+        busy = {peer.transport for peer in self._sender.peers.values() if peer.outbox.in_flight}
+        return not any(holder in busy for holder in slot.holders)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_arena", None)
+        return state

@@ -1,0 +1,273 @@
+"""The one thread that runs aiosync's event loop for blocking callers.
+
+Started by the first lease and joined when the last one is given back; never at import. Must not
+import torch or schemes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from aiosync._run import new_event_loop
+from aiosync.errors import LocalProtocolError, TransportClosed
+
+__all__ = ["Lease", "Tenant", "lease", "refuse_inside_loop"]
+
+_T = TypeVar("_T")
+_CANCEL_SECONDS = 5.0
+_JOIN_SECONDS = 10.0
+
+
+class Tenant(Protocol):
+    """What lives on the portal's loop."""
+
+    def forgotten(self) -> None:
+        """Say that nobody closed it."""
+
+    def abort(self) -> None:
+        """Close it at once. Called on the loop."""
+
+
+class _Call(Generic[_T]):
+    """One coroutine that a thread waits for."""
+
+    __slots__ = ("_coroutine", "_done", "_task", "error", "over", "result")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
+        self._coroutine = coroutine
+        self._task: asyncio.Task[None] | None = None
+        self.result: _T | None = None
+        self.error: BaseException | None = None
+        # A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C interrupts it.
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.over = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._task = loop.create_task(self._run())
+        self._task.add_done_callback(self._end)
+
+    async def _run(self) -> None:
+        try:
+            self.result = await self._coroutine
+        except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = exc
+        self._finish()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step
+            self._coroutine.close()
+            self.error = asyncio.CancelledError()
+            self._finish()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        else:  # interrupted before it was started
+            self._coroutine.close()
+            self._finish()
+
+    def _finish(self) -> None:
+        self.over = True
+        self._done.release()
+
+    def wait(self, timeout: float = -1) -> None:
+        """Wait for the end; once, as the lock is taken then."""
+        self._done.acquire(timeout=timeout)
+
+
+class _Portal:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.leases: set[Lease] = set()
+        self.loop = new_event_loop()
+        self.stopping = False
+        self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stopping = True  # Ctrl-C: nobody will ever stop a thread that did start
+            with contextlib.suppress(RuntimeError):  # it ended already
+                self.loop.call_soon_threadsafe(self.loop.stop)
+            raise
+
+    def _main(self) -> None:
+        loop = self.loop
+        try:
+            while not self.stopping:
+                loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            loop.close()
+
+    def stop(self, *, join: bool) -> None:
+        self.stopping = True
+        with contextlib.suppress(RuntimeError):  # it ended already
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if join and threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        call = _Call(coroutine)
+        try:
+            self._submit(call.start, self.loop)
+            call.wait()
+        except TransportClosed:
+            coroutine.close()
+            raise
+        except BaseException:
+            # Ctrl-C: the coroutine must not go on behind the caller's back.
+            if not call.over:
+                with contextlib.suppress(TransportClosed):
+                    self._submit(call.cancel)
+                    call.wait(_CANCEL_SECONDS)
+            raise
+        if call.error is None:
+            return cast("_T", call.result)
+        try:
+            if isinstance(call.error, asyncio.CancelledError):
+                raise TransportClosed("the scheme was shut down while this call waited")
+            raise call.error
+        finally:
+            call.error = None  # the traceback refers to this frame: leave no cycle
+
+    def _submit(self, function: Callable[..., object], *args: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as exc:
+            raise TransportClosed("the event loop of aiosync.sync has ended") from exc
+
+
+# Re-entrant: a destructor or a signal handler may give a lease back at any time.
+_lock = threading.RLock()
+_portal: _Portal | None = None
+_inherited: list[_Portal] = []
+_hooked = False
+
+
+class Lease:
+    """The right to use the portal, until :meth:`release`."""
+
+    def __init__(self, portal: _Portal, tenant: Tenant) -> None:
+        self._portal = portal
+        self._tenant = tenant
+        self._pid = os.getpid()
+        self._released = False
+
+    @property
+    def valid(self) -> bool:
+        """Whether the portal is there, and belongs to this process."""
+        return not self._released and self._pid == os.getpid() and not self._portal.stopping
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the portal's loop and wait for it.
+
+        Any exception that interrupts the wait, such as ``KeyboardInterrupt``, cancels the
+        coroutine first.
+
+        Raises:
+            TransportClosed: The portal ended meanwhile.
+        """
+        return self._portal.call(coroutine)
+
+    def release(self, *, join: bool = True) -> None:
+        """Give the right back; the last one ends the portal's thread. Idempotent.
+
+        Args:
+            join: Wait for the end of that thread, at most 10 seconds.
+        """
+        global _portal
+        with _lock:
+            if self._released or self._pid != os.getpid():
+                return
+            self._released = True
+            self._portal.leases.discard(self)
+            last = not self._portal.leases
+            if last and _portal is self._portal:
+                _portal = None
+        if last:
+            self._portal.stop(join=join)
+
+    def abort(self) -> None:
+        """Close the tenant without waiting, and give the right back. Idempotent."""
+        if self.valid:
+            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
+                self._portal.loop.call_soon_threadsafe(self._tenant.abort)
+        self.release(join=False)
+
+    def forgotten(self) -> None:
+        """Close the tenant whose owner is gone, and say so."""
+        try:
+            if self.valid:
+                self._tenant.forgotten()
+        finally:
+            self.abort()
+
+
+def lease(tenant: Tenant) -> Lease:
+    """Get the right to use the portal, starting it if need be."""
+    global _portal, _hooked
+    with _lock:
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_forget)
+            atexit.register(_stop_at_exit)
+        if _portal is None:
+            _portal = _Portal()
+        held = Lease(_portal, tenant)
+        _portal.leases.add(held)
+        return held
+
+
+def refuse_inside_loop(what: str, instead: str | None = None) -> None:
+    """Raise unless it is safe to block this thread.
+
+    Args:
+        what: The method that would block.
+        instead: What to write in async code.
+
+    Raises:
+        LocalProtocolError: An event loop runs in this thread: it would be blocked.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise LocalProtocolError(
+            f"aiosync.sync: {what}() was called inside a running event loop, which it would "
+            f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
+            "of `aiosync`"
+        )
+
+
+def _forget() -> None:
+    # A forked child has the memory of the portal but not its thread. The loop stays referenced:
+    # its destructor would work on descriptors that it shares with the parent.
+    global _portal, _lock
+    if _portal is not None:
+        _inherited.append(_portal)
+    _portal = None
+    _lock = threading.RLock()
+
+
+def _stop_at_exit() -> None:
+    global _portal
+    with _lock:
+        portal, _portal = _portal, None
+    if portal is None:
+        return
+    try:
+        for held in list(portal.leases):
+            held.forgotten()
+    finally:
+        portal.stop(join=True)

@@ -1,0 +1,447 @@
+"""The blocking twins of the schemes. Their behaviour is the async classes' own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import warnings
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+
+import aiosync.schemes as aio
+from aiosync.errors import LocalProtocolError
+from aiosync.strategy import WeightStrategy
+from aiosync.sync._blocking import blocking, direct, on_loop, option
+from aiosync.sync._portal import Lease, lease, refuse_inside_loop
+from aiosync.types import Require, SendReport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = [
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "WeightSyncScheme",
+]
+
+_T = TypeVar("_T")
+_AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
+
+
+class _Tenant:
+    """An async scheme on the portal. Refers to no facade, so that one can be collected."""
+
+    def __init__(self, scheme: aio.WeightSyncScheme) -> None:
+        self._scheme = scheme
+
+    def forgotten(self) -> None:
+        if not self._scheme._closed and _has_runtime(self._scheme):
+            warnings.warn(
+                f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
+                ResourceWarning,
+                stacklevel=4,
+                source=self._scheme,
+            )
+
+    def abort(self) -> None:
+        self._scheme.abort()
+
+
+def _has_runtime(scheme: aio.WeightSyncScheme) -> bool:
+    return scheme._sender is not None or scheme._receiver is not None
+
+
+class WeightSyncScheme:
+    """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.
+
+    The event loop runs in one background thread of the process, which all schemes share; it is
+    started by the first call that waits, and ends when the last scheme is shut down. Methods
+    may be called from any thread that runs no event loop. Ctrl-C in a blocking call ends it at
+    once.
+
+    Use :class:`SharedMemWeightSyncScheme` or another concrete class.
+
+    Args:
+        strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
+        sync: Kept for TorchRL's signature.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype has to match.
+        require: How many workers have to apply an update for ``send()`` to succeed.
+        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+
+    Raises:
+        ConfigError: An option has an illegal value.
+    """
+
+    # Abstract, as this class is: calling it raises.
+    _async_class: ClassVar[_AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        *,
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+    ) -> None:
+        self._adopt(
+            self._async_class(
+                strategy,
+                sync=sync,
+                per_worker_weights=per_worker_weights,
+                apply=apply,
+                apply_copy=apply_copy,
+                guard=guard,
+                strict=strict,
+                require=require,
+                timeout=timeout,
+            )
+        )
+
+    def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._lease: Lease | None = None
+        self._lock = threading.RLock()  # for _lease and _calls
+        self._calls = 0
+        self._closing = threading.RLock()
+        self._handles: list[aio.SendHandle] = []
+
+    @classmethod
+    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
+        """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        scheme = aio.scheme_from_backend(backend, **options)
+        twins = {twin._async_class: twin for twin in _TWINS}
+        facade: WeightSyncScheme = object.__new__(twins.get(type(scheme), WeightSyncScheme))
+        facade._adopt(scheme)
+        return facade
+
+    # -- the portal ----------------------------------------------------------------------------
+
+    def _check(self, what: str, instead: str | None = None) -> None:
+        refuse_inside_loop(what, instead)
+        self._scheme._check_open()
+        if self._is_inherited:
+            raise LocalProtocolError(
+                f"{what}(): this scheme was set up before the process forked; call "
+                "init_on_receiver() and connect() in the child"
+            )
+
+    @property
+    def _is_inherited(self) -> bool:
+        return self._scheme._role is not None and self._scheme._pid != os.getpid()
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        with self._lock:
+            held = self._lease
+            if held is None or not held.valid:
+                self._lease = held = lease(_Tenant(self._scheme))
+            self._calls += 1
+        try:
+            return held.call(coroutine)
+        finally:
+            self._after_call(held)
+
+    def _after_call(self, held: Lease) -> None:
+        scheme = self._scheme
+        with self._lock:
+            self._calls -= 1
+            # A call that failed must not leave a thread behind that nobody would ever end.
+            idle = scheme._closed or not (scheme._connected or _has_runtime(scheme))
+            idle = idle and self._calls == 0
+        if idle:
+            held.release()
+
+    # -- the same methods, waiting -------------------------------------------------------------
+
+    connect: Final = blocking(aio.WeightSyncScheme.connect)
+    send: Final = blocking(aio.WeightSyncScheme.send)
+    receive: Final = blocking(aio.WeightSyncScheme.receive)
+    wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
+
+    # -- the same methods, which never waited --------------------------------------------------
+
+    init_on_sender: Final = direct(aio.WeightSyncScheme.init_on_sender)
+    init_on_receiver: Final = direct(aio.WeightSyncScheme.init_on_receiver)
+    init_on_worker: Final = direct(aio.WeightSyncScheme.init_on_worker)
+    create_transport: Final = on_loop(aio.WeightSyncScheme.create_transport)
+    prepare_weights: Final = direct(aio.WeightSyncScheme.prepare_weights)
+    apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
+    apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
+    reading: Final = direct(aio.WeightSyncScheme.reading)
+
+    def send_async(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """Take a snapshot now and send it in the background; :meth:`wait_async` waits for it.
+
+        Arguments and errors as for :meth:`aiosync.WeightSyncScheme.send_nowait`.
+
+        Returns:
+            The version that is being sent.
+        """
+        self._check("send_async", "scheme.send_nowait()")
+
+        async def start() -> aio.SendHandle:
+            return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
+
+        handle = self._call(start())
+        self._handles = [pending for pending in self._handles if not pending.done()] + [handle]
+        return handle.version
+
+    def wait_async(self) -> SendReport:
+        """Wait for the newest :meth:`send_async`.
+
+        Returns:
+            Its report; workers that it skipped, or that a newer version overtook, are named.
+
+        Raises:
+            LocalProtocolError: No :meth:`send_async` is pending.
+            PartialSyncError: As :meth:`aiosync.WeightSyncScheme.send` raises it.
+        """
+        self._check("wait_async", "await handle")
+        if not self._handles:
+            raise LocalProtocolError("No async send is pending: call send_async() first.")
+        handle = self._handles[-1]
+
+        async def wait() -> SendReport:
+            return await handle
+
+        try:
+            return self._call(wait())
+        finally:
+            if handle.done():  # otherwise Ctrl-C ended the wait, and the send goes on
+                self._handles = [pending for pending in self._handles if not pending.done()]
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Close every link, task, socket and buffer of this object. Idempotent, bounded.
+
+        See :meth:`aiosync.WeightSyncScheme.aclose`. Ends the background thread when no other
+        scheme uses it. In a forked child it does nothing: the links are the parent's.
+        """
+        if self._is_inherited:
+            return
+        held = self._lease
+        if held is None or not held.valid:
+            self._scheme.abort()
+            return
+        refuse_inside_loop("shutdown", "await scheme.aclose()")
+        with self._closing:  # another thread's shutdown has to be over when this one returns
+            if not held.valid:
+                return
+            try:
+                held.call(self._scheme.aclose())
+            finally:
+                held.release()
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        if self._is_inherited:
+            return
+        held = self._lease
+        if held is None or not held.valid:
+            self._scheme.abort()
+        else:
+            held.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        held: Lease | None = getattr(self, "_lease", None)
+        if held is not None:
+            held.forgotten()
+
+    # -- options -------------------------------------------------------------------------------
+
+    sync: option[bool] = option("Kept for TorchRL's signature.")
+    per_worker_weights: option[bool] = option("Whether each worker gets weights of its own.")
+    apply: option[Literal["auto", "manual"]] = option("When a receiver applies updates.")
+    apply_copy: option[bool] = option("Whether updates are copied into the parameters' memory.")
+    guard: option[Literal["forward", "reading"]] = option("What keeps updates out of reads.")
+    strict: option[bool] = option("Whether every name and dtype has to match.")
+    require: option[Require] = option("How many workers have to apply an update.")
+    strategy_str: option[str] = option("Name of the strategy.")
+    timeout: option[float | None] = option("Seconds that calls wait unless they say otherwise.")
+
+    # -- properties ----------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied."""
+        return self._scheme.strategy
+
+    @strategy.setter
+    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
+        self._scheme.strategy = value
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model."""
+        return self._scheme.model_id
+
+    @model_id.setter
+    def model_id(self, value: str) -> None:
+        self._scheme.model_id = value
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this worker; ``None`` on the sender or before the sender chose one."""
+        return self._scheme.worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        self._scheme.worker_idx = value
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return self._scheme.context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        self._scheme.context = value
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        return self._scheme.model
+
+    @model.setter
+    def model(self, value: Any) -> None:
+        self._scheme.model = value
+
+    @property
+    def weights(self) -> Any:
+        """The weights as given, or as the strategy extracts them from the model."""
+        return self._scheme.weights
+
+    @weights.setter
+    def weights(self, value: Any) -> None:
+        self._scheme.weights = value
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object is a sender."""
+        return self._scheme.initialized_on_sender
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object is a receiver."""
+        return self._scheme.initialized_on_receiver
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on this sender."""
+        return self._scheme.synchronized_on_sender
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on this receiver."""
+        return self._scheme.synchronized_on_receiver
+
+    @property
+    def version(self) -> int:
+        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
+        return self._scheme.version
+
+    @property
+    def lag(self) -> int:
+        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
+        return self._scheme.lag
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """Sender: the version that each connected worker has applied."""
+        return self._scheme.worker_versions
+
+    # -- pickling ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_scheme": copy.copy(self._scheme)}  # configuration only: copies share no role
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._adopt(state["_scheme"])
+
+    def __repr__(self) -> str:
+        return f"<aiosync.sync twin of {self._scheme!r}>"
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """Blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`."""
+
+    _async_class = aio.SharedMemWeightSyncScheme
+
+    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
+        aio.SharedMemWeightSyncScheme.create_transport
+    )
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`."""
+
+    _async_class = aio.MultiProcessWeightSyncScheme
+
+    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
+        aio.MultiProcessWeightSyncScheme.create_transport
+    )
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Blocking twin of :class:`aiosync.NoWeightSyncScheme`."""
+
+    _async_class = aio.NoWeightSyncScheme
+
+    connect: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.connect
+    )
+    send: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.send
+    )
+    receive: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.receive
+    )
+    wait_for_version: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.wait_for_version
+    )
+    apply_pending: Final = direct(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.apply_pending
+    )
+    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.create_transport
+    )
+
+
+_TWINS: tuple[type[WeightSyncScheme], ...] = (
+    SharedMemWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+)

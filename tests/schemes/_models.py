@@ -1,0 +1,122 @@
+"""Models that the tests of the schemes send about; importable by worker processes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def fill(model: nn.Module, value: float) -> None:
+    """Set every parameter to ``value``."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def filled(model: nn.Module, value: float) -> bool:
+    """Whether every element of every parameter is ``value``."""
+    return all(bool((parameter == value).all()) for parameter in model.parameters())
+
+
+def linear() -> nn.Module:
+    model = nn.Linear(4, 2)
+    fill(model, -1.0)
+    return model
+
+
+def wide() -> nn.Module:
+    model = nn.Linear(8, 3)
+    fill(model, -1.0)
+    return model
+
+
+def big() -> nn.Module:
+    """64 MiB."""
+    model = nn.Module()
+    model.block = nn.Parameter(torch.full((16, 2**20), -1.0))
+    return model
+
+
+def medium() -> nn.Module:
+    """8 MiB: above the size that is copied on the loop."""
+    model = nn.Module()
+    model.block = nn.Parameter(torch.full((2, 2**20), -1.0))
+    return model
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(4, 2)
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Extra(nn.Module):
+    """Has extra state; refuses the value that is -1, and is slow where it is told to be."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seconds = seconds
+        self.counter = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"counter": self.counter}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        if state["counter"] < 0:
+            raise RuntimeError(f"counter {state['counter']} is no good here")
+        time.sleep(self.seconds)
+        self.counter = state["counter"]
+
+
+def extra() -> nn.Module:
+    return Extra()
+
+
+def slow() -> nn.Module:
+    """An apply takes 20 ms."""
+    return Extra(0.02)
+
+
+def very_slow() -> nn.Module:
+    """An apply takes a minute."""
+    return Extra(60.0)
+
+
+class Stack(nn.Module):
+    """``forward`` gives the sums of its first and its last layer, with work in between."""
+
+    def __init__(self, layers: int = 6, size: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(layers)
+        )
+
+    def forward(self) -> tuple[float, float]:
+        first = self.layers[0].sum().item()
+        for layer in self.layers[1:-1]:
+            layer.sum()
+        return first / self.layers[0].numel(), self.layers[-1].sum().item() / 16
+
+
+def stack() -> nn.Module:
+    return Stack()

@@ -1,0 +1,243 @@
+"""The guard between forwards and updates, and what depends on the thread that applies."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+
+import pytest
+import torch
+
+import aiosync
+from aiosync.schemes.guard import Guard
+from aiosync.tensors import FlatBuffer, Flattener
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+
+class _MeddledLock:
+    """Runs ``meddle`` once, right after the lock was released for the first time."""
+
+    def __init__(self, lock, meddle) -> None:
+        self._lock = lock
+        self._meddle = meddle
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc_info) -> None:
+        self._lock.__exit__(*exc_info)
+        meddle, self._meddle = self._meddle, None
+        if meddle is not None:
+            meddle()
+
+
+def test_an_update_that_arrives_while_a_read_begins_waits_for_its_end() -> None:
+    guard = Guard()
+    applying, go_on = threading.Event(), threading.Event()
+
+    def apply() -> None:
+        applying.set()
+        go_on.wait(10)
+
+    def submit() -> None:
+        guard.submit(apply)
+        submitted.set()
+
+    submitted = threading.Event()
+    other = threading.Thread(target=submit)
+
+    def meddle() -> None:
+        other.start()
+        while not applying.is_set() and not submitted.wait(0.01):
+            pass
+
+    guard._lock = _MeddledLock(guard._lock, meddle)
+    guard.enter()
+    try:
+        assert not applying.is_set(), "an update is being applied inside a read"
+    finally:
+        go_on.set()
+        guard.leave()
+        other.join()
+    assert applying.is_set()
+
+
+def test_an_action_that_raises_leaves_the_guard_open() -> None:
+    guard = Guard()
+    applied = []
+
+    def action() -> None:
+        guard.submit(lambda: applied.append(1))  # arrives meanwhile
+        raise ValueError("no good")
+
+    with pytest.raises(ValueError, match="no good"):
+        guard.exclusively(action, timeout=1.0)
+    assert guard.exclusively(lambda: None, timeout=0.0)
+    assert applied == [1]
+
+
+def test_an_update_waits_for_the_last_of_several_readers() -> None:
+    guard = Guard()
+    applied = []
+    guard.enter()
+    guard.enter()
+    assert not guard.submit(lambda: applied.append(1))
+    guard.leave()
+    assert not applied
+    guard.leave()
+    assert applied == [1]
+
+
+def test_a_newer_update_replaces_the_one_that_waits() -> None:
+    guard = Guard()
+    applied = []
+    guard.enter()
+    guard.submit(lambda: applied.append(1))
+    guard.submit(lambda: applied.append(2))
+    guard.leave()
+    assert applied == [2]
+    assert not guard.withdraw()
+
+
+def test_a_forward_that_raises_ends_its_read() -> None:
+    guard = Guard()
+    module = models.linear()
+    guard.install(module)
+    with pytest.raises(RuntimeError):
+        module(torch.zeros(5))
+    assert not guard.reading_here
+    applied = []
+    assert guard.submit(lambda: applied.append(1))
+    guard.uninstall()
+
+
+class _Interrupting(torch.nn.Module):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+def test_a_forward_ended_by_ctrl_c_does_not_block_updates_for_ever() -> None:
+    guard = Guard()
+    module = _Interrupting()
+    guard.install(module)
+    with pytest.raises(KeyboardInterrupt):
+        module(1)
+    with pytest.raises(KeyboardInterrupt):
+        module(1)  # the next forward of the thread notices what the one before left
+    guard.uninstall()
+    with pytest.raises(KeyboardInterrupt):
+        module(1)
+    guard.install(models.linear())
+    applied = []
+    guard.enter()
+    guard.leave()
+    guard.submit(lambda: applied.append(1))
+    assert guard.exclusively(lambda: None, timeout=10.0)
+    assert applied == [1]
+    guard.uninstall()
+
+
+def test_a_copied_module_is_not_guarded() -> None:
+    guard = Guard()
+    module = models.linear()
+    guard.install(module)
+    twin = copy.deepcopy(module)
+    guard.enter()
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (twin(torch.zeros(4)), done.set()))
+    guard.submit(lambda: None)
+    thread.start()
+    assert done.wait(10)
+    thread.join()
+    guard.leave()
+    guard.uninstall()
+
+
+# -- updates applied by another thread than the loop's ------------------------------------------
+
+
+class _Reader:
+    """A thread that reads until it is told to stop; then it applies what waited."""
+
+    def __init__(self, scheme: aiosync.WeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._inside, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._inside.wait(10)
+
+    def _run(self) -> None:
+        with self._scheme.reading():
+            self._inside.set()
+            self._leave.wait(30)
+
+    def end(self) -> None:
+        self._leave.set()
+        self._thread.join()
+
+
+async def _staged_behind_a_reader(sender, receiver, model) -> tuple[_Reader, aiosync.SendHandle]:
+    reader = _Reader(receiver)
+    models.fill(model, 2.0)
+    handle = sender.send_nowait()
+    async with asyncio.timeout(harness.PATIENCE):
+        while not receiver._receiver.has_staged:
+            await asyncio.sleep(0)
+    return reader, handle
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_the_version_is_right_as_soon_as_the_weights_are(make) -> None:
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        reader, handle = await _staged_behind_a_reader(sender, receiver, source)
+        assert (receiver.version, receiver.lag) == (1, 1)
+        assert models.filled(target, 1.0)
+        reader.end()  # the loop does not run between here and the checks
+        assert models.filled(target, 2.0)
+        assert (receiver.version, receiver.lag) == (2, 0)
+        await handle
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_outcomes_of_two_threads_stay_in_order(make) -> None:
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        reader, handle = await _staged_behind_a_reader(sender, receiver, source)
+        runtime = receiver._receiver
+        staged = copy.copy(runtime._staged)
+        flattener = Flattener("tensordict")
+        models.fill(source, 3.0)
+        prepared = flattener.prepare(source)
+        staged.version, staged.flat, staged.key = 3, FlatBuffer(staged.layout.nbytes), None
+        staged.give_back = lambda: None
+        flattener.copy_into(prepared, staged.flat)
+        reader.end()  # version 2 is applied in that thread; the loop does not know yet
+        runtime._stage(staged)  # version 3 arrives
+        assert models.filled(target, 3.0)
+        assert receiver.version == 3
+        await handle
+        assert receiver.version == 3
+        assert runtime._current is staged
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_closing_right_after_another_thread_applied(make) -> None:
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        reader, handle = await _staged_behind_a_reader(sender, receiver, source)
+        flat = receiver._receiver._staged.flat
+        reader.end()
+        receiver.abort()
+        assert models.filled(target, 2.0)
+        for parameter in target.parameters():
+            assert not flat.address <= parameter.data_ptr() < flat.address + flat.nbytes
+        assert (await handle).acked == {0}  # it says so before it goes

@@ -1,0 +1,340 @@
+"""A newcomer's first mistakes: each gets an error that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import aiosync
+import aiosync.sync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    return {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
+
+
+@pytest.mark.asyncio
+@both
+async def test_send_before_init_and_before_connect(make) -> None:
+    async with make() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match=r"call init_on_sender\(\)"):
+            await scheme.send()
+        with pytest.raises(aiosync.LocalProtocolError, match="Neither init_on_sender nor"):
+            await scheme.connect()
+        scheme.init_on_sender(model=models.linear())
+        for call in (scheme.send, scheme.send_nowait):
+            with pytest.raises(aiosync.LocalProtocolError, match=r"await scheme.connect\(\) first"):
+                await call()
+        with pytest.raises(aiosync.LocalProtocolError, match="init_on_receiver"):
+            await scheme.receive()
+
+
+@pytest.mark.asyncio
+@both
+async def test_receive_before_connect(make) -> None:
+    async with make() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match="call init_on_receiver"):
+            await scheme.receive()
+        scheme.init_on_receiver(model=models.linear())
+        with pytest.raises(aiosync.LocalProtocolError, match=r"await scheme.connect\(\) first"):
+            await scheme.receive()
+        with pytest.raises(aiosync.LocalProtocolError, match="connected receiver"):
+            scheme.apply_pending()
+        with pytest.raises(aiosync.LocalProtocolError, match=r"call init_on_sender\(\)"):
+            await scheme.send()
+
+
+@pytest.mark.asyncio
+@both
+async def test_connect_twice(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as ends:
+        for scheme in ends:
+            with pytest.raises(aiosync.LocalProtocolError, match="twice"):
+                await scheme.connect()
+        assert (await ends[0].send()).acked == {0}  # no harm was done
+
+
+@pytest.mark.asyncio
+@both
+async def test_both_roles_in_one_object(make) -> None:
+    async with make() as scheme:
+        scheme.init_on_sender(model=models.linear())
+        with pytest.raises(aiosync.LocalProtocolError, match=r"copy.copy\(scheme\)"):
+            scheme.init_on_receiver(model=models.linear())
+        with pytest.raises(aiosync.LocalProtocolError, match="a sender already"):
+            scheme.init_on_sender(model=models.linear())
+
+
+@pytest.mark.asyncio
+@both
+async def test_two_senders_of_one_scheme(make) -> None:
+    async with make() as scheme, copy.copy(scheme) as other:
+        scheme.init_on_sender(model=models.linear())
+        with pytest.raises(aiosync.ConfigError, match="each sender a scheme of its own"):
+            other.init_on_sender(model=models.linear())
+
+
+@pytest.mark.asyncio
+@both
+async def test_unknown_worker(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as ends:
+        with pytest.raises(aiosync.ConfigError, match=r"Worker 5 not registered.*connected: 0"):
+            await ends[0].send(worker_ids=5)
+
+
+async def _refused(scheme, other) -> aiosync.AiosyncError:
+    """What the worker is told, while the trainer waits for another one."""
+    async with scheme, other:
+        connecting = asyncio.ensure_future(scheme.connect(timeout=0.5))
+        with pytest.raises(aiosync.AiosyncError) as caught:
+            await other.connect(timeout=10)
+        with pytest.raises(aiosync.ConnectTimeout) as late:
+            await connecting
+        assert "refused: " in str(late.value)
+        return caught.value
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@both
+async def test_index_out_of_range(make) -> None:
+    scheme = make()
+    other = copy.copy(scheme)
+    scheme.init_on_sender(model=models.linear(), num_workers=2)
+    other.init_on_receiver(model=models.linear(), worker_idx=2)
+    error = await _refused(scheme, other)
+    assert isinstance(error, aiosync.ConfigError)
+    assert "worker_idx 0 to 1" in str(error)
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@both
+async def test_wrong_model_id(make) -> None:
+    scheme = make()
+    other = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", model=models.linear(), num_workers=1)
+    other.init_on_receiver(model_id="critic", model=models.linear())
+    error = await _refused(scheme, other)
+    assert isinstance(error, aiosync.ConfigError)
+    assert "'policy'" in str(error)
+    assert "'critic'" in str(error)
+    assert "same model_id on both sides" in str(error)
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@both
+async def test_mismatched_strategies(make) -> None:
+    scheme = make("tensordict")
+    other = copy.copy(scheme)
+    other.strategy = "state_dict"
+    scheme.init_on_sender(model=models.linear(), num_workers=1)
+    other.init_on_receiver(model=models.linear())
+    error = await _refused(scheme, other)
+    assert isinstance(error, aiosync.ConfigError)
+    assert "same strategy" in str(error)
+
+
+@pytest.mark.asyncio
+@both
+async def test_wrong_model(make) -> None:
+    scheme = make()
+    other = copy.copy(scheme)
+    async with scheme, other:
+        scheme.init_on_sender(model=models.wide(), num_workers=1)
+        other.init_on_receiver(model=models.linear())
+        results = await asyncio.gather(scheme.connect(), other.connect(), return_exceptions=True)
+        sender_error, receiver_error = results
+        assert isinstance(sender_error, aiosync.PartialSyncError)
+        assert isinstance(receiver_error, aiosync.ApplyError)
+        for text in (str(sender_error), str(receiver_error)):
+            assert "weight" in text
+            assert "bias" in text
+            assert "3" in text
+            assert "2" in text
+
+
+@both
+def test_forgot_the_guard(make) -> None:
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'.*apply_pending"):
+        make().init_on_receiver(weights=_weights())
+    make(guard="reading").init_on_receiver(weights=_weights())
+    make(apply="manual").init_on_receiver(weights=_weights())
+
+
+@pytest.mark.asyncio
+@both
+async def test_forgot_the_guard_of_a_model_given_late(make) -> None:
+    async with make() as scheme:
+        scheme.init_on_receiver()
+        with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+            scheme.model = _weights()
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_closed_scheme(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        receiver,
+    ):
+        await sender.aclose()
+        await receiver.aclose()
+        for call in (
+            sender.send,
+            sender.connect,
+            lambda: sender.wait_for_version(1),
+            receiver.receive,
+            receiver.connect,
+            lambda: receiver.wait_for_version(1),
+        ):
+            with pytest.raises(aiosync.TransportClosed, match="make a new one, or copy.copy"):
+                await call()
+        for call in (
+            sender.send_nowait,
+            sender.init_on_sender,
+            receiver.apply_pending,
+            receiver.init_on_receiver,
+            lambda: receiver.apply_weights({}),
+        ):
+            with pytest.raises(aiosync.TransportClosed, match="make a new one, or copy.copy"):
+                call()
+
+
+@pytest.mark.asyncio
+async def test_the_facade_inside_a_running_loop() -> None:
+    for name in ("SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"):
+        scheme = getattr(aiosync.sync, name)()
+        scheme.init_on_sender(model=models.linear())
+        with pytest.raises(aiosync.LocalProtocolError, match="use the async API"):
+            scheme.connect()
+        scheme.shutdown()
+
+
+class _Scaled(aiosync.WeightStrategy):
+    def __init__(self, function) -> None:
+        super().__init__("tensordict")
+        self.function = function
+
+
+@both
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "pickle"])
+def test_a_lambda_in_a_spawned_worker(make, method) -> None:
+    scheme = make(_Scaled(lambda weights: weights))
+    scheme.init_on_sender(model=models.linear(), num_workers=1, device_map_fn=lambda i, w: w)
+    try:
+        with pytest.raises(aiosync.ConfigError, match="top level of a module.*'fork'"):
+            if method == "pickle":
+                pickle.dumps(scheme)
+            else:
+                process = harness.context(method).Process(target=print, args=(scheme,))
+                process.start()
+        copy.copy(scheme)  # in one process there is nothing to pickle
+    finally:
+        scheme.abort()
+
+
+@both
+def test_lambdas_that_stay_in_the_trainer_do_no_harm(make) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(), num_workers=1, device_map_fn=lambda i, w: w)
+    pickle.loads(pickle.dumps(scheme)).init_on_receiver(model=models.linear())
+    scheme.abort()
+
+
+@pytest.mark.asyncio
+@both
+async def test_used_on_another_loop(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        _,
+    ):
+
+        def elsewhere() -> None:
+            with asyncio.Runner() as runner:
+                runner.run(sender.send())
+
+        with pytest.raises(aiosync.LocalProtocolError, match="another event loop"):
+            await asyncio.to_thread(elsewhere)
+
+
+def _use_in_child(scheme, conn) -> None:
+    async def main() -> str:
+        try:
+            await scheme.send()
+        except aiosync.LocalProtocolError as exc:
+            return str(exc)
+        return "no error"
+
+    conn.send(asyncio.run(main()))
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_connected_scheme_in_a_forked_child(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        _,
+    ):
+        mine, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=_use_in_child, args=(sender, theirs)
+        )
+        process.start()
+        process.join(harness.PATIENCE)
+        assert "forked" in mine.recv()
+        process.close()
+        mine.close()
+        theirs.close()
+        assert (await sender.send()).acked == {0}
+
+
+@pytest.mark.slow
+def test_without_uvloop() -> None:
+    script = """
+    import sys
+    sys.modules["uvloop"] = None  # as if it were not installed
+    import importlib.util
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *a: None if name == "uvloop" else find_spec(name, *a)
+    import asyncio, copy, torch, aiosync, aiosync.sync
+
+    async def main():
+        scheme = aiosync.SharedMemWeightSyncScheme()
+        other = copy.copy(scheme)
+        source, target = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        async with scheme, other:
+            scheme.init_on_sender(model=source, num_workers=1)
+            other.init_on_receiver(model=target)
+            await asyncio.gather(scheme.connect(), other.connect())
+            await scheme.send()
+        assert torch.equal(source.weight, target.weight)
+        return type(asyncio.get_running_loop()).__module__
+
+    assert aiosync.run(main).startswith("asyncio"), aiosync.run(main)
+    with aiosync.sync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=torch.nn.Linear(4, 2))
+        scheme.connect()
+        scheme.send()
+    print("good")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "good\n", done.stderr

@@ -1,0 +1,128 @@
+"""Updates that a model cannot take: the sender learns why, and the model stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import aiosync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+pytestmark = pytest.mark.asyncio
+
+
+def _bits(model) -> dict[str, bytes]:
+    return {
+        name: value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@both
+@pytest.mark.parametrize("apply_copy", [False, True])
+async def test_wrong_shape(make, apply_copy) -> None:
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    scheme = make(apply_copy=apply_copy)
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
+        before, kept = _bits(target), target.weight
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send(models.wide())
+        error = caught.value.failed[0]
+        assert isinstance(error, aiosync.ApplyError)
+        assert (error.worker_idx, error.version, error.remote_type) == (0, 2, "ManifestMismatch")
+        for name in ("weight", "bias"):
+            assert name in str(error)
+        assert "[2, 4]" in str(error) or "(2, 4)" in str(error)
+        assert _bits(target) == before
+        assert target.weight is kept
+        assert (receiver.version, receiver.lag) == (1, 1)
+        with pytest.raises(aiosync.ApplyError, match="ManifestMismatch"):
+            await receiver.wait_for_version(2)
+        models.fill(source, 3.0)
+        assert (await sender.send()).acked == {0}
+        assert models.filled(target, 3.0)
+        assert (receiver.version, receiver.lag) == (3, 0)
+
+
+@both
+@pytest.mark.parametrize("apply_copy", [False, True])
+async def test_set_extra_state_raises(make, apply_copy) -> None:
+    source, target = models.extra(), models.extra()
+    scheme = make(apply_copy=apply_copy)
+    models.fill(source, 1.0)
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
+        source.counter = 4
+        await sender.send()
+        assert target.counter == 4
+        before = _bits(target)
+        models.fill(source, 2.0)
+        source.counter = -7
+        with pytest.raises(aiosync.PartialSyncError, match="counter -7 is no good here") as caught:
+            await sender.send()
+        assert caught.value.failed[0].remote_type == "RuntimeError"
+        assert _bits(target) == before
+        assert target.counter == 4
+        assert receiver.version == 2
+        source.counter = 8
+        assert (await sender.send()).acked == {0}
+        assert target.counter == 8
+        assert models.filled(target, 2.0)
+
+
+@both
+@pytest.mark.slow
+async def test_the_refusal_of_a_worker_process(make) -> None:
+    scheme, source = make(), models.extra()
+    models.fill(source, 1.0)
+    scheme.init_on_sender(model=source, num_workers=2)
+    async with harness.workers(scheme, models.extra, 2) as crew:
+        before = await crew[0].call(harness.weights)
+        models.fill(source, 2.0)
+        source.counter = -1
+        with pytest.raises(aiosync.PartialSyncError, match="counter -1 is no good here") as caught:
+            await scheme.send()
+        assert set(caught.value.failed) == {0, 1}
+        after = await crew[0].call(harness.weights)
+        assert torch.equal(before["layer.weight"], after["layer.weight"])
+        source.counter = 1
+        assert (await scheme.send()).acked == {0, 1}
+        assert ((await crew[1].call(harness.weights))["layer.weight"] == 2.0).all()
+
+
+@both
+async def test_initial_weights_that_do_not_fit(make) -> None:
+    scheme = make()
+    with pytest.raises((aiosync.ApplyError, aiosync.PartialSyncError), match="weight"):
+        async with harness.here(scheme, models.linear(), sender={"model": models.wide()}):
+            pass
+
+
+@both
+async def test_a_dtype_that_differs(make) -> None:
+    source, target = models.linear().double(), models.linear()
+    async with harness.here(make(), target, sender={}) as (sender, _):
+        with pytest.raises(aiosync.PartialSyncError, match="float64"):
+            await sender.send(source)
+    target = models.linear()
+    async with harness.here(make(strict=False), target, sender={}) as (sender, _):
+        models.fill(source, 2.5)
+        await sender.send(source)
+        assert models.filled(target, 2.5)
+        assert target.weight.dtype == torch.float32
+
+
+@both
+async def test_missing_and_unexpected_names(make) -> None:
+    source = {"weight": torch.ones(2, 4), "scale": torch.ones(1)}
+    async with harness.here(make(), models.linear(), sender={}) as (sender, _):
+        with pytest.raises(aiosync.PartialSyncError, match="missing: bias.*unexpected: scale"):
+            await sender.send(source)
+    target = models.linear()
+    async with harness.here(make(strict=False), target, sender={}) as (sender, _):
+        await sender.send(source)
+        assert (target.weight == 1.0).all()
+        assert (target.bias == -1.0).all()

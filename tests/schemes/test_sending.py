@@ -1,0 +1,400 @@
+"""What ``connect()`` and ``send()`` do for several workers, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import aiosync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+pytestmark = pytest.mark.asyncio
+
+
+def _values(targets) -> list[float]:
+    found = []
+    for target in targets:
+        first = next(target.parameters()).flatten()[0].item()
+        assert models.filled(target, first)
+        found.append(first)
+    return found
+
+
+def _weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((2, 4), value), "bias": torch.full((2,), value)}
+
+
+# -- connecting -------------------------------------------------------------------------------
+
+
+@both
+async def test_workers_without_an_index_get_one_each(make) -> None:
+    scheme, targets = make(), [models.linear() for _ in range(4)]
+    receiver = {"worker_idx": None}
+    async with harness.crowd(
+        scheme, targets, sender={"model": models.wide(), "weights": None}
+        | {"model": models.linear()}, receiver=receiver
+    ) as (sender, others):
+        assert sorted(other.worker_idx for other in others) == [0, 1, 2, 3]
+        assert (await sender.send()).acked == {0, 1, 2, 3}
+
+
+@both
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_big_model_is_there_when_the_worker_has_connected(make, early) -> None:
+    source, target = models.medium(), models.medium()
+    models.fill(source, 1.0)
+    scheme = make()
+    other = harness.twin(scheme)
+    async with scheme, other:
+        scheme.init_on_sender(model=source, num_workers=1)
+        other.init_on_receiver(model=target)
+        async with asyncio.TaskGroup() as group:
+            if early:
+                worker = group.create_task(other.connect())
+                await asyncio.sleep(0)
+            trainer = group.create_task(scheme.connect())
+            if not early:
+                worker = group.create_task(other.connect())
+            await worker
+            assert models.filled(target, 1.0)
+            assert other.version == 1
+            await trainer
+
+
+@both
+async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make) -> None:
+    targets = [models.linear() for _ in range(3)]
+    init = {"params_map": {0: _weights(1.0), 2: _weights(3.0)}, "num_workers": None}
+    async with harness.crowd(make(), targets, sender=init) as (sender, others):
+        assert _values(targets) == [1.0, -1.0, 3.0]
+        assert [other.version for other in others] == [1, 0, 1]
+        assert (await sender.send()).acked == {0, 2}
+
+
+@both
+async def test_closing_a_sender_ends_its_connect(make) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(), num_workers=1)
+    connecting = asyncio.ensure_future(scheme.connect(timeout=30))
+    await asyncio.sleep(0.01)
+    await scheme.aclose()
+    with pytest.raises(aiosync.TransportClosed):
+        await asyncio.wait_for(connecting, 10)
+
+
+@both
+async def test_nobody_comes(make) -> None:
+    async with make() as scheme:
+        scheme.init_on_sender(model=models.linear(), num_workers=2)
+        with pytest.raises(aiosync.ConnectTimeout, match=r"workers \[0, 1\] did not connect"):
+            await scheme.connect(timeout=0.02)
+
+
+@both
+async def test_a_late_joiner_gets_the_current_weights(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    scheme = make()
+    late, last = harness.twin(scheme), models.linear()
+    init = {"model": source, "num_workers": None}
+    async with late, harness.crowd(scheme, targets, sender=init) as (sender, _):
+        await harness.until(lambda: len(sender.worker_versions) == 2)
+        models.fill(source, 1.0)
+        await sender.send()
+        models.fill(source, 2.0)  # never sent
+        late.init_on_receiver(model=last)
+        await late.connect()
+        assert late.worker_idx == 2
+        assert models.filled(last, 1.0)
+        assert late.version == sender.version
+        assert (await sender.send()).acked == {0, 1, 2}
+        assert models.filled(last, 2.0)
+
+
+@both
+async def test_a_late_joiner_gets_what_was_sent_to_its_index_alone(make) -> None:
+    targets = [models.linear() for _ in range(2)]
+    scheme = make(per_worker_weights=True)
+    async with harness.crowd(scheme, targets, sender={"weights": _weights(1.0)}) as (
+        sender,
+        others,
+    ):
+        await sender.send({1: _weights(5.0)})
+        await others[1].aclose()
+        await harness.until(lambda: len(sender.worker_versions) == 1)
+        async with harness.twin(scheme) as again:
+            again.init_on_receiver(model=targets[1], worker_idx=1)
+            models.fill(targets[1], 0.0)
+            await again.connect()
+            assert _values(targets) == [1.0, 5.0]
+
+
+@both
+async def test_a_worker_that_comes_back_replaces_its_old_link(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    scheme = make()
+    async with harness.crowd(scheme, targets, sender={"model": source}) as (sender, others):
+        again = harness.twin(scheme)
+        async with again:
+            fresh = models.linear()
+            again.init_on_receiver(model=fresh, worker_idx=1)
+            await again.connect()
+            models.fill(source, 4.0)
+            assert (await sender.send()).acked == {0, 1}
+            assert _values([targets[0], fresh]) == [4.0, 4.0]
+            with pytest.raises(aiosync.PeerClosed):
+                await others[1].receive()
+
+
+# -- sending ----------------------------------------------------------------------------------
+
+
+@both
+async def test_every_form_of_weights(make) -> None:
+    source, target = models.batch_norm(), models.batch_norm()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        other = models.batch_norm()
+        forms = [
+            None,
+            other,
+            TensorDict.from_module(other),
+            TensorDict.from_module(other).data,
+            dict(other.state_dict()),
+            TensorDict.from_module(other).to_dict(),
+            TensorDict.from_module(other).flatten_keys("."),
+        ]
+        for value, weights in enumerate(forms, 10):
+            models.fill(source if weights is None else other, float(value))
+            other[1].running_mean.fill_(value)
+            if isinstance(weights, dict) and "0" not in weights:
+                weights = dict(other.state_dict())
+            report = await sender.send(weights)
+            assert models.filled(target, float(value))
+            if weights is not None:
+                assert (target[1].running_mean == value).all()
+            assert receiver.version == report.version
+
+
+@both
+@pytest.mark.parametrize("ids", [1, [1], (1,), {1}])
+async def test_only_the_named_workers_change(make, ids) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(3)]
+    models.fill(source, 1.0)
+    async with harness.crowd(make(), targets, sender={"model": source}) as (sender, others):
+        models.fill(source, 2.0)
+        report = await sender.send(worker_ids=ids)
+        assert report.acked == {1}
+        assert _values(targets) == [1.0, 2.0, 1.0]
+        assert [other.version for other in others] == [1, 2, 1]
+        assert sender.worker_versions == {0: 1, 1: 2, 2: 1}
+        assert sender.lag == 1
+        models.fill(source, 3.0)
+        report = await sender.send(worker_ids=[0, 2])
+        assert _values(targets) == [3.0, 2.0, 3.0]
+        await sender.send()
+        assert sender.lag == 0
+
+
+@both
+async def test_per_worker_weights(make) -> None:
+    targets = [models.linear() for _ in range(3)]
+    scheme = make(per_worker_weights=True)
+    async with harness.crowd(scheme, targets, sender={}) as (sender, _):
+        report = await sender.send({idx: _weights(float(idx)) for idx in range(3)})
+        assert report.acked == {0, 1, 2}
+        assert _values(targets) == [0.0, 1.0, 2.0]
+        assert (await sender.send({1: _weights(7.0)})).acked == {1}
+        assert _values(targets) == [0.0, 7.0, 2.0]
+        assert (await sender.send(_weights(8.0))).acked == {0, 1, 2}
+        assert _values(targets) == [8.0] * 3
+
+
+@both
+async def test_per_worker_weights_have_to_be_asked_for(make) -> None:
+    async with harness.crowd(make(), [models.linear()], sender={}) as (sender, _):
+        with pytest.raises(aiosync.ConfigError, match="per_worker_weights=True"):
+            await sender.send({0: _weights(1.0)})
+
+
+@both
+async def test_a_device_map_gives_each_worker_its_own(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(3)]
+    models.fill(source, 1.0)
+
+    def scaled(idx, model):
+        return TensorDict.from_module(model).data * (idx + 1)
+
+    init = {"model": source, "device_map_fn": scaled}
+    async with harness.crowd(make(), targets, sender=init) as (sender, others):
+        assert _values(targets) == [1.0, 2.0, 3.0]
+        models.fill(source, 2.0)
+        assert (await sender.send()).acked == {0, 1, 2}
+        assert _values(targets) == [2.0, 4.0, 6.0]
+        await others[1].aclose()
+        await harness.until(lambda: len(sender.worker_versions) == 2)
+        models.fill(source, 3.0)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send()
+        assert set(caught.value.failed) == {1}
+        models.fill(source, 4.0)
+        report = await sender.send()  # named once, then listed
+        assert (report.acked, set(report.lost)) == ({0, 2}, {1})
+        assert _values([targets[0], targets[2]]) == [4.0, 12.0]
+        async with harness.twin(sender) as again:
+            fresh = models.linear()
+            again.init_on_receiver(model=fresh, worker_idx=1)
+            await again.connect()
+            assert _values([fresh]) == [8.0]
+
+
+@both
+async def test_unknown_worker(make) -> None:
+    async with harness.crowd(make(), [models.linear()], sender={"model": models.linear()}) as (
+        sender,
+        _,
+    ):
+        with pytest.raises(aiosync.ConfigError, match="Worker 3 not registered.*connected: 0"):
+            await sender.send(worker_ids=[0, 3])
+        assert sender.version == 1  # nothing was sent
+
+
+@both
+async def test_a_lost_worker_is_named_once_and_listed_after_that(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    async with harness.crowd(make(), targets, sender={"model": source}) as (sender, others):
+        await others[0].aclose()
+        models.fill(source, 2.0)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send()
+        assert set(caught.value.failed) == {0}
+        assert isinstance(caught.value.failed[0], aiosync.TransportError)
+        assert caught.value.acked == {1}
+        assert models.filled(targets[1], 2.0)
+        report = await sender.send()
+        assert (report.acked, set(report.lost)) == ({1}, {0})
+
+
+@both
+@pytest.mark.parametrize(
+    ("require", "enough"), [("all", False), (1, True), (2, False), (0.5, True), (0.51, False)]
+)
+async def test_require(make, require, enough) -> None:
+    source, targets = models.linear(), [models.linear(), models.wide()]
+    scheme = make(require=require)
+    async with harness.crowd(scheme, targets, sender={}) as (sender, _):
+        sending = sender.send(source)
+        if enough:
+            report = await sending
+            assert report.acked == {0}
+        else:
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                await sending
+            assert caught.value.acked == {0}
+            assert isinstance(caught.value.failed[1], aiosync.ApplyError)
+
+
+@both
+async def test_send_nowait_takes_its_snapshot_at_once(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        models.fill(source, 2.0)
+        handle = sender.send_nowait()
+        models.fill(source, 3.0)
+        assert handle.version == 2
+        assert "under way" in repr(handle)
+        report = await handle
+        assert handle.done()
+        assert await handle == report  # any number of times
+        assert models.filled(target, 2.0)
+        assert receiver.version == 2
+
+
+@both
+async def test_sends_at_the_same_time_come_in_order(make) -> None:
+    source, target = models.medium(), models.medium()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        sources = [models.medium() for _ in range(4)]
+        for value, each in enumerate(sources):
+            models.fill(each, float(value))
+        reports = await asyncio.gather(*(sender.send(each) for each in sources))
+        assert [report.version for report in reports] == [2, 3, 4, 5]
+        assert models.filled(target, 3.0)
+        assert receiver.version == 5
+
+
+@both
+async def test_wait_for_version_on_the_sender(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    async with harness.crowd(make(), targets, sender={"model": source}) as (sender, _):
+        handle = sender.send_nowait()
+        assert await sender.wait_for_version(handle.version) == handle.version
+        await handle
+        with pytest.raises(aiosync.RecvTimeout, match="version 9"):
+            await sender.wait_for_version(9, timeout=0.01)
+
+
+@both
+async def test_the_layout_may_change_between_sends(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        for build in (models.wide, models.medium, models.linear, models.batch_norm, models.wide):
+            receiver.model = target = build()
+            other = build()
+            models.fill(other, 2.0)
+            assert (await sender.send(other)).acked == {0}
+            assert models.filled(target, 2.0)
+
+
+@both
+async def test_the_source_may_be_changed_in_every_way(make) -> None:
+    source, target = models.batch_norm(), models.batch_norm()
+    async with harness.here(make(strict=False), target, sender={"model": source}) as (sender, _):
+        source[0].weight = torch.nn.Parameter(torch.full((3, 4), 2.0))
+        await sender.send()
+        assert (target[0].weight == 2.0).all()
+        source.double()
+        models.fill(source, 3.0)
+        await sender.send()
+        assert models.filled(target, 3.0)
+        assert target[0].weight.dtype == torch.float32
+        source.half()
+        models.fill(source, 4.0)
+        await sender.send()
+        assert models.filled(target, 4.0)
+        source.float()
+        source[0].weight.data = torch.full((4, 3), 5.0).t()  # not contiguous
+        await sender.send()
+        assert (target[0].weight == 5.0).all()
+
+
+@both
+async def test_a_dropped_scheme_says_that_it_was_not_closed(make) -> None:
+    source, target = models.linear(), models.linear()
+    scheme = make()
+    other = harness.twin(scheme)
+    scheme.init_on_sender(model=source, num_workers=1)
+    other.init_on_receiver(model=target)
+    await asyncio.gather(scheme.connect(), other.connect())
+    with pytest.warns(ResourceWarning, match="never closed"):
+        scheme._abandon()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        other._abandon()
+    del scheme, other
+    gc.collect()
+    await asyncio.sleep(0.01)
+
+
+async def test_prepare_weights() -> None:
+    source = models.linear()
+    scheme = aiosync.SharedMemWeightSyncScheme(strategy="state_dict")
+    scheme.init_on_sender(model=source)
+    weights = scheme.prepare_weights(None)
+    assert set(weights) == {"weight", "bias"}
+    assert weights["weight"].data_ptr() == source.weight.data_ptr()
+    await scheme.aclose()

@@ -1,0 +1,188 @@
+"""What the tests of the facade share: pairs in one process, and processes to interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import aiosync
+import aiosync.sync
+from aiosync.sync import _portal
+from tests.schemes import _harness as harness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+PATIENCE = 40.0
+"""Seconds that anything may take on a busy machine before a test fails."""
+
+ROOT = Path(__file__).parents[2]
+SHM = aiosync.sync.SharedMemWeightSyncScheme
+PIPE = aiosync.sync.MultiProcessWeightSyncScheme
+SCHEMES = [PIPE, SHM]
+
+
+def filled(value: float) -> torch.nn.Linear:
+    """A linear layer with ``value`` everywhere."""
+    model = torch.nn.Linear(4, 2)
+    fill(model, value)
+    return model
+
+
+def fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def value_of(model: torch.nn.Module) -> float:
+    """The one value that every parameter has."""
+    values = {v for parameter in model.parameters() for v in parameter.detach().flatten().tolist()}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def portal_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "aiosync-portal"]
+
+
+def in_thread(function: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event tells about."""
+    deadline = time.monotonic() + PATIENCE
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        pause.wait(0.001)
+
+
+def roles(
+    make: Callable[..., Any],
+    source: Any,
+    target: Any,
+    *,
+    num_workers: int | None = 1,
+    **options: Any,
+) -> tuple[aiosync.sync.WeightSyncScheme, aiosync.sync.WeightSyncScheme]:
+    """A sender and a receiver that are not connected yet."""
+    sender = make(timeout=PATIENCE, **options)
+    receiver = copy.copy(sender)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=num_workers)
+    receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    return sender, receiver
+
+
+def join(sender: aiosync.sync.WeightSyncScheme, receiver: aiosync.sync.WeightSyncScheme) -> None:
+    thread = in_thread(receiver.connect)
+    sender.connect()
+    thread.join(PATIENCE)
+    assert receiver.synchronized_on_receiver
+
+
+@contextlib.contextmanager
+def pair(
+    make: Callable[..., Any], source: Any, target: Any, **options: Any
+) -> Iterator[tuple[aiosync.sync.WeightSyncScheme, aiosync.sync.WeightSyncScheme]]:
+    """A connected sender and receiver in this process."""
+    sender, receiver = roles(make, source, target, **options)
+    with sender, receiver:
+        join(sender, receiver)
+        yield sender, receiver
+
+
+def recv(conn: Connection) -> Any:
+    """What a worker process says, unless it says nothing."""
+    assert conn.poll(PATIENCE), "the worker said nothing"
+    return conn.recv()
+
+
+# -- other processes --------------------------------------------------------------------------
+
+
+def _main(conn: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        conn.send((True, function(*args)))
+    except BaseException:  # noqa: BLE001 - the test shows it
+        conn.send((False, traceback.format_exc()))
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of an importable module in the main thread of a process of its own."""
+    ctx = harness.context("forkserver")
+    mine, theirs = ctx.Pipe()
+    process = ctx.Process(target=_main, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        good, result = recv(mine)
+        process.join(PATIENCE)
+        assert process.exitcode == 0, f"exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        mine.close()
+    assert good, result
+    return result
+
+
+def script(text: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end in a fresh interpreter."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.run(
+        [sys.executable, *options, "-c", text],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+class Interrupter(threading.Thread):
+    """Sends Ctrl-C to this process once its main thread waits for a coroutine of some name."""
+
+    sent = 0.0
+
+    def __init__(self, coroutine: str) -> None:
+        super().__init__(daemon=True)
+        self._coroutine = coroutine
+
+    def run(self) -> None:
+        until(self._is_waited_for)
+        self.sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _is_waited_for(self) -> bool:
+        portal = _portal._portal
+        for task in () if portal is None else asyncio.all_tasks(portal.loop):
+            call: Any = getattr(task.get_coro(), "cr_await", None)
+            if getattr(call, "__name__", None) == self._coroutine and call.cr_await is not None:
+                return True
+        return False
+
+
+def interrupt_when_blocked(coroutine: str) -> Interrupter:
+    thread = Interrupter(coroutine)
+    thread.start()
+    return thread

@@ -1,0 +1,69 @@
+"""An interpreter that ends without ``shutdown()`` ends: no hang, no crash, at most a warning."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sync import _tools as tools
+
+_START = """
+import asyncio, atexit, sys, threading
+import aiosync.sync
+from aiosync.sync import _portal
+from tests.sync import _tools as tools
+
+if sys.argv[0] == "-c" and {loop!r} == "asyncio":
+    _portal.new_event_loop = asyncio.new_event_loop
+{before}
+sender, receiver = tools.roles(tools.{make}, tools.filled(1.0), tools.filled(0.0))
+tools.join(sender, receiver)
+sender.send()
+{after}
+print("end")
+"""
+
+_NOISE = ("Traceback", "Task was destroyed", "never awaited", "Exception ignored", "Fatal")
+
+
+def _check(text: str, *options: str, code: int = 0) -> str:
+    done = tools.script(text, *options)
+    assert (done.returncode, done.stdout) == (code, "end\n"), done
+    for noise in _NOISE:
+        assert noise not in done.stderr, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "make"), [("uvloop", "SHM"), ("asyncio", "PIPE")])
+def test_exit_without_shutdown(loop: str, make: str) -> None:
+    text = _START.format(loop=loop, make=make, before="", after="")
+    assert _check(text) == ""
+    warned = _check(text, "-W", "default::ResourceWarning")
+    assert warned.count("was never closed") == 2
+    assert warned.count("ResourceWarning: <") == 2, warned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shutdown_from_atexit(when: str) -> None:
+    """Registered before the portal's own clean-up it runs after that, and the other way round."""
+    lines = {"before": "", "after": ""}
+    lines[when] = "atexit.register(lambda: (receiver.shutdown(), sender.shutdown()))"
+    text = _START.format(loop="uvloop", make="SHM", **lines)
+    stderr = _check(text, "-W", "default::ResourceWarning")
+    assert stderr.count("was never closed") == (2 if when == "before" else 0)
+
+
+@pytest.mark.slow
+def test_exit_while_another_thread_waits() -> None:
+    after = """
+def wait():
+    try:
+        receiver.receive()
+    except aiosync.TransportClosed:
+        pass
+
+tools.in_thread(wait)
+tools.until(lambda: receiver._calls == 1)
+"""
+    _check(_START.format(loop="uvloop", make="SHM", before="", after=after))

@@ -1,0 +1,155 @@
+"""Ctrl-C in a blocking call ends it at once and leaves nothing running behind the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+import aiosync.sync
+from aiosync.sync import _portal
+from tests.sync import _tools as tools
+
+
+def _tasks() -> list[str]:
+    """Coroutines that callers wait for on the portal's loop."""
+    portal = _portal._portal
+    if portal is None:
+        return []
+    names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(portal.loop)]  # type: ignore[union-attr]
+    return [name for name in names if name.startswith("_Call")]
+
+
+def _interrupt(call: Any, coroutine: str) -> float:
+    """Seconds from Ctrl-C to its exception."""
+    thread = tools.interrupt_when_blocked(coroutine)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    ended = time.monotonic()
+    thread.join()
+    assert _tasks() == []
+    return ended - thread.sent  # type: ignore[attr-defined]
+
+
+def interrupted_connect(role: str) -> float:
+    sender, receiver = tools.roles(tools.SHM, tools.filled(1.0), tools.filled(0.0))
+    scheme = sender if role == "sender" else receiver
+    seconds = _interrupt(scheme.connect, "connect")
+    assert tools.portal_threads() == []
+    with pytest.raises(aiosync.TransportClosed):  # the attempt is over for good
+        scheme.connect()
+    sender.shutdown()
+    receiver.shutdown()
+    return seconds
+
+
+def interrupted_receive(make: Any) -> float:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target) as (sender, receiver):
+        seconds = _interrupt(receiver.receive, "receive")
+        seconds = max(seconds, _interrupt(lambda: receiver.wait_for_version(9), "wait_for_version"))
+        tools.fill(source, 2.0)
+        assert sender.send().acked == {0}
+        update = receiver.receive()
+        assert update is not None
+        assert update.version == 2
+    assert tools.portal_threads() == []
+    return seconds
+
+
+def interrupted_send(make: Any) -> float:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target) as (sender, receiver):
+        tools.fill(source, 2.0)
+        with receiver.reading():  # this thread reads, so nothing is applied
+            seconds = _interrupt(sender.send, "send")
+            version = sender.send_async()
+            seconds = max(seconds, _interrupt(sender.wait_async, "wait"))
+            assert tools.value_of(target) == 1.0
+        assert sender.wait_async().version == version  # the send itself went on
+        assert tools.value_of(target) == 2.0
+        assert receiver.version == version
+    assert tools.portal_threads() == []
+    return seconds
+
+
+def interrupted_forward() -> float:
+    """An update waits for a forward that Ctrl-C ends; nobody ever calls the model again."""
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            version = sender.send_async()
+            tools.until(lambda: receiver.lag == 1)
+            assert receiver.version == version - 1
+            signal.raise_signal(signal.SIGINT)
+            return super().forward(x)
+
+    source, target = tools.filled(1.0), Slow(4, 2)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        tools.fill(source, 2.0)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            target(torch.zeros(1, 4))
+        assert sender.wait_async().acked == {0}
+        assert tools.value_of(target) == 2.0
+        return time.monotonic() - started
+
+
+def interrupted_shutdown() -> float:
+    """A second Ctrl-C during the clean-up does not hang either."""
+    with tools.pair(tools.SHM, tools.filled(1.0), tools.filled(0.0)) as (sender, receiver):
+        started = time.monotonic()
+        for scheme in (sender, receiver):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:
+                scheme.shutdown()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                scheme.shutdown()
+    tools.until(lambda: not tools.portal_threads())
+    return time.monotonic() - started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "args"),
+    [
+        (interrupted_connect, ("sender",)),
+        (interrupted_connect, ("receiver",)),
+        (interrupted_receive, (tools.SHM,)),
+        (interrupted_receive, (tools.PIPE,)),
+        (interrupted_send, (tools.SHM,)),
+        (interrupted_send, (tools.PIPE,)),
+        (interrupted_forward, ()),
+        (interrupted_shutdown, ()),
+    ],
+)
+def test_ctrl_c(scenario: Any, args: tuple[Any, ...]) -> None:
+    assert tools.in_process(scenario, *args) < 2.0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_script_with_its_traceback() -> None:
+    done = tools.script(
+        """
+import signal, threading
+import aiosync.sync
+from tests.sync import _tools as tools
+
+scheme = aiosync.sync.SharedMemWeightSyncScheme()
+scheme.init_on_sender(model=tools.filled(1.0), num_workers=1)
+tools.interrupt_when_blocked("connect")
+scheme.connect()
+"""
+    )
+    assert done.returncode == -signal.SIGINT, done
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "Task was destroyed" not in done.stderr
+    assert "never awaited" not in done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr

@@ -1,0 +1,161 @@
+"""The facade has the names, parameters, defaults and documentation of the async classes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import aiosync
+import aiosync.sync
+
+CLASSES = [
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "WeightSyncScheme",
+]
+
+OTHER_NAMES = {"aclose": "shutdown", "send_nowait": "send_async"}
+"""Async name -> the blocking name, where they differ."""
+
+ONLY_BLOCKING = {"from_backend", "wait_async"}
+"""``scheme_from_backend`` is a function of the async side; ``wait_async`` awaits the handle."""
+
+
+def _public(cls: type) -> dict[str, Any]:
+    return {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
+
+
+def _options() -> set[str]:
+    """Public attributes of an instance."""
+    return {name for name in vars(aiosync.SharedMemWeightSyncScheme()) if name[0] != "_"}
+
+
+def test_the_class_names_are_the_same() -> None:
+    schemes = {name for name in aiosync.__all__ if name.endswith("Scheme")}
+    assert set(aiosync.sync.__all__) == schemes == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_inheritance_is_the_same(name: str) -> None:
+    twin = getattr(aiosync.sync, name)
+    assert issubclass(twin, aiosync.sync.WeightSyncScheme)
+    assert twin._async_class is getattr(aiosync, name)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_constructors_are_the_same(name: str) -> None:
+    original, twin = getattr(aiosync, name), getattr(aiosync.sync, name)
+    assert inspect.signature(twin) == inspect.signature(original)
+
+
+def test_the_base_class_is_abstract_as_well() -> None:
+    for module in (aiosync, aiosync.sync):
+        with pytest.raises(TypeError, match="abstract"):
+            module.WeightSyncScheme()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_name_has_a_twin(name: str) -> None:
+    original, twin = _public(getattr(aiosync, name)), _public(getattr(aiosync.sync, name))
+    expected = {OTHER_NAMES.get(name, name) for name in original} | _options() | ONLY_BLOCKING
+    assert set(twin) == expected
+
+
+def test_every_option_can_be_read_and_set() -> None:
+    scheme = aiosync.sync.SharedMemWeightSyncScheme(apply="manual", timeout=3.0)
+    for name in _options():
+        value = getattr(scheme._scheme, name)
+        assert getattr(scheme, name) is value
+        setattr(scheme, name, value)
+    assert (scheme.apply, scheme.timeout) == ("manual", 3.0)
+    scheme.timeout = None
+    assert scheme._scheme.timeout is None
+
+
+METHODS = [
+    (cls, name)
+    for cls in CLASSES
+    for name, value in _public(getattr(aiosync, cls)).items()
+    if inspect.isfunction(value)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), METHODS)
+def test_methods_have_the_same_signature(cls: str, name: str) -> None:
+    original = getattr(getattr(aiosync, cls), name)
+    twin = getattr(getattr(aiosync.sync, cls), OTHER_NAMES.get(name, name))
+    assert not inspect.iscoroutinefunction(twin)
+    expected, found = inspect.signature(original), inspect.signature(twin)
+    assert found.parameters == expected.parameters
+    if name not in OTHER_NAMES:  # SendHandle or version
+        assert found.return_annotation == expected.return_annotation
+
+
+@pytest.mark.parametrize(("cls", "name"), METHODS)
+def test_methods_have_the_same_documentation(cls: str, name: str) -> None:
+    original = getattr(getattr(aiosync, cls), name)
+    twin = getattr(getattr(aiosync.sync, cls), OTHER_NAMES.get(name, name))
+    assert twin.__doc__
+    if name not in OTHER_NAMES:
+        assert twin.__doc__ == original.__doc__
+        assert twin.__name__ == original.__name__ or name == "init_on_worker"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_bound_methods_look_like_methods(cls: str) -> None:
+    twin = getattr(aiosync.sync, cls)
+    method = twin.send
+    assert inspect.isfunction(method)
+    assert method.__qualname__.endswith("WeightSyncScheme.send")
+    assert method.__module__.startswith("aiosync.sync")
+    if cls != "WeightSyncScheme":
+        bound, original = twin().send, getattr(aiosync, cls)().send
+        assert inspect.ismethod(bound)
+        assert inspect.signature(bound).parameters == inspect.signature(original).parameters
+        assert repr(bound).startswith("<bound method")
+
+
+PROPERTIES = [
+    name for name, value in _public(aiosync.WeightSyncScheme).items() if isinstance(value, property)
+]
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties_are_the_same(name: str) -> None:
+    original = getattr(aiosync.WeightSyncScheme, name)
+    twin = getattr(aiosync.sync.WeightSyncScheme, name)
+    assert isinstance(twin, property)
+    assert (twin.fset is None) == (original.fset is None)
+    assert twin.__doc__ == original.__doc__
+
+
+def test_properties_read_the_async_scheme() -> None:
+    scheme = aiosync.sync.SharedMemWeightSyncScheme()
+    scheme.model_id = "value"
+    scheme.worker_idx = 3
+    for name in PROPERTIES:
+        assert getattr(scheme, name) == getattr(scheme._scheme, name)
+    assert (scheme.model_id, scheme.worker_idx, scheme.lag) == ("value", 3, 0)
+
+
+def test_overrides_of_a_concrete_class_are_called() -> None:
+    """The method of the scheme's own class, not that of the class that was wrapped."""
+    called = []
+
+    class Loud(aiosync.SharedMemWeightSyncScheme):
+        async def send(self, *args: Any, **kwargs: Any) -> Any:
+            called.append((args, kwargs))
+            return await super().send(*args, **kwargs)
+
+    class BlockingLoud(aiosync.sync.SharedMemWeightSyncScheme):
+        _async_class = Loud
+
+    with (
+        BlockingLoud() as scheme,
+        pytest.raises(aiosync.LocalProtocolError, match="initialized on sender"),
+    ):
+        scheme.send(None, [1], timeout=2.0)
+    assert called == [((None, [1]), {"timeout": 2.0})]

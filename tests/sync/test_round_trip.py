@@ -1,0 +1,196 @@
+"""Weights travel through the facade, in worker processes of every kind."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import aiosync
+import aiosync.sync
+from tests.schemes import _harness as harness
+from tests.sync import _tools as tools
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+def work(conn: Connection, scheme: aiosync.sync.WeightSyncScheme, worker_idx: int) -> None:
+    """Tell the weights after each version; end when the trainer does."""
+    torch.set_num_threads(1)
+    model = tools.filled(-1.0)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
+    with scheme:
+        scheme.connect(timeout=tools.PATIENCE)
+        conn.send((scheme.version, tools.value_of(model)))
+        try:
+            while (update := scheme.receive(timeout=tools.PATIENCE)) is not None:
+                conn.send((update.version, tools.value_of(model)))
+        except aiosync.PeerClosed:
+            conn.send("closed")
+
+
+def _context(method: str) -> Any:
+    if method == "forkserver":
+        return harness.context(method)
+    return multiprocessing.get_context(method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_workers_get_every_version(make: Any, method: str) -> None:
+    model = tools.filled(1.0)
+    scheme = make(timeout=tools.PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+    ctx = _context(method)
+    pipes = [ctx.Pipe() for _ in range(2)]
+    crew = [
+        ctx.Process(target=work, args=(theirs, scheme, idx))
+        for idx, (_, theirs) in enumerate(pipes)
+    ]
+    try:
+        with scheme:
+            for process in crew:
+                process.start()
+            scheme.connect(processes=crew)
+            assert [tools.recv(mine) for mine, _ in pipes] == [(1, 1.0), (1, 1.0)]
+            for version in range(2, 5):
+                tools.fill(model, float(version))
+                report = scheme.send()
+                assert (report.version, report.acked) == (version, {0, 1})
+                told = [tools.recv(mine) for mine, _ in pipes]
+                assert told == [(version, float(version))] * 2
+            assert scheme.worker_versions == {0: 4, 1: 4}
+        assert [tools.recv(mine) for mine, _ in pipes] == ["closed", "closed"]
+    finally:
+        for process in crew:
+            process.join(tools.PATIENCE)
+            process.kill()
+            process.join()
+            process.close()
+        for ends in pipes:
+            for end in ends:
+                end.close()
+    assert tools.portal_threads() == []
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_send_async_and_wait_async(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target) as (sender, receiver):
+        with pytest.raises(aiosync.LocalProtocolError, match="call send_async"):
+            sender.wait_async()
+        tools.fill(source, 2.0)
+        version = sender.send_async()
+        tools.fill(source, 3.0)  # the snapshot was taken already
+        assert sender.wait_async().version == version == 2
+        assert tools.value_of(target) == 2.0
+        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+            sender.wait_async()
+        assert receiver.wait_for_version(2) == 2
+        assert receiver.receive(timeout=0) is not None
+        assert receiver.receive(timeout=0) is None
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_manual_apply(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, apply="manual") as (sender, receiver):
+        tools.fill(source, 2.0)
+        version = sender.send_async()
+        tools.until(lambda: receiver.lag == 1)
+        assert tools.value_of(target) == 1.0
+        assert receiver.apply_pending() == version
+        assert tools.value_of(target) == 2.0
+        assert sender.wait_async().acked == {0}
+        assert receiver.apply_pending() is None
+
+
+def test_a_worker_that_cannot_apply_says_why() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            sender.send({"weight": torch.zeros(3, 3)})
+        assert isinstance(caught.value.failed[0], aiosync.ApplyError)
+        assert tools.value_of(target) == 1.0
+        tools.fill(source, 2.0)
+        assert sender.send().acked == {0}
+        assert receiver.version == 3
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_pickles_and_copies_are_configuration(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, require=1, guard="reading") as (sender, receiver):
+        for twin in (
+            pickle.loads(pickle.dumps(sender)),
+            copy.copy(sender),
+            copy.deepcopy(sender),
+            pickle.loads(pickle.dumps(copy.copy(sender))),
+        ):
+            assert type(twin) is make
+            assert (twin.require, twin.guard, twin.timeout) == (1, "reading", tools.PATIENCE)
+            assert not twin.initialized_on_sender
+            assert twin._scheme is not sender._scheme
+            twin.shutdown()
+        assert sender.synchronized_on_sender
+        assert receiver.synchronized_on_receiver
+        assert sender.send().acked == {0}
+
+
+def test_a_worker_restarts_from_a_copy() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        receiver.shutdown()
+        tools.fill(source, 2.0)
+        with pytest.raises(aiosync.PartialSyncError):
+            sender.send()
+        with copy.copy(receiver) as again:
+            again.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+            again.connect()
+            assert tools.value_of(target) == 2.0
+            assert sender.send().acked == {0}
+
+
+def test_no_sync_scheme_goes_to_its_own_class() -> None:
+    with aiosync.sync.NoWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=tools.filled(1.0), num_workers=3)
+        scheme.connect()
+        report = scheme.send()
+        assert (report.version, report.acked) == (0, frozenset())
+        with pytest.raises(aiosync.LocalProtocolError, match="has no transport"):
+            scheme.create_transport(None)
+    with aiosync.sync.NoWeightSyncScheme() as scheme:
+        scheme.init_on_receiver(model=tools.filled(1.0))
+        scheme.connect()
+        assert scheme.receive() is None
+    assert tools.portal_threads() == []
+
+
+def test_pipes_given_by_hand() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    left, right = multiprocessing.Pipe()
+    sender, receiver = tools.SHM(timeout=tools.PATIENCE), tools.SHM(timeout=tools.PATIENCE)
+    sender.init_on_sender(model=source, pipes=[left])
+    receiver.init_on_receiver(model=target, pipe=right)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        tools.fill(source, 2.0)
+        assert sender.send().acked == {0}
+        assert tools.value_of(target) == 2.0
+
+
+def test_back_ends_by_name() -> None:
+    for name, twin in [
+        ("shared", tools.SHM),
+        ("process", tools.PIPE),
+        ("none", aiosync.sync.NoWeightSyncScheme),
+    ]:
+        assert type(aiosync.sync.WeightSyncScheme.from_backend(name)) is twin
+    with pytest.raises(aiosync.ConfigError):
+        aiosync.sync.WeightSyncScheme.from_backend("carrier pigeon")
