@@ -12,6 +12,7 @@ from aiosync.errors import AiosyncError, RemoteProtocolError
 from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._tasks import TaskOwner
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Ack, ManifestMessage, Message, Update
@@ -72,7 +73,7 @@ class Peer:
         if self._lost:
             return
         self._lost = True
-        outcomes = self.outbox.close(error)
+        outcomes = self.outbox.close(without_frames(error))
         for version in list(self._snapshots):
             self._snapshots.pop(version).release()
         self._on_lost(self, error)

@@ -64,7 +64,17 @@ class Snapshot:
         """Drop a reference; the last one gives the memory back."""
         self._refs -= 1
         if not self._refs:
-            self._release()
+            # An exception that somebody keeps may keep this object: it must not keep the memory.
+            release, self._release = self._release, _nothing
+            self.buffer, self.slot = _no_buffer, None
+            release()
+
+
+def _nothing() -> None:
+    return None
+
+
+_no_buffer = FlatBuffer(0)
 
 
 class SnapshotStore(Protocol):

@@ -177,11 +177,13 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             return
         self._closed = True
         self._close_listener()
-        if self._sender is not None:
-            await self._sender.aclose()
-        if self._receiver is not None:
-            await self._receiver.aclose()
-        await self._close_unused_links()
+        try:
+            if self._sender is not None:
+                await self._sender.aclose()
+            if self._receiver is not None:
+                await self._receiver.aclose()
+        finally:
+            self._abort_unused_links()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
@@ -195,18 +197,17 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             self._maker.close()
         if self._receiver is not None:
             self._receiver.abort()
-        for link in self._links.values():
-            link.abort()
+        self._abort_unused_links()
 
     def _close_listener(self) -> None:
         if self._listener is not None and self._pid == os.getpid():
             self._listener.close()
 
-    async def _close_unused_links(self) -> None:
+    def _abort_unused_links(self) -> None:
         for link in self._links.values():
-            await link.aclose()
+            link.abort()
         if isinstance(self._pipe, Transport):
-            await self._pipe.aclose()
+            self._pipe.abort()
 
     async def __aenter__(self) -> Self:
         return self

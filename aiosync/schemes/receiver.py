@@ -29,6 +29,7 @@ from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Target
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Update
@@ -102,7 +103,7 @@ class WeightReceiver:
 
     def _fail(self, error: BaseException) -> None:
         if self.error is None and not self._closed:
-            self.error = error
+            self.error = without_frames(error)
             self.transport.abort()  # the sender sees it at once
         self._notify()
 
@@ -232,7 +233,7 @@ class WeightReceiver:
         self._notify()
 
     def _leave(self, old: Staged) -> None:
-        if self._copy:
+        if self._copy or self._closed:
             self._staging.drop(old)
         else:
             self._staging.retire(old)
@@ -365,8 +366,10 @@ class WeightReceiver:
         if self._closed:
             return
         self._end()
-        await self._tasks.aclose()
-        await self.transport.aclose()
+        try:
+            await self._tasks.aclose()
+        finally:
+            self.transport.abort()
 
     def abort(self) -> None:
         """The same from synchronous code, without waiting for the tasks."""

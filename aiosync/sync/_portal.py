@@ -90,12 +90,20 @@ class _Portal:
         self.loop = new_event_loop()
         self.stopping = False
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Not under the module's lock: the new thread may need it.
+
+        Its first steps may collect garbage, and with it a scheme that gives a lease back.
+        """
         try:
             self._thread.start()
         except BaseException:
             self.stopping = True  # Ctrl-C: nobody will ever stop a thread that did start
             with contextlib.suppress(RuntimeError):  # it ended already
                 self.loop.call_soon_threadsafe(self.loop.stop)
+            if self._thread.ident is None:
+                self.loop.close()
             raise
 
     def _main(self) -> None:
@@ -225,11 +233,19 @@ def lease(tenant: Tenant) -> Lease:
             _hooked = True
             os.register_at_fork(after_in_child=_forget)
             atexit.register(_stop_at_exit)
+        created = _portal is None
         if _portal is None:
             _portal = _Portal()
-        held = Lease(_portal, tenant)
-        _portal.leases.add(held)
-        return held
+        portal = _portal
+        held = Lease(portal, tenant)
+        portal.leases.add(held)
+    if created:
+        try:
+            portal.start()
+        except BaseException:
+            held.release(join=False)
+            raise
+    return held
 
 
 def refuse_inside_loop(what: str, instead: str | None = None) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from aiosync.errors import AiosyncError, ProtocolError, TransportClosed, TransportError
 
-__all__ = ["LinkError", "LinkState", "wake"]
+__all__ = ["LinkError", "LinkState", "wake", "without_frames"]
 
 LinkError = TransportError | ProtocolError
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class LinkState:
@@ -41,7 +43,7 @@ class LinkState:
         """End the link with ``error``; every waiter and every later operation raises it."""
         if self.ended:
             return
-        self.error = error
+        self.error = without_frames(error)
         for callback in self.on_end:
             callback()
 
@@ -50,6 +52,19 @@ class LinkState:
         if self.closed:
             return "closed"
         return type(self.error).__name__ if self.error else "open"
+
+
+def without_frames(error: _Error) -> _Error:
+    """Drop the tracebacks of an error that is going to be kept.
+
+    Their frames, and those that called them, would keep alive what was in hand: buffers of the
+    size of a model. A traceback that shows a bug stays.
+    """
+    link: BaseException | None = error
+    while isinstance(link, (AiosyncError, OSError)):
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def wake(waiter: asyncio.Future[None] | None) -> None:

@@ -150,9 +150,7 @@ async def measure(name: str, workers: int) -> Figures:
 
     theirs = TheirScheme()
     weights = TensorDict.from_module(model).data
-    theirs.init_on_sender(
-        params_map=dict.fromkeys(range(workers), weights.clone().share_memory_())
-    )
+    theirs.init_on_sender(params_map=dict.fromkeys(range(workers), weights.clone().share_memory_()))
     theirs.model_id = "policy"
     their_processes, their_pipes = start(torchrl_worker, theirs, name, workers)
     theirs.connect()
@@ -204,7 +202,12 @@ def main() -> int:
             figures = aiosync.run(measure(name, workers))
             ours, theirs = figures.median("aiosync"), figures.median("torchrl")
             rows.append(
-                {"model": name, "workers": workers, "seconds": figures.seconds, "ratio": theirs / ours}
+                {
+                    "model": name,
+                    "workers": workers,
+                    "seconds": figures.seconds,
+                    "ratio": theirs / ours,
+                }
             )
             print(
                 f"{name:>14}, {workers} workers: aiosync {ours * 1e3:8.3f} ms, "

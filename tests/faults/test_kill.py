@@ -111,9 +111,7 @@ async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
     scheme.init_on_sender(model=model, num_workers=2)
     async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
         pids = [worker.pid for worker in crew]
-        connecting = asyncio.ensure_future(
-            scheme.connect(timeout=harness.PATIENCE, processes=pids)
-        )
+        connecting = asyncio.ensure_future(scheme.connect(timeout=harness.PATIENCE, processes=pids))
         assert await crew[1].call(harness.join, 1) == 1
         crew[0].post(phase)
         await harness.until(lambda: crew[0].process.exitcode is not None)

@@ -100,7 +100,9 @@ async def _obey(state: State, data: bytes) -> bytes:
         return pickle.dumps((False, exc))
 
 
-async def join(state: State, worker_idx: int | None = None, timeout: float = 30, **init: Any) -> int:
+async def join(
+    state: State, worker_idx: int | None = None, timeout: float = 30, **init: Any
+) -> int:
     """Become a receiver of the worker's model."""
     init = {"model_id": "policy", "model": state.model, **init}
     state.scheme.init_on_receiver(worker_idx=worker_idx, **init)

@@ -248,7 +248,9 @@ async def test_several_schemes_side_by_side(make) -> None:
     init = {"model_id": "critic", "model": sources["critic"]}
     async with (
         harness.here(make(), targets["policy"], sender={"model": sources["policy"]}) as one,
-        harness.here(make(), targets["critic"], sender=init, receiver={"model_id": "critic"}) as two,
+        harness.here(
+            make(), targets["critic"], sender=init, receiver={"model_id": "critic"}
+        ) as two,
     ):
         for name, (sender, receiver) in {"policy": one, "critic": two}.items():
             models.fill(sources[name], 2.0)
@@ -294,7 +296,7 @@ async def test_apply_weights_by_hand(make) -> None:
 async def test_the_model_keeps_its_weights_after_closing(make) -> None:
     source, target = models.linear(), models.linear()
     models.fill(source, 2.0)
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+    async with harness.here(make(), target, sender={"model": source}) as (_sender, receiver):
         await receiver.aclose()
         await receiver.aclose()
         assert models.filled(target, 2.0)

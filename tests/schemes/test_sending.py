@@ -38,8 +38,10 @@ async def test_workers_without_an_index_get_one_each(make) -> None:
     scheme, targets = make(), [models.linear() for _ in range(4)]
     receiver = {"worker_idx": None}
     async with harness.crowd(
-        scheme, targets, sender={"model": models.wide(), "weights": None}
-        | {"model": models.linear()}, receiver=receiver
+        scheme,
+        targets,
+        sender={"model": models.wide(), "weights": None} | {"model": models.linear()},
+        receiver=receiver,
     ) as (sender, others):
         assert sorted(other.worker_idx for other in others) == [0, 1, 2, 3]
         assert (await sender.send()).acked == {0, 1, 2, 3}

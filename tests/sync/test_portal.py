@@ -488,3 +488,34 @@ def test_updates_arrive_while_the_main_thread_computes() -> None:
             target(torch.zeros(1, 4))
             assert time.monotonic() < deadline
         thread.join(tools.PATIENCE)
+
+
+def test_a_lease_may_be_given_back_while_another_portal_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first steps of the portal's thread may collect a scheme that nobody closed."""
+
+    class Tenant:
+        def forgotten(self) -> None:
+            return None
+
+        def abort(self) -> None:
+            return None
+
+    first = _portal.lease(Tenant())
+    monkeypatch.setattr(_portal, "_portal", None)  # so that the next lease starts another one
+    start = threading.Thread.start
+    stuck: list[bool] = []
+
+    def start_while_another_thread_collects(thread: threading.Thread) -> None:
+        if thread.name == "aiosync-portal":
+            collector = threading.Thread(target=first.forgotten, daemon=True)
+            start(collector)
+            collector.join(5.0)
+            stuck.append(collector.is_alive())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_while_another_thread_collects)
+    second = _portal.lease(Tenant())
+    second.release()
+    assert stuck == [False]

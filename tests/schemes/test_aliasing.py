@@ -1,0 +1,189 @@
+"""Who sees whose writes: nobody but the writer, until the next update."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = pytest.mark.asyncio
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+modes = pytest.mark.parametrize("apply_copy", [False, True], ids=["flip", "copy"])
+
+
+def _first(model) -> float:
+    return next(model.parameters()).detach().flatten()[0].item()
+
+
+@both
+@modes
+async def test_optimizer_steps_stay_in_the_trainer(make, apply_copy) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.5)
+    scheme = make(apply_copy=apply_copy)
+    async with harness.crowd(scheme, targets, sender={"model": source}) as (sender, _):
+        sent = copy.deepcopy(source.state_dict())
+        for step in range(20):
+            optimizer.zero_grad()
+            source(torch.ones(4)).sum().backward()
+            optimizer.step()
+            assert not torch.equal(source.weight, sent["weight"])
+            for target in targets:
+                assert torch.equal(target.weight, sent["weight"])
+            if step % 3 == 2:
+                await sender.send()
+                sent = copy.deepcopy(source.state_dict())
+        handle = sender.send_nowait()
+        sent = copy.deepcopy(source.state_dict())
+        models.fill(source, 1234.0)  # right behind the snapshot
+        await handle
+        for target in targets:
+            assert torch.equal(target.weight, sent["weight"])
+
+
+@both
+@modes
+async def test_writes_of_a_worker_stay_there_until_the_next_update(make, apply_copy) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    scheme = make(apply_copy=apply_copy)
+    async with harness.crowd(scheme, targets, sender={"model": source}) as (sender, _):
+        for value in range(1, 13):  # slots are used again and again
+            models.fill(source, float(value))
+            await sender.send()
+            for target in targets:
+                assert models.filled(target, float(value))
+            models.fill(targets[0], -500.0 - value)
+            with torch.no_grad():
+                targets[0].weight.data[0] += 1.0
+            assert models.filled(targets[1], float(value))
+            assert models.filled(source, float(value))
+
+
+@both
+@modes
+async def test_a_worker_may_train_its_copy(make, apply_copy) -> None:
+    source, target = models.linear(), models.linear()
+    scheme = make(apply_copy=apply_copy)
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
+        optimizer = torch.optim.Adam(target.parameters(), lr=0.1)
+        for value in range(8):
+            models.fill(source, float(value))
+            await sender.send()
+            assert models.filled(target, float(value))
+            target(torch.ones(4)).sum().backward()
+            optimizer.step()
+            assert not models.filled(target, float(value))
+            assert models.filled(source, float(value))
+
+
+@both
+async def test_what_a_worker_keeps_of_a_version_stays_as_it_was(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        kept = {}
+        for value in range(30):
+            models.fill(source, float(value))
+            await sender.send()
+            if value in (3, 4, 11):
+                twin = models.linear()
+                twin.load_state_dict(target.state_dict(), assign=True)
+                kept[value] = (
+                    target.state_dict(),
+                    copy.deepcopy(target),
+                    twin,
+                    target.weight.data[1:],
+                )
+        for value, (state, deep, twin, part) in kept.items():
+            assert (state["weight"] == value).all()
+            assert (state["bias"] == value).all()
+            assert models.filled(deep, float(value))
+            assert models.filled(twin, float(value))
+            assert (part == value).all()
+        assert models.filled(target, 29.0)
+        del kept, state, deep, twin, part
+        for value in range(10):
+            models.fill(source, float(value))
+            await sender.send()
+            assert models.filled(target, float(value))
+        arena = getattr(sender, "_arena", None)
+        assert arena is None or arena.num_slots <= 6
+
+
+@both
+async def test_a_graph_of_an_old_version_can_still_be_differentiated(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        models.fill(source, 2.0)
+        await sender.send()
+        x = torch.ones(4, requires_grad=True)
+        loss = target(x).sum()
+        for value in range(5, 10):
+            models.fill(source, float(value))
+            await sender.send()
+        loss.backward()
+        assert (x.grad == 4.0).all()  # two rows of 2.0
+
+
+@both
+async def test_a_flipped_module_can_be_saved(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        models.fill(source, 2.0)
+        await sender.send()
+        file = io.BytesIO()
+        torch.save(target.state_dict(), file)
+        models.fill(source, 3.0)
+        await sender.send()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert (loaded["weight"] == 2.0).all()
+
+
+# -- across processes -------------------------------------------------------------------------
+
+
+def _write(state, value: float) -> None:
+    models.fill(state.model, value)
+
+
+def _keep(state) -> None:
+    state.kept["state"] = state.model.state_dict()
+    state.kept["deep"] = copy.deepcopy(state.model)
+
+
+def _kept(state) -> tuple[float, float]:
+    return (state.kept["state"]["block"].max().item(), _first(state.kept["deep"]))
+
+
+def _value(state) -> float:
+    value = _first(state.model)
+    assert models.filled(state.model, value)
+    return value
+
+
+@both
+@modes
+@pytest.mark.slow
+async def test_across_processes(make, apply_copy) -> None:
+    source, scheme = models.medium(), make(apply_copy=apply_copy)
+    models.fill(source, 1.0)
+    scheme.init_on_sender(model=source, num_workers=2)
+    async with harness.workers(scheme, models.medium, 2) as crew:
+        for value in range(2, 8):
+            models.fill(source, float(value))
+            await scheme.send()
+            models.fill(source, 1000.0)
+            assert [await worker.call(_value) for worker in crew] == [value, value]
+            await crew[0].call(_write, -1.0)
+            assert await crew[1].call(_value) == value
+            assert models.filled(source, 1000.0)
+            if value == 3:
+                await crew[1].call(_keep)
+        state, deep = await crew[1].call(_kept)
+        assert deep == 3.0
+        assert state == (7.0 if apply_copy else 3.0)  # in copy mode it is the parameter itself
