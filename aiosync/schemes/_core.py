@@ -311,6 +311,11 @@ class SchemeCore:
             )
 
     def _check_role(self, method: str) -> None:
+        if self._pid != os.getpid():
+            # Forked: the parent's role, context and links are not ours.
+            if self._role == "sender":
+                self._sender_pid = self._pid
+            self._reset()
         self._check_open()
         if self._role is not None:
             raise LocalProtocolError(

@@ -6,7 +6,6 @@ Must not import the sender's half.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from typing import Any
 
@@ -67,11 +66,6 @@ class ReceivingScheme(SchemeCore):
                 without forward hooks needs ``guard="reading"`` or ``apply="manual"``.
             LocalProtocolError: This object has a role already.
         """
-        if self._pid != os.getpid():
-            # Forked: the parent's role, context and links are not ours.
-            if self._role == "sender":
-                self._sender_pid = self._pid
-            self._reset()
         self._check_role("init_on_receiver")
         if model is not None and weights is not None:
             raise ConfigError("weights cannot be provided if model is provided")
