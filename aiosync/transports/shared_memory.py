@@ -40,6 +40,7 @@ _MAX_SEGMENTS = 8
 # The release of a slot up to this size may wait for the next message to the peer, which then
 # needs no system call of its own; senders keep one such slot more.
 LAZY_NBYTES = 8 * 2**20
+"""Bytes up to which the release of a slot may ride along with the next message."""
 
 
 class SharedMemTransport(Transport):
