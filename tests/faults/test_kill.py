@@ -362,8 +362,6 @@ def _pickled_sender(state) -> bytes:
     return pickle.dumps(state.scheme)
 
 
-# Forks this process, which hangs now and then once torch has threads in it.
-@pytest.mark.heavy
 @both
 @pytest.mark.parametrize("reaped", [True, False])
 async def test_dialling_a_dead_trainer_fails_at_once(make, reaped) -> None:
