@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -73,6 +74,14 @@ class _Call(Generic[_T]):
             self._coroutine.close()
             self._finish()
 
+    def give_up(self) -> None:
+        """Wake the caller, as the loop has ended and will not."""
+        if not self.over:
+            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
+                self._coroutine.close()
+            self.error = asyncio.CancelledError()
+            self._finish()
+
     def _finish(self) -> None:
         self.over = True
         self._done.release()
@@ -87,6 +96,7 @@ class _Portal:
 
     def __init__(self) -> None:
         self.leases: set[Lease] = set()
+        self._calls: set[_Call[Any]] = set()
         self.loop = new_event_loop()
         self.stopping = False
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
@@ -103,7 +113,7 @@ class _Portal:
             with contextlib.suppress(RuntimeError):  # it ended already
                 self.loop.call_soon_threadsafe(self.loop.stop)
             if self._thread.ident is None:
-                self.loop.close()
+                self._close()
             raise
 
     def _main(self) -> None:
@@ -119,17 +129,24 @@ class _Portal:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
-            loop.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.loop.close()
+        for call in list(self._calls):  # came too late to be cancelled, or even started
+            call.give_up()
 
     def stop(self, *, join: bool) -> None:
         self.stopping = True
         with contextlib.suppress(RuntimeError):  # it ended already
             self.loop.call_soon_threadsafe(self.loop.stop)
-        if join and threading.current_thread() is not self._thread:
+        started = self._thread.ident is not None
+        if join and started and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         call = _Call(coroutine)
+        self._calls.add(call)  # before the loop can refuse it: either of the two ends it
         try:
             self._submit(call.start, self.loop)
             call.wait()
@@ -143,6 +160,8 @@ class _Portal:
                     self._submit(call.cancel)
                     call.wait(_CANCEL_SECONDS)
             raise
+        finally:
+            self._calls.discard(call)
         if call.error is None:
             return cast("_T", call.result)
         try:
@@ -233,10 +252,11 @@ def lease(tenant: Tenant) -> Lease:
             _hooked = True
             os.register_at_fork(after_in_child=_forget)
             atexit.register(_stop_at_exit)
-        created = _portal is None
-        if _portal is None:
-            _portal = _Portal()
         portal = _portal
+        # One that failed to start stays while other threads hold leases of it, but runs nothing.
+        created = portal is None or portal.stopping
+        if portal is None or portal.stopping:
+            portal = _portal = _Portal()
         held = Lease(portal, tenant)
         portal.leases.add(held)
     if created:

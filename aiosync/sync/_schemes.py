@@ -116,6 +116,7 @@ class WeightSyncScheme:
         self._calls = 0
         self._closing = threading.RLock()
         self._handles: list[aio.SendHandle] = []
+        self._pid = os.getpid()
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -134,12 +135,18 @@ class WeightSyncScheme:
 
     def _check(self, what: str, instead: str | None = None) -> None:
         refuse_inside_loop(what, instead)
+        self._after_fork()
         self._scheme._check_open()
         if self._is_inherited:
             raise LocalProtocolError(
                 f"{what}(): this scheme was set up before the process forked; call "
                 "init_on_receiver() and connect() in the child"
             )
+
+    def _after_fork(self) -> None:
+        # The parent's other threads may have held the locks, and its sends are not ours.
+        if self._pid != os.getpid():
+            self._adopt(self._scheme)
 
     @property
     def _is_inherited(self) -> bool:
@@ -239,6 +246,7 @@ class WeightSyncScheme:
         See :meth:`aiosync.WeightSyncScheme.aclose`. Ends the background thread when no other
         scheme uses it. In a forked child it does nothing: the links are the parent's.
         """
+        self._after_fork()
         if self._is_inherited:
             return
         held = self._lease
@@ -256,6 +264,7 @@ class WeightSyncScheme:
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
+        self._after_fork()
         if self._is_inherited:
             return
         held = self._lease

@@ -99,6 +99,42 @@ def test_a_child_connects_as_a_worker(make: Any) -> None:
 
 
 @pytest.mark.slow
+def test_locks_and_sends_stay_in_the_parent() -> None:
+    """Threads that the child does not have held the locks, and waited for the sends."""
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.SHM, source, target, num_workers=None) as (sender, receiver):
+        with receiver.reading():
+            sender.send_async()
+            held, over = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with sender._lock, sender._closing:
+                    sender._calls += 1
+                    held.set()
+                    over.wait(tools.PATIENCE)
+                    sender._calls -= 1
+
+            thread = tools.in_thread(hold)
+            assert held.wait(tools.PATIENCE)
+
+            def child() -> None:
+                sender.init_on_receiver(model_id="policy", model=tools.filled(0.0), worker_idx=1)
+                with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+                    sender.wait_async()
+                with pytest.raises(aiosync.ConnectTimeout):
+                    sender.connect(timeout=0.001)
+                assert tools.portal_threads() == []
+                sender.shutdown()
+
+            try:
+                assert _in_child(child) == ""
+            finally:
+                over.set()
+                thread.join(tools.PATIENCE)
+        assert sender.wait_async().acked == {0}
+
+
+@pytest.mark.slow
 def test_forwards_in_a_child_of_a_worker() -> None:
     """The guard of the parent's thread means nothing in the child, whatever it was doing."""
     source, target = tools.filled(1.0), tools.filled(0.0)

@@ -503,7 +503,8 @@ def test_a_lease_may_be_given_back_while_another_portal_starts(
             return None
 
     first = _portal.lease(Tenant())
-    monkeypatch.setattr(_portal, "_portal", None)  # so that the next lease starts another one
+    # So that the next lease starts another one. monkeypatch would put this portal back at the end.
+    _portal._portal = None
     start = threading.Thread.start
     stuck: list[bool] = []
 
@@ -519,3 +520,46 @@ def test_a_lease_may_be_given_back_while_another_portal_starts(
     second = _portal.lease(Tenant())
     second.release()
     assert stuck == [False]
+
+
+def test_a_portal_that_failed_to_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may hold a lease of it by then, and even wait for it."""
+    outcomes: list[BaseException] = []
+    others: list[_portal.Lease] = []
+    start = threading.Thread.start
+
+    def wait() -> None:
+        try:
+            others[0].call(asyncio.sleep(0))
+        except aiosync.TransportClosed as exc:
+            outcomes.append(exc)
+
+    def fail_while_another_thread_waits(thread: threading.Thread) -> None:
+        if thread.name != "aiosync-portal":
+            start(thread)
+            return
+        portal = _portal._portal
+        assert portal is not None
+        others.append(_portal.lease(_Nobody()))
+        waiting.append(tools.in_thread(wait))
+        tools.until(lambda: len(portal._calls) == 1)
+        time.sleep(0.05)  # it has asked the loop by now
+        raise RuntimeError("can't start new thread")
+
+    waiting: list[threading.Thread] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail_while_another_thread_waits)
+        with pytest.raises(RuntimeError, match="can't start"):
+            _portal.lease(_Nobody())
+    waiting[0].join(tools.PATIENCE)
+    assert not waiting[0].is_alive()
+    assert len(outcomes) == 1
+    assert not others[0].valid
+
+    held = _portal.lease(_Nobody())
+    held.call(asyncio.sleep(0))
+    others[0].release()
+    held.call(asyncio.sleep(0))
+    held.release()
+    assert tools.portal_threads() == []
+    assert _portal._portal is None
