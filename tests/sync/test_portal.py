@@ -480,12 +480,15 @@ def test_no_forward_mixes_two_versions(make: Any, reading: bool) -> None:
 def test_updates_arrive_while_the_main_thread_computes() -> None:
     """The portal's thread applies by itself; nobody has to call receive()."""
     source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target) as (sender, _):
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
         tools.fill(source, 2.0)
         thread = tools.in_thread(sender.send)
         deadline = time.monotonic() + tools.PATIENCE
-        while tools.value_of(target) != 2.0:
+        value = 1.0
+        while value != 2.0:
             target(torch.zeros(1, 4))
+            with receiver.reading():  # outside, an update may come between two parameters
+                value = tools.value_of(target)
             assert time.monotonic() < deadline
         thread.join(tools.PATIENCE)
 
