@@ -147,6 +147,19 @@ def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
     assert tests in (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_torch_that_the_pages_name_is_the_pinned_one() -> None:
+    """Old pips, told nothing, download the newest wheel before they look at the pin."""
+    pins = re.findall(r'"(torch==\S+)"', (ROOT / "pyproject.toml").read_text())
+    named = [
+        re.findall(r"torch==\S+", block.text)
+        for block in BLOCKS
+        if block.language == "console" and "pip install" in block.text
+    ]
+    assert len(pins) == 1
+    assert len(named) >= 3
+    assert all(versions == pins for versions in named)
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
