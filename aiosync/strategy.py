@@ -7,17 +7,20 @@ module must never import asyncio, a transport or a scheme.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import ModuleTree, unwrap
 from aiosync.tensors.apply import Target
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, collect
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 __all__ = ["WeightStrategy", "get_strategy"]
 
@@ -68,9 +71,9 @@ class WeightStrategy:
             return None
         if self.extract_as == "tensordict":
             return _as_tensordict(source)
-        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+        if isinstance(source, nn.Module) and not is_tensordict(source):
             return dict(source.state_dict())
-        if isinstance(source, TensorDictBase):
+        if is_tensordict(source):
             flat: dict[str, Any] = source.flatten_keys(".").to_dict()
             return flat
         if isinstance(source, Mapping):
@@ -137,8 +140,10 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 
 
 def _as_tensordict(source: Any) -> TensorDictBase:
-    if isinstance(source, TensorDictBase):
+    if is_tensordict(source):
         return source
+    from tensordict import TensorDict  # not before it is needed
+
     if isinstance(source, nn.Module):
         module = unwrap(source)
         weights: TensorDictBase = TensorDict.from_module(module)
@@ -160,6 +165,8 @@ def _set(weights: TensorDictBase, key: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor) or is_tensor_collection(value):
         weights.set(key, value)
     elif isinstance(value, Mapping) and last != _ROOT_KEY and not last.endswith("_extra_state"):
+        from tensordict import TensorDict
+
         inner = TensorDict({}, batch_size=[])
         for name, item in value.items():
             _set(inner, name, item)

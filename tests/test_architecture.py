@@ -212,7 +212,7 @@ print(json.dumps({{"names": names, "loaded": [n for n in forbidden if n in sys.m
 IMPORT_PROBE = """
 import json, logging, os, sys, threading, time
 start = time.process_time()
-import tensordict, torch
+import torch
 between = time.process_time()
 environment = dict(os.environ)
 handlers = list(logging.getLogger().handlers), logging.getLogger().level
@@ -247,8 +247,8 @@ print(json.dumps({
     "no_children": __import__("multiprocessing").active_children() == [],
     "loaded": sorted(
         name
-        for name in ("gymnasium", "matplotlib", "pytest", "ray", "rich", "torchrl", "typer",
-                     "uvloop", "vllm", "aiosync.sync", "aiosync.testing", "aiosync.cli")
+        for name in ("gymnasium", "matplotlib", "pytest", "ray", "rich", "tensordict", "torchrl",
+                     "typer", "uvloop", "vllm", "aiosync.sync", "aiosync.testing", "aiosync.cli")
         if name in sys.modules
     ),
 }))
@@ -272,5 +272,34 @@ def test_import_has_no_side_effects_and_costs_little() -> None:
         "no_children": True,
         "loaded": [],
     }
-    # CPU time beside that of torch and tensordict, which a user of aiosync imports anyway.
+    # CPU time beside that of torch, which a user of aiosync imports anyway.
     assert ratio < 0.15
+
+
+TENSORDICT_PROBE = """
+import json, sys, torch
+import aiosync.sync, aiosync.testing
+source, target = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+flat = aiosync.WeightStrategy("state_dict")
+flat.apply_weights(target, flat.extract_weights(source))
+with aiosync.sync.NoWeightSyncScheme() as scheme:
+    scheme.init_on_sender(model=source, num_workers=1)
+    scheme.connect()
+    scheme.send()
+early = "tensordict" in sys.modules
+strategy = aiosync.WeightStrategy("tensordict")
+weights = strategy.extract_weights(source)
+import tensordict
+target = torch.nn.Linear(2, 3)
+strategy.apply_weights(target, weights)
+print(json.dumps({
+    "early": early,
+    "kind": type(weights) is tensordict.TensorDict,
+    "applied": torch.equal(source.weight, target.weight) and torch.equal(source.bias, target.bias),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_tensordict_is_imported_when_weights_of_its_kind_are_asked_for() -> None:
+    assert _run(TENSORDICT_PROBE) == {"early": False, "kind": True, "applied": True}

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tensordict import TensorDictBase
-
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.schemes._context import resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
@@ -21,6 +19,7 @@ from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.rendezvous import Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors._tensordict import is_tensordict
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 
@@ -316,7 +315,7 @@ class SendingScheme(SchemeCore):
 def _is_per_worker(weights: Any) -> bool:
     return (
         isinstance(weights, Mapping)
-        and not isinstance(weights, TensorDictBase)
+        and not is_tensordict(weights)
         and bool(weights)
         and all(type(key) is int for key in weights)
     )

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import is_tensordict
 
 __all__ = ["Sources", "resolve_sources"]
 
@@ -114,8 +114,7 @@ def _from_params_map(
         )
     valid = isinstance(params_map, Mapping) and params_map
     if not valid or not all(
-        type(key) is int and key >= 0 and isinstance(value, (TensorDictBase, nn.Module, Mapping))
-        for key, value in params_map.items()
+        type(key) is int and key >= 0 and _is_source(value) for key, value in params_map.items()
     ):
         raise ConfigError(
             "params_map must be a dict[int, TensorDictBase]: worker index -> its weights"
@@ -143,8 +142,12 @@ def _agree(
     return next(iter(named.values()), None)
 
 
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Mapping)) or is_tensordict(value)
+
+
 def _check_source(name: str, value: Any) -> None:
-    if value is None or isinstance(value, (nn.Module, TensorDictBase, Mapping)):
+    if value is None or _is_source(value):
         return
     raise ConfigError(
         f"{name} must be an nn.Module, a TensorDict or a state dict, got {type(value).__name__}. "

@@ -12,12 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase, TensorDictParams, is_tensor_collection
 from torch import nn
 
 from aiosync.tensors._plain import as_bytes
+from aiosync.tensors._tensordict import (
+    is_tensor_collection,
+    is_tensordict,
+    is_tensordict_params,
+)
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictParams
+
     from aiosync.tensors._tree import Place
     from aiosync.tensors.copying import CopyPool
 
@@ -142,7 +148,7 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], pool: CopyPoo
 def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
     """Put a tensor object into one place of a target."""
     owner, key = place.owner, place.key
-    if isinstance(owner, TensorDictParams):
+    if is_tensordict_params(owner):
         old = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
         undo.append(lambda: _put_params(owner, key, old))
         _put_params(owner, key, tensor)
@@ -193,13 +199,13 @@ def _store(root: Any, owner: Any, key: str, value: Any) -> None:
 
 def _leave_meta(td: Any) -> None:
     """Keep a TensorDict of the meta device from moving there what is put into it."""
-    if isinstance(td, TensorDictBase) and td.device is not None and td.device.type == "meta":
+    if is_tensordict(td) and td.device is not None and td.device.type == "meta":
         td.clear_device_()
 
 
 def unlocked(td: Any) -> AbstractContextManager[object]:
     """Unlock a TensorDict for a while, if it is one and is locked."""
-    if isinstance(td, TensorDictBase) and td.is_locked:
+    if is_tensordict(td) and td.is_locked:
         context: AbstractContextManager[object] = td.unlock_()
         return context
     return nullcontext()

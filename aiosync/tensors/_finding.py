@@ -6,17 +6,20 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
 from aiosync.tensors.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 __all__ = [
     "ExtractAs",
@@ -41,7 +44,7 @@ def find(source: Source, extract_as: ExtractAs) -> tuple[Found, ModuleTree | Non
     Raises:
         ConfigError: As for :func:`collect`.
     """
-    if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+    if isinstance(source, nn.Module) and not is_tensordict(source):
         tree = ModuleTree(unwrap(source))
         return find_in_tree(tree, extract_as), tree
     if is_tensor_collection(source) or isinstance(source, Mapping):

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors._finding import group_tied
+from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Place, find_nested, is_extra_state, unwrap
 from aiosync.tensors._values import referenced
 from aiosync.tensors.layout import Layout
@@ -82,7 +82,7 @@ def survey(target: Any) -> Survey:
         ConfigError: The target is of an unsupported type, or has parameters that are not
             initialised yet.
     """
-    if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
+    if isinstance(target, nn.Module) and not is_tensordict(target):
         tree = ModuleTree(unwrap(target))
         found = tree.found
         values = {name: Place(name, module, name, "buffer") for name, module in tree.extra.items()}

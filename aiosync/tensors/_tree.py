@@ -13,11 +13,14 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from tensordict import TensorDict, is_tensor_collection
-from tensordict.utils import is_non_tensor
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import (
+    is_non_tensor,
+    is_plain_tensordict,
+    is_tensor_collection,
+)
 from aiosync.tensors._values import EXTRA_STATE, pack_value
 
 __all__ = ["Found", "ModuleTree", "Place", "Signature", "find_nested", "unwrap"]
@@ -341,7 +344,7 @@ _PLAIN = {torch.Tensor, nn.Parameter}
 
 
 def _items(source: Any) -> Iterable[tuple[Any, Any]]:
-    if type(source) is TensorDict:
+    if is_plain_tensordict(source):
         inner = getattr(source, "_tensordict", None)  # items() takes ten times as long
         if type(inner) is dict:
             return inner.items()

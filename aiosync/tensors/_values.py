@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, is_tensor_collection
-from tensordict.utils import is_non_tensor
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import is_non_tensor, is_non_tensor_stack, is_tensor_collection
 
 __all__ = ["EXTRA_STATE", "pack_value", "referenced", "unpack_value"]
 
@@ -55,7 +54,7 @@ def _pack(
         add_tensor(name, value)
         return {_MARK: "tensor", "name": name}
     if is_non_tensor(value):
-        plain = value.tolist() if isinstance(value, NonTensorStack) else value.data
+        plain = value.tolist() if is_non_tensor_stack(value) else value.data
         return _pack(name, plain, add_tensor, depth - 1)
     if is_tensor_collection(value):
         items = {
@@ -115,6 +114,8 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
                 raise ConfigError("a packed value holds a dict that is no list of pairs")
             return {key: unpack_value(item, tensor) for key, item in pairs}
         case "tensordict":
+            from tensordict import TensorDict
+
             items = _items(value, dict)
             inner = TensorDict({}, batch_size=list(value.get("batch_size", ())))
             for key, item in items.items():

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
 from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
+from aiosync.tensors._tensordict import is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Signature, outline
 from aiosync.tensors.copying import CopyPool, copy_blocks
 from aiosync.tensors.layout import Layout
@@ -163,7 +163,9 @@ class Flattener:
         return self._prepared
 
     def _prepare_new(self, source: Source) -> Prepared:
-        nested = not isinstance(source, nn.Module) and isinstance(source, Mapping | TensorDictBase)
+        nested = not isinstance(source, nn.Module) and (
+            isinstance(source, Mapping) or is_tensordict(source)
+        )
         keys, tensors = (outline(source) if nested else None) or (None, [])
         plan = self._plan
         if plan is not None and keys is not None and plan.outline == keys:
@@ -184,7 +186,7 @@ class Flattener:
         standard = self.extract_as == "tensordict" or (tree and tree.standard_state_dict())
         self._tree = tree if standard else None
         self._tree_tensors = found.tensors if self._tree is not None else []
-        plain_module = isinstance(source, nn.Module) and not isinstance(source, TensorDictBase)
+        plain_module = isinstance(source, nn.Module) and not is_tensordict(source)
         self._source = weakref.ref(source) if plain_module else None
         self._prepared = prepared
         return prepared
