@@ -23,7 +23,7 @@ import torch
 import aiosync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
@@ -208,6 +208,12 @@ def this_loop() -> str:
     return "uvloop" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "asyncio"
 
 
+def run(loop: str, main: Coroutine[Any, Any, Any]) -> None:
+    """Run a test on one kind of loop, where both would take too long."""
+    with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+        runner.run(main)
+
+
 def context(method: str) -> Any:
     ctx = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -216,13 +222,17 @@ def context(method: str) -> Any:
 
 
 def start(
-    scheme: Any, build: Callable[[], Any] | None = None, *, method: str = "forkserver"
+    scheme: Any,
+    build: Callable[[], Any] | None = None,
+    *,
+    method: str = "forkserver",
+    loop: str | None = None,
 ) -> Worker:
     """Start a worker process with a pickle of ``scheme``, or a fork of it."""
     mine, theirs = multiprocessing.Pipe()
     if method == "subprocess":
         return _start_subprocess(mine, theirs, scheme, build)
-    args = (theirs, scheme, build, this_loop())
+    args = (theirs, scheme, build, loop or this_loop())
     process = context(method).Process(target=serve, args=args, daemon=True)
     process.start()
     theirs.close()

@@ -36,26 +36,30 @@ def _blocking_worker(conn, scheme) -> None:
         conn.recv()
 
 
-@pytest.mark.asyncio
 @pytest.mark.slow
-async def test_idle_receivers_never_wake_up() -> None:
-    """Both schemes, and the facade of both, at the same time."""
+def test_idle_receivers_never_wake_up() -> None:
+    """Both schemes on both loops, and the facade of both, at the same time."""
+    harness.run("asyncio", _count_wake_ups())
+
+
+async def _count_wake_ups() -> None:
     crew, processes, pids = [], [], {}
-    schemes = [make() for make in harness.SCHEMES]
+    loops = ["asyncio", "uvloop"]
+    schemes = [(make(), loop) for make in harness.SCHEMES for loop in loops]
     facades = [
         aiosync.sync.SharedMemWeightSyncScheme(),
         aiosync.sync.MultiProcessWeightSyncScheme(),
     ]
     try:
-        for scheme in schemes:
+        for scheme, loop in schemes:
             scheme.init_on_sender(model=models.linear(), num_workers=1)
-            worker = harness.start(scheme, models.linear)
+            worker = harness.start(scheme, models.linear, loop=loop)
             crew.append(worker)
             worker.post(harness.join)
             await scheme.connect()
             await worker.answer()
             await scheme.send()
-            pids[type(scheme).__name__] = worker.pid
+            pids[f"{type(scheme).__name__} on {loop}"] = worker.pid
         for facade in facades:
             facade.init_on_sender(model=models.linear(), num_workers=1)
             ctx = harness.context("forkserver")
@@ -77,7 +81,7 @@ async def test_idle_receivers_never_wake_up() -> None:
             woken = {thread: after[thread] - count for thread, count in before[name].items()}
             assert sum(woken.values()) <= 2, f"{name}: {woken}"
     finally:
-        for scheme in schemes:
+        for scheme, _ in schemes:
             await scheme.aclose()
         for facade in facades:
             await asyncio.to_thread(facade.shutdown)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -50,5 +48,4 @@ async def test_weights_reach_forked_workers(make, method) -> None:
     ],
 )
 def test_weights_reach_fresh_interpreters(make, method, loop) -> None:
-    with asyncio.Runner(loop_factory=harness.loop_factory(loop)) as runner:
-        runner.run(_round_trips(make, method, 1))
+    harness.run(loop, _round_trips(make, method, 1))

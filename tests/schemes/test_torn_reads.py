@@ -1,4 +1,7 @@
-"""Forwards during continuous sends: not one of 100,000 mixes two versions.
+"""Forwards during continuous sends: not one mixes two versions.
+
+100,000 in all through the async API, on both transports and both loops, and 100,000 through the
+facade; ``--heavy`` makes as many of every combination.
 
 Every parameter of version v holds the number v, so a forward that returns the means of its first
 and of its last layer shows at once whether they belong together.
@@ -15,7 +18,9 @@ import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-FORWARDS = 100_000
+FORWARDS = 50_000
+MANY_FORWARDS = 100_000
+PIPE, SHM = harness.SCHEMES
 WORKERS = 2
 
 
@@ -68,8 +73,8 @@ async def _hammer(state, count: int, where: str) -> dict[str, int]:
     return tally.result()
 
 
-def _check(results: list[dict[str, int]]) -> None:
-    assert sum(result["forwards"] for result in results) == FORWARDS
+def _check(results: list[dict[str, int]], forwards: int) -> None:
+    assert sum(result["forwards"] for result in results) == forwards
     for result in results:
         assert result["mixed"] == 0
         assert result["backwards"] == 0
@@ -77,24 +82,38 @@ def _check(results: list[dict[str, int]]) -> None:
         assert result["versions"] > 20, "hardly anything was sent meanwhile"
 
 
-@pytest.mark.asyncio
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "where", "loop"), [(PIPE, "loop", "uvloop"), (SHM, "thread", "asyncio")]
+)
+def test_the_async_api(make, where, loop) -> None:
+    harness.run(loop, _send_all_the_time(make, where, FORWARDS))
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("where", ["loop", "thread"])
 @pytest.mark.parametrize("make", harness.SCHEMES)
-async def test_the_async_api(make, where) -> None:
+def test_every_combination(make, where, loop) -> None:
+    harness.run(loop, _send_all_the_time(make, where, MANY_FORWARDS))
+
+
+async def _send_all_the_time(make, where, forwards: int) -> None:
     source, scheme = models.stack(), make()
     models.fill(source, 1.0)
     scheme.init_on_sender(model=source, num_workers=WORKERS)
     async with harness.workers(scheme, models.stack, WORKERS) as crew:
         hammering = [
-            asyncio.ensure_future(worker.call(_hammer, FORWARDS // WORKERS, where))
+            asyncio.ensure_future(worker.call(_hammer, forwards // WORKERS, where))
             for worker in crew
         ]
         while not all(task.done() for task in hammering):
             models.fill(source, float(scheme.version + 1))
             report = await scheme.send()
             assert report.acked == set(range(WORKERS))
-        _check([task.result() for task in hammering])
+        _check([task.result() for task in hammering], forwards)
         for worker in crew:
             got = await worker.call(harness.weights)
             assert all((value == scheme.version).all() for value in got.values())
@@ -119,6 +138,19 @@ def _blocking_worker(conn, scheme, count: int) -> None:
     [("SharedMemWeightSyncScheme", "spawn"), ("MultiProcessWeightSyncScheme", "forkserver")],
 )
 def test_the_facade(name, method) -> None:
+    _send_all_the_time_blocking(name, method, FORWARDS)
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("name", ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"])
+def test_every_combination_of_the_facade(name, method) -> None:
+    _send_all_the_time_blocking(name, method, MANY_FORWARDS)
+
+
+def _send_all_the_time_blocking(name: str, method: str, forwards: int) -> None:
     source = models.stack()
     models.fill(source, 1.0)
     ctx = harness.context(method)
@@ -128,7 +160,7 @@ def test_the_facade(name, method) -> None:
         for _ in range(WORKERS):
             mine, theirs = ctx.Pipe()
             process = ctx.Process(
-                target=_blocking_worker, args=(theirs, scheme, FORWARDS // WORKERS), daemon=True
+                target=_blocking_worker, args=(theirs, scheme, forwards // WORKERS), daemon=True
             )
             process.start()
             theirs.close()
@@ -142,7 +174,7 @@ def test_the_facade(name, method) -> None:
                 assert time.monotonic() < give_up
                 models.fill(source, float(scheme.version + 1))
                 assert scheme.send().acked == set(range(WORKERS))
-            _check([conn.recv() for _, conn in crew])
+            _check([conn.recv() for _, conn in crew], forwards)
         finally:
             for process, conn in crew:
                 conn.close()
