@@ -60,7 +60,8 @@ class SendTracker:
     __slots__ = ("_waiting", "acked", "failed", "require", "skipped", "version", "workers")
 
     def __init__(self, version: int, workers: Iterable[int], require: Require = "all") -> None:
-        validate_require(require)
+        if require != "all":
+            validate_require(require)
         self.version: int = version
         self.workers: frozenset[int] = frozenset(workers)
         self.require = require
@@ -97,7 +98,7 @@ class SendTracker:
 
         With ``require="all"`` the result waits for every target, so that it names each failure.
         """
-        return self.done or (self.require != "all" and self.satisfied)
+        return not self._waiting or (self.require != "all" and self.satisfied)
 
     @property
     def needed(self) -> int:

@@ -162,6 +162,23 @@ class Outbox:
         self._in_flight.append(version)
         return version
 
+    def offer_and_take(self, version: int) -> bool:
+        """Both in one, where nothing is pending and the window is open.
+
+        Returns:
+            Whether the version is in flight now. If not, nothing changed.
+        """
+        if (
+            self._pending is not None
+            or self._unreceived is not None
+            or self._error is not None
+            or version <= self._last_offered
+        ):
+            return False
+        self._last_offered = self._unreceived = version
+        self._in_flight.append(version)
+        return True
+
     def untake(self, version: int) -> list[Outcome]:
         """Take a version back that the link did not touch, because the send was cancelled.
 
@@ -199,6 +216,8 @@ class Outbox:
         """
         version = ack.version
         in_flight = self._in_flight
+        if ack.status == AckStatus.APPLIED and ack.epoch == self.epoch:
+            return self.on_applied(version)
         if ack.epoch != self.epoch or version not in in_flight:
             self._stray += 1
             return []
@@ -206,15 +225,23 @@ class Outbox:
             self._unreceived = None
         if ack.status == AckStatus.RECEIVED:
             return []
-        if ack.status == AckStatus.APPLIED:
-            overtaken = in_flight[: in_flight.index(version)]
-            del in_flight[: len(overtaken) + 1]
-            self._applied = version
-            outcomes = [self._skip(older, version) for older in overtaken]
-            outcomes.append(Outcome(version, OutcomeKind.APPLIED))
-            return outcomes
         in_flight.remove(version)
         return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
+
+    def on_applied(self, version: int) -> list[Outcome]:
+        """The same for an APPLIED of this epoch."""
+        in_flight = self._in_flight
+        if version not in in_flight:
+            self._stray += 1
+            return []
+        if self._unreceived is not None and version >= self._unreceived:
+            self._unreceived = None
+        overtaken = in_flight[: in_flight.index(version)]
+        del in_flight[: len(overtaken) + 1]
+        self._applied = version
+        outcomes = [self._skip(older, version) for older in overtaken]
+        outcomes.append(Outcome(version, OutcomeKind.APPLIED))
+        return outcomes
 
     def close(self, error: AiosyncError) -> list[Outcome]:
         """Fail everything that is unresolved. Sticky: a second call changes nothing.

@@ -6,15 +6,16 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from aiosync.errors import AiosyncError, RemoteProtocolError
 from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._link import without_frames
-from aiosync.transports.base import Received, Transport
+from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Message, Update
 
 __all__ = ["Peer"]
@@ -41,7 +42,7 @@ class Peer:
         epoch: int,
         has_target: bool,
         tasks: TaskOwner,
-        on_outcomes: Callable[[Peer, Iterable[Outcome]], None],
+        on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_lost: Callable[[Peer, AiosyncError], None],
     ) -> None:
         self.worker_idx = worker_idx
@@ -60,10 +61,15 @@ class Peer:
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
+        if isinstance(self.transport, SharedMemTransport):
+            self.transport.take_no_segments()
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")
 
     def offer(self, snapshot: Snapshot) -> None:
         """Make ``snapshot`` the next update of this worker; the newest wins."""
+        if not (self._writing or self._lost) and self.outbox.offer_and_take(snapshot.version):
+            self._send(snapshot.retain())
+            return
         self._snapshots[snapshot.version] = snapshot.retain()
         self._settle(self.outbox.offer(snapshot.version))
         self._pump()
@@ -79,20 +85,22 @@ class Peer:
         self._on_lost(self, error)
         self._on_outcomes(self, outcomes)
 
-    def _settle(self, outcomes: Iterable[Outcome]) -> None:
-        outcomes = list(outcomes)
-        for outcome in outcomes:
-            snapshot = self._snapshots.pop(outcome.version, None)
-            if snapshot is not None:
-                snapshot.release()
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        if self._snapshots:
+            for outcome in outcomes:
+                snapshot = self._snapshots.pop(outcome.version, None)
+                if snapshot is not None:
+                    snapshot.release()
         if outcomes:
             self._on_outcomes(self, outcomes)
 
     def _pump(self) -> None:
         if self._writing or self._lost or not self.outbox.can_take:
             return
-        version = self.outbox.take()
-        snapshot = self._snapshots.pop(version)
+        self._send(self._snapshots.pop(self.outbox.take()))
+
+    def _send(self, snapshot: Snapshot) -> None:
+        """Write now, or in the background; takes over a reference."""
         try:
             taken = self._write_now(snapshot)
         except AiosyncError as exc:
@@ -151,7 +159,7 @@ class Peer:
         except AiosyncError as exc:
             self.lose(exc)
 
-    def _on_message(self, received: Received) -> None:
+    def _on_message(self, received: Received) -> Again | None:
         message = received.message
         if not isinstance(message, Ack):
             raise RemoteProtocolError(
@@ -166,3 +174,16 @@ class Peer:
         else:
             self._on_outcomes(self, ())  # connect() waits for no more than that it arrived
         self._pump()
+        if message.status is AckStatus.APPLIED and message.epoch == self.epoch:
+            return self._on_applied
+        return None
+
+    def _on_applied(
+        self, version: int, _payload: memoryview | None, _release: Callable[[], None]
+    ) -> None:
+        """The short way for what nearly every message is."""
+        if version > self.received_version:
+            self.received_version = version
+        self._settle(self.outbox.on_applied(version))
+        if self._snapshots:
+            self._pump()

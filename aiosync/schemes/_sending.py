@@ -5,7 +5,9 @@ Must not import the receiver's half.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -297,6 +299,15 @@ class SendingScheme(SchemeCore):
         return strategy.extract_weights(weights)
 
     def _require_sender(self, method: str) -> WeightSender:
+        sender = self._sender
+        if (
+            sender is not None
+            and self._connected
+            and not self._closed
+            and self._loop is asyncio._get_running_loop()
+            and self._pid == os.getpid()
+        ):
+            return sender
         self._check_open()
         if self._role != "sender":
             raise LocalProtocolError(

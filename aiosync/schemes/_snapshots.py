@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ _LEAVING_SECONDS = 0.05
 class Snapshot:
     """One version of the weights, flat. Reference-counted by the sender's bookkeeping."""
 
-    __slots__ = ("_refs", "_release", "buffer", "layout", "slot", "values", "version")
+    __slots__ = ("_refs", "_release", "buffer", "layout", "nbytes", "slot", "values", "version")
 
     def __init__(
         self,
@@ -43,13 +43,9 @@ class Snapshot:
         self.layout: Layout
         self.values: dict[str, object] = {}
         self.version: int = 0
+        self.nbytes: int = 0  # of the payload
         self._refs = 1
         self._release = release
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes."""
-        return self.layout.nbytes
 
     def payload(self) -> memoryview:
         """The payload, for links that carry bytes."""
@@ -83,6 +79,9 @@ class SnapshotStore(Protocol):
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """Memory for a snapshot now, growing if none is free."""
 
+    def acquire_free(self, nbytes: int) -> Snapshot | None:
+        """Memory for a snapshot if there is some now, without growing."""
+
     async def acquire(self, nbytes: int) -> Snapshot:
         """Memory for a snapshot; waits a moment for memory that is about to become free."""
 
@@ -102,6 +101,10 @@ class PrivateStore:
         self._idle = [buffer for buffer in self._idle if buffer.nbytes == nbytes]
         buffer = self._idle.pop() if self._idle else FlatBuffer(nbytes)
         return Snapshot(buffer, slot=None, release=lambda: self._put_back(buffer))
+
+    def acquire_free(self, nbytes: int) -> Snapshot | None:
+        """See :class:`SnapshotStore`."""
+        return self.acquire_nowait(nbytes)
 
     async def acquire(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`; never waits."""
@@ -139,6 +142,11 @@ class ArenaStore:
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
         return self._wrap(self.arena.free_slot(nbytes) or self._grow(nbytes))
+
+    def acquire_free(self, nbytes: int) -> Snapshot | None:
+        """See :class:`SnapshotStore`."""
+        slot = self.arena.free_slot(nbytes)
+        return None if slot is None else self._wrap(slot)
 
     async def acquire(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
@@ -219,13 +227,25 @@ class SnapshotMaker:
         snapshot = self._store.acquire_nowait(planned.prepared.layout.nbytes)
         return self._fill(snapshot, planned)
 
+    def take_free(
+        self, planned: Mapping[int | None, Planned]
+    ) -> Mapping[int | None, Snapshot] | None:
+        """Copy now if there is one source, it is small, and memory for it is free."""
+        if len(planned) != 1:
+            return None
+        [(key, plan)] = planned.items()
+        nbytes = plan.prepared.layout.nbytes
+        snapshot = self._store.acquire_free(nbytes) if nbytes <= _INLINE_NBYTES else None
+        return None if snapshot is None else {key: self._fill(snapshot, plan)}
+
     async def take(self, planned: Planned) -> Snapshot:
         """Copy without holding the loop for long.
 
         Cancellation: safe; a copy under way on a thread is waited for, and its memory kept.
         """
-        snapshot = await self._store.acquire(planned.prepared.layout.nbytes)
-        if planned.prepared.layout.nbytes <= _INLINE_NBYTES:
+        nbytes = planned.prepared.layout.nbytes
+        snapshot = await self._store.acquire(nbytes)
+        if nbytes <= _INLINE_NBYTES:
             return self._fill(snapshot, planned)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
@@ -241,7 +261,7 @@ class SnapshotMaker:
 
     def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
         try:
-            self._copy(snapshot, planned, None)
+            planned.flattener.copy_into(planned.prepared, snapshot.buffer)
         except BaseException:
             snapshot.release()
             raise
@@ -250,6 +270,7 @@ class SnapshotMaker:
     @staticmethod
     def _describe(snapshot: Snapshot, planned: Planned) -> Snapshot:
         snapshot.layout = planned.prepared.layout
+        snapshot.nbytes = snapshot.layout.nbytes
         if planned.prepared.values:
             snapshot.values = copy.deepcopy(planned.prepared.values)
         return snapshot

@@ -59,6 +59,17 @@ class Staging:
         while len(self._layouts) > _KNOWN_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
 
+    def known(self, layout: Layout) -> Layout:
+        """Check that the layout of an earlier update is not forgotten.
+
+        Raises:
+            RemoteProtocolError: Its manifest has to be sent again.
+        """
+        known = self._layouts.get(layout.digest)
+        if known is None:
+            raise _unknown_manifest()
+        return known
+
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""
         layout = self._layout_of(message, nbytes)
@@ -82,7 +93,7 @@ class Staging:
             raise RemoteProtocolError(f"{type(message).__name__} came with a payload")
         layout = self._layouts.get(message.digest)
         if layout is None:
-            raise RemoteProtocolError("an update names a manifest that was never sent")
+            raise _unknown_manifest()
         if message.codec != "dense" or message.chunk is not None:
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
         if nbytes != layout.nbytes:
@@ -99,7 +110,7 @@ class Staging:
         key = received.key if isinstance(received.key, tuple) else None
         give_back = received.release
         if key is not None:
-            flat = self._map(key, received.payload[0])
+            flat = self.map(key, received.payload[0])
         else:
             landing, self._landing = self._landing, None
             flat = landing if landing is not None else FlatBuffer(layout.nbytes)
@@ -108,7 +119,8 @@ class Staging:
             give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer
         return Staged(message.epoch, message.version, layout, flat, message.values, key, give_back)
 
-    def _map(self, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
+    def map(self, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
+        """The transport's own memory as tensors can see it; the same object for the same memory."""
         flat = self._mapped.get(key)
         if flat is None or flat.nbytes < payload.nbytes:
             for old in [old for old in self._mapped if old[0] != key[0]]:
@@ -150,6 +162,10 @@ class Staging:
         self._spare.clear()
         self._mapped.clear()
         self._layouts.clear()
+
+
+def _unknown_manifest() -> RemoteProtocolError:
+    return RemoteProtocolError("an update names a manifest that was never sent")
 
 
 def _fill(flat: FlatBuffer, received: Received) -> None:

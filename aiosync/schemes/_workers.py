@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
@@ -49,7 +49,7 @@ class Workers:
         strategy: str,
         num_workers: int | None,
         clock: VersionClock,
-        on_outcomes: Callable[[Peer, Iterable[Outcome]], None],
+        on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self.model_id = model_id
@@ -168,8 +168,7 @@ class Workers:
         peer.transport.abort()
         self.notify()
 
-    def _outcomes(self, peer: Peer, outcomes: Iterable[Outcome]) -> None:
-        outcomes = list(outcomes)
+    def _outcomes(self, peer: Peer, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             if outcome.kind is OutcomeKind.FAILED and outcome.error is not None:
                 self._failures[peer.worker_idx] = outcome.error
@@ -190,9 +189,10 @@ class Workers:
 
     def forget_all(self) -> None:
         """Drop the snapshots that were kept for workers that join later."""
-        for snapshot in self._latest_for.values():
-            snapshot.release()
-        self._latest_for.clear()
+        if self._latest_for:
+            for snapshot in self._latest_for.values():
+                snapshot.release()
+            self._latest_for.clear()
         if self._latest is not None:
             self._latest.release()
             self._latest = None

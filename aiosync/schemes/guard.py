@@ -217,8 +217,21 @@ class Guard:
             Whether it has run. If not, call :meth:`retry` now and then.
         """
         with self._lock:
-            self._pending = apply
-        return not self.retry()
+            if self._open or self._applying is not None or self._pending is not None:
+                self._pending = apply
+                busy = True
+            else:
+                self._patient_until = 0.0
+                self._applying = (threading.get_ident(), sys._getframe(), apply)
+                busy = False
+        if busy:
+            return not self.retry()
+        # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
+        apply()
+        more = self._end_apply(sys._getframe())
+        if more is not None:
+            self._run(more)
+        return True
 
     def retry(self) -> bool:
         """Run what waits if the readers that it waited for have ended without a word.
@@ -332,8 +345,12 @@ class Guard:
     def _end_apply(self, frame: FrameType) -> Callable[[], None] | None:
         with self._lock:
             self._applying = None
-            more = None if self._open else self._begin(frame)
-            watchers, self._watchers = self._watchers, []
+            more = None
+            if self._pending is not None and not self._open:
+                more = self._begin(frame)
+            watchers = self._watchers
+            if watchers:
+                self._watchers = []
             if self._sleepers:
                 self._changed.notify_all()
         for watcher in watchers:

@@ -8,8 +8,10 @@ import the sender.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from aiosync.errors import (
@@ -28,9 +30,9 @@ from aiosync.protocol import Inbox
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
-from aiosync.tensors import Target
+from aiosync.tensors import Layout, Target
 from aiosync.transports._link import without_frames
-from aiosync.transports.base import Received, Transport, make_ack
+from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Update
 
@@ -39,6 +41,7 @@ __all__ = ["WeightReceiver"]
 _PATIENCE_SECONDS = 30.0
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
 class WeightReceiver:
@@ -127,14 +130,34 @@ class WeightReceiver:
             if self._outgoing:
                 await self._flush()
 
-    def _on_message(self, received: Received) -> None:
+    def _on_message(self, received: Received) -> Again | None:
         message = received.message
         if isinstance(message, Update):
-            self._stage(self._staging.take(received))
+            staged = self._staging.take(received)
+            key, layout = staged.key, staged.layout
+            self._stage(staged)
+            if key is not None and message.is_plain:
+                return functools.partial(self._stage_again, message.epoch, layout, key)
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+        return None
+
+    def _stage_again(
+        self,
+        epoch: int,
+        layout: Layout,
+        key: tuple[int, int],
+        version: int,
+        payload: memoryview | None,
+        give_back: Callable[[], None],
+    ) -> None:
+        """Another version where an earlier one was: the short way."""
+        assert payload is not None
+        layout = self._staging.known(layout)
+        flat = self._staging.map(key, payload)
+        self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back))
 
     def _stage(self, staged: Staged) -> None:
         try:
@@ -143,7 +166,8 @@ class WeightReceiver:
             self._staging.drop(staged)
             self._acknowledge(make_ack(staged.epoch, staged.version, AckStatus.NACK, exc))
             return
-        self._withdraw()
+        if self._staged is not None:
+            self._withdraw()
         self._staged = staged
         if not self._manual and self._resolve() is not None:
             self.apply_soon()
@@ -151,7 +175,8 @@ class WeightReceiver:
             # It has to wait; APPLIED or NACK at once would have said that it was received.
             received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
             self._acknowledge(received)
-        self._notify()
+        if self._waited_for:
+            self._notify()
 
     def _withdraw(self) -> None:
         """A newer update takes the place of one that was not applied yet."""
@@ -225,12 +250,13 @@ class WeightReceiver:
             old = staged if self._copy else self._current
             if not self._copy:
                 self._current = staged
-            self._acknowledge(make_ack(epoch, version, AckStatus.APPLIED, None))
+            self._acknowledge_applied(epoch, version)
             # The trainer does not wait while the old memory is looked at and unmapped.
             if old is not None:
                 self._loop.call_soon(self._leave, old)
             self._on_applied(epoch, version)
-        self._notify()
+        if self._waited_for:
+            self._notify()
 
     def _leave(self, old: Staged) -> None:
         if self._copy or self._closed:
@@ -295,6 +321,15 @@ class WeightReceiver:
             self.apply_soon()
 
     # -- acknowledging -------------------------------------------------------------------------
+
+    def _acknowledge_applied(self, epoch: int, version: int) -> None:
+        if not self._outgoing and not self._flushing:
+            try:
+                if self.transport.ack_nowait(epoch, version, AckStatus.APPLIED):
+                    return
+            except TransportError:
+                return  # the link has ended: the receiving task reports it
+        self._acknowledge(make_ack(epoch, version, AckStatus.APPLIED, None))
 
     def _acknowledge(self, ack: Ack | None = None) -> None:
         if ack is not None:

@@ -7,6 +7,7 @@ never delays another. Must not import the receiver.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,15 @@ from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
-from aiosync.transports._link import wake
 from aiosync.transports.base import Transport
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
-# After a small send the loop turns this long before it sleeps: waking an idle core costs as
-# much as the whole round trip (docs/topics/shared-memory.md).
-_AWAKE_SECONDS = 80e-6
+# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as
+# much as the whole round trip (docs/topics/shared-memory.md). Long enough for an answer that is
+# as quick as the last ones were; only briefly where those took longer than that.
+_AWAKE_SECONDS = (50e-6, 250e-6)
 _AWAKE_NBYTES = 2**20
 
 
@@ -43,6 +44,8 @@ class _Send:
     started: float
     nbytes: int
     lost: Mapping[int, AiosyncError]
+    timeout: float = math.inf
+    deadline: float = math.inf  # on the loop's clock
 
 
 class WeightSender:
@@ -81,8 +84,12 @@ class WeightSender:
             on_outcomes=self._on_outcomes,
             on_crash=self._on_crash,
         )
+        self._loop = asyncio.get_running_loop()
         self._sends: dict[int, _Send] = {}
         self._snapshot_lock = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None  # one for all sends under way
+        self._timer_at = math.inf
+        self._recent = 0.0  # seconds that sends took lately
 
     @property
     def peers(self) -> Mapping[int, Peer]:
@@ -95,7 +102,7 @@ class WeightSender:
                 send.future.set_exception(error)
         self._sends.clear()
 
-    def _on_outcomes(self, peer: Peer, outcomes: Iterable[Outcome]) -> None:
+    def _on_outcomes(self, peer: Peer, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             if outcome.kind is OutcomeKind.SKIPPED:
                 self.skipped += 1
@@ -150,7 +157,7 @@ class WeightSender:
         """
         if worker_ids is None:
             everybody = {*self.workers.peers, *self.workers.unreported}
-            return {idx for idx in everybody if None in planned or idx in planned}
+            return everybody if None in planned else {idx for idx in everybody if idx in planned}
         named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
         known = self.workers.peers.keys() | self.workers.lost.keys()
         for idx in sorted(named - known):
@@ -168,40 +175,40 @@ class WeightSender:
         started = time.perf_counter()
         self.workers.check()
         targets = self.targets(worker_ids, planned)
-        async with self._snapshot_lock:
-            snapshots = {}
-            try:
-                for key, plan in planned.items():
-                    snapshots[key] = await self.maker.take(plan)
-            except BaseException:
-                for snapshot in snapshots.values():
-                    snapshot.release()
-                raise
-            self.workers.check()
+        # The usual case, small weights and memory that is free, without any await.
+        snapshots = None if self._snapshot_lock.locked() else self.maker.take_free(planned)
+        if snapshots is not None:
             send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        else:
+            async with self._snapshot_lock:
+                snapshots = await self._take(planned)
+                self.workers.check()
+                send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if not send.future.done():
-            await self._stay_awake(send)
-            if not send.future.done():
-                await self._wait(send, timeout)
-        return send.future.result()
-
-    async def _wait(self, send: _Send, timeout: float | None) -> None:
-        handle = None
-        loop = asyncio.get_running_loop()
-        if timeout is not None:
-            left = timeout - (time.perf_counter() - send.started)
-            handle = loop.call_later(max(left, 0.0), self._expire, send, timeout)
-        done: asyncio.Future[None] = loop.create_future()
-        send.future.add_done_callback(lambda _future: wake(done))
+            if send.nbytes <= _AWAKE_NBYTES:
+                self._stay_awake(send.future, self._awake_until())
+            if timeout is not None:
+                self._limit(send, timeout)
         try:
-            await done
+            report = await send.future
         except asyncio.CancelledError:
             # The transfer goes on; a worker that fails is reported by the next send.
-            send.future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if send.future.done() and not send.future.cancelled():
+                send.future.exception()  # seen by nobody, on purpose
             raise
-        finally:
-            if handle is not None and send.future.done():
-                handle.cancel()
+        self._recent += (report.elapsed - self._recent) / 8
+        return report
+
+    async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
+        snapshots = {}
+        try:
+            for key, plan in planned.items():
+                snapshots[key] = await self.maker.take(plan)
+        except BaseException:
+            for snapshot in snapshots.values():
+                snapshot.release()
+            raise
+        return snapshots
 
     def send_nowait(
         self,
@@ -216,17 +223,17 @@ class WeightSender:
         snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if timeout is not None and not send.future.done():
-            loop = asyncio.get_running_loop()
-            handle = loop.call_later(timeout, self._expire, send, timeout)
-            send.future.add_done_callback(lambda _done: handle.cancel())
+            self._limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
 
-    async def _stay_awake(self, send: _Send) -> None:
-        if send.nbytes > _AWAKE_NBYTES:
-            return
-        give_up = time.perf_counter() + _AWAKE_SECONDS
-        while not send.future.done() and time.perf_counter() < give_up:  # noqa: ASYNC110 - brief
-            await asyncio.sleep(0)
+    def _awake_until(self) -> float:
+        least, most = _AWAKE_SECONDS
+        return time.perf_counter() + (most if self._recent < most else least)
+
+    def _stay_awake(self, future: asyncio.Future[SendReport], until: float) -> None:
+        # A callback that is always ready keeps the loop from sleeping.
+        if not future.done() and time.perf_counter() < until:
+            self._loop.call_soon(self._stay_awake, future, until)
 
     def _dispatch(
         self,
@@ -240,18 +247,19 @@ class WeightSender:
         for snapshot in snapshots.values():
             snapshot.version = version
             nbytes += snapshot.nbytes
+        workers = self.workers
         if everybody:
-            self.workers.forget_all()
+            workers.forget_all()
             for key, snapshot in snapshots.items():
-                self.workers.remember(key, snapshot.retain())
-        lost = {idx: error for idx, error in self.workers.lost.items() if idx not in targets}
-        future = asyncio.get_running_loop().create_future()
+                workers.remember(key, snapshot.retain())
+        lost = {idx: error for idx, error in workers.lost.items() if idx not in targets}
+        future = self._loop.create_future()
         send = _Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
         self._sends[version] = send
         for idx in sorted(targets):
-            peer = self.workers.peers.get(idx)
+            peer = workers.peers.get(idx)
             if peer is None:
-                error = self.workers.lost[idx]
+                error = workers.lost[idx]
                 send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
                 continue
             snapshot_for = snapshots.get(idx) or snapshots.get(None)
@@ -260,20 +268,21 @@ class WeightSender:
                 send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
                 continue
             if not everybody:
-                self.workers.remember(idx, snapshot_for.retain())
+                workers.remember(idx, snapshot_for.retain())
             peer.offer(snapshot_for)
         for snapshot in snapshots.values():
             snapshot.release()
-        self._settle(send)
+        if send.tracker.settled:
+            self._settle(send)
         return send
 
     def _settle(self, send: _Send) -> None:
         tracker = send.tracker
-        if send.future.done() or self._sends.get(tracker.version) is not send:
-            return
-        if not tracker.settled:
+        if not tracker.settled or self._sends.get(tracker.version) is not send:
             return
         del self._sends[tracker.version]
+        if send.future.done():
+            return  # cancelled: nobody was told who failed, so the next send says it
         self.workers.unreported -= tracker.failed.keys()
         elapsed = time.perf_counter() - send.started
         if not tracker.workers and send.lost and not self.workers.peers:
@@ -286,8 +295,31 @@ class WeightSender:
         else:
             send.future.set_result(report)
 
-    def _expire(self, send: _Send, timeout: float) -> None:
-        version = send.tracker.version
+    def _limit(self, send: _Send, timeout: float) -> None:
+        """Give up on the workers that have not answered ``timeout`` seconds after the start."""
+        send.timeout = timeout
+        send.deadline = self._loop.time() + timeout - (time.perf_counter() - send.started)
+        self._arm(send.deadline)
+
+    def _arm(self, deadline: float) -> None:
+        # The timer is left to run when a send ends: making one is as dear as a small send.
+        if deadline < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = deadline
+            self._timer = self._loop.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        now = self._loop.time()
+        for send in list(self._sends.values()):
+            if send.deadline <= now:
+                self._expire(send)
+        if self._sends:
+            self._arm(min(send.deadline for send in self._sends.values()))
+
+    def _expire(self, send: _Send) -> None:
+        version, timeout = send.tracker.version, send.timeout
 
         def too_late(idx: frozenset[int]) -> AckTimeout:
             return AckTimeout(
@@ -318,11 +350,17 @@ class WeightSender:
 
     # -- closing -------------------------------------------------------------------------------
 
+    def _end(self) -> None:
+        self.workers.end()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     async def aclose(self) -> None:
         """Close every link; sends under way fail with ``TransportClosed``. Bounded."""
         if self.workers.closed:
             return
-        self.workers.end()
+        self._end()
         try:
             await self.workers.tasks.aclose()
         finally:
@@ -332,6 +370,6 @@ class WeightSender:
         """The same from synchronous code, without waiting for the tasks."""
         if self.workers.closed:
             return
-        self.workers.end()
+        self._end()
         self.workers.tasks.abort()
         self.maker.close()

@@ -192,8 +192,7 @@ class ModuleTree:
         )
         if self._plain:
             tables = self._filled_tables()
-            self._sizes = list(map(len, tables))
-            self._keys = list(chain.from_iterable(tables))
+            self._keys = list(map(list, tables))
             self._items = list(chain.from_iterable(map(dict.values, tables)))
             self._hidden = self._count_hidden()
 
@@ -237,8 +236,7 @@ class ModuleTree:
             return new.found.same_as(self.found) and new.extra == self.extra
         tables = self._filled_tables()
         return (
-            list(map(len, tables)) == self._sizes
-            and list(chain.from_iterable(tables)) == self._keys
+            list(map(list, tables)) == self._keys
             and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._items))
             and not (persistence and self._count_hidden() != self._hidden)
         )

@@ -79,6 +79,11 @@ class FramedChannel:
         """What ended the link, or ``None`` while it works."""
         return self._state.error
 
+    @property
+    def ended(self) -> bool:
+        """Whether no operation can succeed any more."""
+        return self._state.ended
+
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""
         self._state.on_end.append(callback)

@@ -29,6 +29,9 @@ class ByteIo(Protocol):
     def recv_into(self, buffer: memoryview) -> int:
         """Read some bytes; 0 at the end of the stream; ``BlockingIOError`` when there are none."""
 
+    def send(self, data: bytes) -> int:
+        """Write some bytes of ``data``; ``BlockingIOError`` when there is no room."""
+
     def sendv(self, buffers: Sequence[memoryview]) -> int:
         """Write some bytes of the buffers; ``BlockingIOError`` when there is no room."""
 
@@ -52,6 +55,9 @@ class DescriptorIo:
 
     def recv_into(self, buffer: memoryview) -> int:
         return os.readv(self.read_fd, [buffer])
+
+    def send(self, data: bytes) -> int:
+        return os.write(self.write_fd, data)
 
     def sendv(self, buffers: Sequence[memoryview]) -> int:
         return os.writev(self.write_fd, buffers)
@@ -77,10 +83,13 @@ class SocketIo:
         self.sock = sock
         self.read_fd = self.write_fd = sock.fileno()
         self.received_fds: deque[int] = deque()
+        self.takes_fds = True
         self._attached: int | None = None
         self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
     def recv_into(self, buffer: memoryview) -> int:
+        if not self.takes_fds:
+            return self.sock.recv_into(buffer)
         nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
             [buffer], self._space, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         )
@@ -96,6 +105,9 @@ class SocketIo:
     def attach(self, fd: int | None) -> None:
         """Have a copy of ``fd`` travel beside the next bytes that are written."""
         self._attached = fd
+
+    def send(self, data: bytes) -> int:
+        return self.sock.send(data) if self._attached is None else self.sendv([memoryview(data)])
 
     def sendv(self, buffers: Sequence[memoryview]) -> int:
         if self._attached is None:

@@ -26,12 +26,23 @@ from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkState, wake
 from aiosync.transports.base import Lender
 from aiosync.types import Limits
-from aiosync.wire import EndOfStream, Failed, FrameDecoder, FrameEnd, FrameStart, Message
+from aiosync.wire import (
+    EndOfStream,
+    Failed,
+    FrameDecoder,
+    FrameEnd,
+    FrameStart,
+    Message,
+    Repeat,
+)
 
 __all__ = ["FrameReader", "Intercept", "flat_view", "take_buffers"]
 
-Intercept = Callable[[Message, "Mapping[str, Any] | None"], bool]
-"""Sees each message without payload as it is read; returns True to keep it from ``recv()``."""
+Intercept = Callable[[Message, "Mapping[str, Any] | None"], "bool | Repeat"]
+"""Sees each message without payload as it is read; returns True to keep it from ``recv()``.
+
+Or, instead of True, what takes the counter of later messages that are the same but for it.
+"""
 
 # One loop callback moves at most this much, so that a bulk transfer never holds the loop long.
 _WINDOW_NBYTES = 2**20
@@ -94,6 +105,7 @@ class FrameReader:
     def stop(self) -> None:
         """Read no more, and let a waiting ``recv()`` find out why."""
         self._pause()
+        self._decoder.forget()
         wake(self._waiter)
 
     def peer_gone(self, error: TransportError) -> None:
@@ -266,14 +278,36 @@ class FrameReader:
     def _run_intercept(self, event: FrameStart) -> bool:
         assert self._intercept is not None
         try:
-            return self._intercept(event.message, event.ext)
-        except (ProtocolError, TransportError) as exc:
+            taken = self._intercept(event.message, event.ext)
+        except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
+            self._handler_failed(exc)
+            return True
+        if callable(taken):
+            self._decoder.remember(taken)
+            return True
+        return taken
+
+    def _pull_repeats(self) -> None:
+        """Hand messages that are repeated to their handlers, without building them."""
+        state, decoder = self._state, self._decoder
+        while not (decoder.drained or self._event or self._whole or state.error or state.closed):
+            repeated = decoder.next_repeat()
+            if repeated is None:
+                return
+            repeat, counter = repeated
+            try:
+                repeat(counter)
+            except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
+                self._handler_failed(exc)
+
+    def _handler_failed(self, exc: Exception) -> None:
+        if isinstance(exc, (ProtocolError, TransportError)):
             self._state.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - a bug above: whoever uses the link sees it
-            error = TransportBroken(f"a message from {self._state.name} could not be handled")
-            error.__cause__ = exc
-            self._state.fail(error)
-        return True
+            return
+        # A bug above.
+        error = TransportBroken(f"a message from {self._state.name} could not be handled")
+        error.__cause__ = exc
+        self._state.fail(error)
 
     def _resume(self) -> None:
         if not self._reading and not self._state.ended:
@@ -313,7 +347,9 @@ class FrameReader:
                 self._pull()
                 break
             decoder.buffer_updated(nbytes)
-            self._pull()
+            self._pull_repeats()
+            if not decoder.drained:
+                self._pull()
             if nbytes < room or self.ready:
                 break
             budget -= nbytes

@@ -94,6 +94,7 @@ class Slot:
     """One place for a snapshot.
 
     Attributes:
+        key: (segment id, slot index).
         view: The slot's bytes, writable by this process while nobody reads the slot.
         refs: References inside the sender.
         holders: Readers that were told to read it, and whether each said that something in its
@@ -104,15 +105,11 @@ class Slot:
         self.arena = arena
         self.segment = segment
         self.index = index
+        self.key: tuple[int, int] = (segment.segment_id, index)
         self.view = view
         self.refs: int = 0
         self.holders: dict[Hashable, bool] = {}
         self.orphans: list[int | None] = []
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(segment id, slot index)."""
-        return self.segment.segment_id, self.index
 
     def retain(self) -> None:
         """Add a reference inside the sender."""
@@ -261,6 +258,11 @@ class SegmentView:
         self._counts: dict[int, int] = {}
         self._fd = fd
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the descriptor was closed."""
+        return self._fd < 0
 
     def view(self, index: int) -> memoryview:
         """The bytes of one slot; writes stay private to this process.

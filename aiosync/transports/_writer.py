@@ -75,17 +75,21 @@ class FrameWriter:
         self._state.check()
         if self._busy or self._out:
             return False
-        views = [memoryview(frame), *payload]
         self._started = False
         try:
-            nbytes = self._io.sendv(views)
+            if payload:
+                nbytes = self._io.sendv([memoryview(frame), *payload])
+            else:
+                nbytes = self._io.send(frame)
+                if nbytes == len(frame):
+                    return True
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
             self._lost(exc)
             self._state.check()
             return False
-        rest = _after(views, nbytes)
+        rest = _after([memoryview(frame), *payload], nbytes)
         if rest:
             self._out, self._started = [memoryview(b"".join(rest))], True
             self._watch()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from aiosync.types import AckStatus, Capabilities
-from aiosync.wire import Ack, Message
+from aiosync.wire import Ack, Message, Repeat
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["Lender", "Payload", "Received", "Transport", "TransportBackend", "make_ack"]
+__all__ = [
+    "Again",
+    "Handler",
+    "Lender",
+    "Payload",
+    "Received",
+    "Transport",
+    "TransportBackend",
+    "make_ack",
+    "without_payload",
+]
 
 Payload: TypeAlias = "Sequence[Buffer]"
 """Buffers that are sent one after the other. Read-only for the transport."""
@@ -58,6 +68,18 @@ class Received:
     nbytes: int = 0
     release: Callable[[], None] = field(default=_no_release)
     key: Hashable | None = None
+
+
+Handler: TypeAlias = "Callable[[Received], Again | None]"
+"""Handles a message; see :meth:`Transport.subscribe`."""
+
+Again: TypeAlias = "Callable[[int, memoryview | None, Callable[[], None]], None]"
+"""Handles a message that was seen before, from its version, payload and ``release``."""
+
+
+def without_payload(again: Again) -> Repeat:
+    """What handles messages without payload that were seen before, from their counter."""
+    return lambda version: again(version, None, _no_release)
 
 
 @runtime_checkable
@@ -190,7 +212,11 @@ class Transport(abc.ABC):
         """
         return len(messages) == 1 and self.send_nowait(messages[0])
 
-    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+    def ack_nowait(self, epoch: int, version: int, status: AckStatus) -> bool:
+        """Acknowledge without waiting; otherwise as :meth:`send_nowait`."""
+        return self.send_nowait(make_ack(epoch, version, status, None))
+
+    def subscribe(self, handler: Handler) -> bool:
         """Hand messages to ``handler`` as they are read, without the way through ``recv()``.
 
         That is quicker by a turn of the loop. Messages whose payload needs a lent buffer, and
@@ -201,7 +227,9 @@ class Transport(abc.ABC):
         Args:
             handler: Called on the loop. An :class:`~aiosync.errors.TransportError` or
                 :class:`~aiosync.errors.ProtocolError` that it raises ends the link; it must
-                raise nothing else.
+                raise nothing else. It may return what handles later messages that are the same
+                but for their version: called with the version, the transport's memory that the
+                payload lies in, and :attr:`Received.release`. It must not keep that memory.
 
         Returns:
             False when this transport cannot; every message comes through :meth:`recv` then.

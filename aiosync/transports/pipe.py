@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -16,9 +16,9 @@ from aiosync.errors import ConfigError
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import DescriptorIo, widen_socket
 from aiosync.transports._reader import flat_view
-from aiosync.transports.base import Lender, Payload, Received, Transport
+from aiosync.transports.base import Handler, Lender, Payload, Received, Transport, without_payload
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Message, encode_frame
+from aiosync.wire import Message, Repeat, encode_frame
 
 __all__ = ["MPTransport"]
 
@@ -68,7 +68,7 @@ class MPTransport(Transport):
             )
         for fd in {read_fd, write_fd}:
             widen_socket(fd)
-        self._handler: Callable[[Received], None] | None = None
+        self._handler: Handler | None = None
         self._channel = FramedChannel(
             DescriptorIo(read_fd, write_fd, ends),
             limits=limits,
@@ -124,17 +124,17 @@ class MPTransport(Transport):
         message, _ext, buffers, nbytes = await self._channel.recv(into, timeout)
         return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
 
-    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+    def subscribe(self, handler: Handler) -> bool:
         """See :meth:`Transport.subscribe`; for messages without payload."""
         self._handler = handler
         return True
 
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
+    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool | Repeat:
         del ext
         if self._handler is None:
             return False
-        self._handler(Received(message))
-        return True
+        again = self._handler(Received(message))
+        return True if again is None else without_payload(again)
 
     async def aclose(self) -> None:
         """Close both directions at once; waiters see ``TransportClosed``."""

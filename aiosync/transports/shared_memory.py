@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +28,27 @@ from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import SocketIo
 from aiosync.transports._reader import flat_view
 from aiosync.transports._segment import Arena, SegmentView, Slot
-from aiosync.transports.base import Lender, Payload, Received, Transport
-from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Message, Release, Segment, encode_frame
+from aiosync.transports.base import (
+    Again,
+    Handler,
+    Lender,
+    Payload,
+    Received,
+    Transport,
+    without_payload,
+)
+from aiosync.types import AckStatus, Cancellation, Capabilities, Limits
+from aiosync.wire import (
+    Ack,
+    CountedFrame,
+    Message,
+    Release,
+    Repeat,
+    Segment,
+    Update,
+    counted_frame,
+    encode_frame,
+)
 
 __all__ = ["LAZY_NBYTES", "SharedMemTransport"]
 
@@ -37,6 +56,9 @@ _INLINE_NBYTES = 4096  # payloads up to this size travel in the socket
 _OWN_SLOTS = 4  # slots that plain send() may fill before it waits for the peer
 _COPY_NBYTES = 4 * 2**20  # bytes copied between two looks at the loop
 _MAX_SEGMENTS = 8
+_MAX_FRAMES = 64
+_LEFT, _LEFT_SLOT = "left", "left-slot"  # entries of the ext map of an acknowledgement
+_NEVER = (0, 0)
 # The release of a slot up to this size may wait for the next message to the peer, which then
 # needs no system call of its own; senders keep one such slot more.
 LAZY_NBYTES = 8 * 2**20
@@ -74,14 +96,17 @@ class SharedMemTransport(Transport):
         self._own_arena = arena is None
         self._arena = arena if arena is not None else Arena()
         self._announced: set[int] = set()
-        self._published: dict[tuple[int, int], int] = {}
+        # How often each slot was published on this link, and last with which version.
+        self._published: dict[tuple[int, int], tuple[int, int]] = {}
         self._incoming: dict[int, SegmentView] = {}
         self._sending = self._receiving = False
         self._again: Received | None = None  # a slot whose copy was cancelled
         self._slot_free: asyncio.Future[None] | None = None
-        self._handler: Callable[[Received], None] | None = None
+        self._handler: Handler | None = None
+        self._frames: dict[Hashable, CountedFrame] = {}
         self._flushing = False
-        self._releases: list[bytes] = []  # frames that ride along with the next write
+        # What rides along with the next write: releases that the peer does not wait for.
+        self._releases: list[Release] = []
         if self._own_arena:
             self._arena.on_free = self._on_free
         self._channel = FramedChannel(
@@ -106,6 +131,10 @@ class SharedMemTransport(Transport):
         ):
             yield one, two
 
+    def take_no_segments(self) -> None:
+        """Take no descriptors from the peer: it may not announce segments. Saves system time."""
+        self._io.takes_fds = False
+
     @property
     def channel(self) -> FramedChannel:
         """The framed byte stream below, for schemes that watch the peer's process."""
@@ -124,19 +153,21 @@ class SharedMemTransport(Transport):
         frame = self._slot_frame(message, slot, nbytes)
         if not self._announce_nowait(slot):
             return False
-        self._lend(slot)
+        self._lend(slot, message)
         if self._channel.send_now(frame):
             return True
         self._unlend(slot)
         return False
 
-    def _lend(self, slot: Slot) -> None:
+    def _lend(self, slot: Slot, message: Message) -> None:
         # Both ends count how often a slot was published on this link; a release says which.
         slot.holders[self] = False
-        self._published[slot.key] = self._published.get(slot.key, 0) + 1
+        count, _ = self._published.get(slot.key, _NEVER)
+        self._published[slot.key] = count + 1, getattr(message, "version", 0)
 
     def _unlend(self, slot: Slot) -> None:
-        self._published[slot.key] -= 1
+        count, version = self._published[slot.key]
+        self._published[slot.key] = count - 1, version
         slot.leave(self)
 
     async def publish(
@@ -148,7 +179,7 @@ class SharedMemTransport(Transport):
             self._io.attach(slot.segment.read_only_fd)
             await self._channel.send(self._segment_frame(slot), [], timeout)
             self._announced.add(slot.segment.segment_id)
-        self._lend(slot)
+        self._lend(slot, message)
         try:
             await self._channel.send(frame, [], timeout)
         except BaseException:
@@ -157,12 +188,20 @@ class SharedMemTransport(Transport):
             raise
 
     def _slot_frame(self, message: Message, slot: Slot, nbytes: int) -> bytes:
+        key = None
+        if type(message) is Update and message.is_plain:
+            key = (Update, message.digest, slot.key, nbytes, message.epoch)
+            known = self._frames.get(key)
+            if known is not None:
+                return known.encode(message.version)
         if nbytes > self._channel.limits.max_payload_nbytes:
             raise LocalProtocolError(
                 f"a payload of {nbytes} bytes is over the limit of "
                 f"{self._channel.limits.max_payload_nbytes} (Limits.max_payload_nbytes)"
             )
         ext = {"seg": slot.segment.segment_id, "slot": slot.index, "n": nbytes}
+        if key is not None:
+            self._new_frame(key, message, ext)
         return encode_frame(message, 0, ext=ext, limits=self._channel.limits)
 
     def _segment_frame(self, slot: Slot) -> bytes:
@@ -251,30 +290,81 @@ class SharedMemTransport(Transport):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
+    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool | Repeat:
         if isinstance(message, Segment):
             self._map(message)
             return True
         if isinstance(message, Release):
-            slot = self._arena.find(message.segment_id, message.slot)
-            if (
-                slot is not None
-                and self in slot.holders
-                and self._published.get(slot.key) == message.serial
-            ):
-                if message.retained:
-                    slot.holders[self] = True
-                    slot.arena.notify(slot)
-                    self._on_free()
-                else:
-                    slot.leave(self)
+            on_release = functools.partial(
+                self._on_release, (message.segment_id, message.slot), message.retained
+            )
+            on_release(message.serial)
+            return on_release
+        if self._handler is None:
+            return False
+        if ext and "seg" in ext:
+            again = self._handler(self._slot_message(message, ext))
+            return True if again is None else self._repeated_slot(again, ext)
+        left = self._take_left(message, ext)
+        again = self._handler(Received(message))
+        if again is None:
             return True
-        if self._handler is not None:
-            self._handler(self._slot_message(message, ext) if ext else Received(message))
-            return True
-        return False
+        return without_payload(again) if left is None else self._repeated_ack(again, left)
 
-    def subscribe(self, handler: Callable[[Received], None]) -> bool:
+    def _repeated_ack(self, again: Again, left: tuple[int, int]) -> Repeat:
+        """Handle an acknowledgement that also says that the peer left a slot."""
+        handle = without_payload(again)
+
+        def repeat(version: int) -> None:
+            self._on_left(left, version)
+            handle(version)
+
+        return repeat
+
+    def _take_left(self, message: Message, ext: Mapping[str, Any] | None) -> tuple[int, int] | None:
+        """The slot that an acknowledgement says its sender left, besides what it says itself."""
+        if not ext or not isinstance(message, Ack):
+            return None
+        segment_id, index = ext.get(_LEFT), ext.get(_LEFT_SLOT)
+        if type(segment_id) is not int or type(index) is not int:
+            return None
+        self._on_left((segment_id, index), message.version)
+        return segment_id, index
+
+    def _on_left(self, key: tuple[int, int], version: int) -> None:
+        """With its word on ``version`` the peer said that it left a slot of an older one."""
+        count, published = self._published.get(key, _NEVER)
+        if published < version:
+            self._on_release(key, False, count)
+
+    def _on_release(self, key: tuple[int, int], retained: bool, serial: int) -> None:
+        if self._published.get(key, _NEVER)[0] != serial:
+            return  # of an earlier publication
+        slot = self._arena.find(*key)
+        if slot is not None and self in slot.holders:
+            if retained:
+                slot.holders[self] = True
+                slot.arena.notify(slot)
+                self._on_free()
+            else:
+                slot.leave(self)
+
+    def _repeated_slot(self, again: Again, ext: Mapping[str, Any]) -> Repeat:
+        """Handle the same slot, of the same segment, with another version."""
+        view = self._incoming[ext["seg"]]
+        index: int = ext["slot"]
+
+        def repeat(version: int) -> None:
+            if view.closed:  # dropped meanwhile
+                raise _never_announced()
+            serial = view.count(index)
+            view.held.add((index, serial))
+            release = functools.partial(self._release, view, index, serial)
+            again(version, view.view(index), release)
+
+        return repeat
+
+    def subscribe(self, handler: Handler) -> bool:
         """See :meth:`Transport.subscribe`; for messages without payload and for slots."""
         self._handler = handler
         return True
@@ -283,7 +373,7 @@ class SharedMemTransport(Transport):
         """A message whose payload is a slot, read in place."""
         view, index, serial = self._locate(ext)
         payload = view.view(index)[: ext["n"]]
-        release = self._releaser(view, index, serial)
+        release = functools.partial(self._release, view, index, serial)
         return Received(message, [payload], payload.nbytes, release, (view.segment_id, index))
 
     def _map(self, message: Segment) -> None:
@@ -312,7 +402,28 @@ class SharedMemTransport(Transport):
         """See :meth:`Transport.send_batch_nowait`."""
         limits = self._channel.limits
         frames = [encode_frame(message, 0, limits=limits) for message in messages]
-        if not self._channel.send_now(b"".join([*frames, *self._releases])):
+        if not self._channel.send_now(b"".join([*frames, *map(self._encode, self._releases)])):
+            return False
+        self._releases.clear()
+        return True
+
+    def ack_nowait(self, epoch: int, version: int, status: AckStatus) -> bool:
+        """See :meth:`Transport.ack_nowait`."""
+        releases = self._releases
+        left = releases[0] if len(releases) == 1 and not releases[0].retained else None
+        if left is None:
+            key: Hashable = (Ack, epoch, status)
+            frame = self._frames.get(key) or self._new_frame(key, Ack(epoch, version, status))
+            data = frame.encode(version)
+            if releases:
+                data = b"".join([data, *map(self._encode, releases)])
+        else:
+            key = (Ack, epoch, status, left.segment_id, left.slot)
+            frame = self._frames.get(key) or self._new_frame(
+                key, Ack(epoch, version, status), {_LEFT: left.segment_id, _LEFT_SLOT: left.slot}
+            )
+            data = frame.encode(version)
+        if self._sending or not self._channel.send_now(data):
             return False
         self._releases.clear()
         return True
@@ -330,6 +441,7 @@ class SharedMemTransport(Transport):
             if self._again is None:
                 message, ext, buffers, nbytes = await self._channel.recv(into, timeout)
                 if not ext or "seg" not in ext:
+                    self._take_left(message, ext)
                     return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
                 received = self._slot_message(message, ext)
                 if into is None:
@@ -378,7 +490,7 @@ class SharedMemTransport(Transport):
             raise self._refuse(RemoteProtocolError("the peer's slot reference is malformed"))
         view = self._incoming.get(segment_id)
         if view is None or nbytes > view.slot_nbytes:
-            raise self._refuse(RemoteProtocolError("the peer named a slot that it never announced"))
+            raise self._refuse(_never_announced())
         if nbytes > self._channel.limits.max_payload_nbytes:
             raise self._refuse(FrameTooLarge(f"a payload of {nbytes} bytes is over the limit"))
         try:
@@ -393,25 +505,36 @@ class SharedMemTransport(Transport):
         self._channel.fail(error)
         return error
 
-    def _releaser(self, view: SegmentView, index: int, serial: int) -> Callable[[], None]:
-        def release() -> None:
-            if (index, serial) not in view.held:
-                return
-            view.held.discard((index, serial))
-            view.forget_writes(index)
-            if not self._channel.closed and self._channel.error is None:
-                self._queue_release(view.segment_id, index, serial, retained=False)
-                if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
-                    self._flush_soon()
-                self._drop_old_segments()
-
-        return release
+    def _release(self, view: SegmentView, index: int, serial: int) -> None:
+        if (index, serial) not in view.held:
+            return
+        view.held.discard((index, serial))
+        view.forget_writes(index)
+        if not self._channel.ended:
+            self._queue_release(view.segment_id, index, serial, retained=False)
+            if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
+                self._flush_soon()
+            self._drop_old_segments()
 
     def _queue_release(self, segment_id: int, index: int, serial: int, *, retained: bool) -> None:
-        message = Release(segment_id, index, serial, retained)
         if self._loop.is_closed():
             return  # a destructor after the end of the program: nobody is left to be told
-        self._releases.append(encode_frame(message, 0, limits=self._channel.limits))
+        self._releases.append(Release(segment_id, index, serial, retained))
+
+    def _encode(self, release: Release) -> bytes:
+        key = (Release, release.segment_id, release.slot, release.retained)
+        return (self._frames.get(key) or self._new_frame(key, release)).encode(release.serial)
+
+    def _new_frame(
+        self, key: Hashable, message: Message, ext: Mapping[str, int] | None = None
+    ) -> CountedFrame:
+        """Prepare a frame that is sent again and again."""
+        if len(self._frames) >= _MAX_FRAMES:
+            self._frames.clear()
+        frame = counted_frame(message, ext=ext, limits=self._channel.limits)
+        assert frame is not None
+        self._frames[key] = frame
+        return frame
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -420,14 +543,14 @@ class SharedMemTransport(Transport):
 
     def _flush_releases(self) -> None:
         self._flushing = False
-        if self._releases and not self._channel.closed and self._channel.error is None:
-            self._channel.queue(b"".join(self._releases))
+        if self._releases and not self._channel.ended:
+            self._channel.queue(b"".join(map(self._encode, self._releases)))
         self._releases.clear()
 
     def tell_retained(self, key: tuple[int, int]) -> None:
         """Tell the sender not to wait for a slot: something in this process still uses it."""
         view = self._incoming.get(key[0])
-        if view is not None and not self._channel.closed and self._channel.error is None:
+        if view is not None and not self._channel.ended:
             for index, serial in view.held:
                 if index == key[1]:
                     self._queue_release(key[0], index, serial, retained=True)
@@ -456,6 +579,10 @@ class SharedMemTransport(Transport):
 
     def __repr__(self) -> str:
         return f"<SharedMemTransport to {self._channel.name}: {self._channel.describe()}>"
+
+
+def _never_announced() -> RemoteProtocolError:
+    return RemoteProtocolError("the peer named a slot that it never announced")
 
 
 async def _copy(source: memoryview, target: memoryview) -> None:

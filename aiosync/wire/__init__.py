@@ -6,6 +6,7 @@ torch, and pickles nothing. Its specification is ``docs/topics/wire-format.md``.
 
 from __future__ import annotations
 
+from aiosync.wire._counted import CountedFrame, Repeat
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart, iter_events
 from aiosync.wire.framing import (
     MAGIC,
@@ -13,6 +14,7 @@ from aiosync.wire.framing import (
     READ_AHEAD_NBYTES,
     WIRE_VERSION,
     FrameDecoder,
+    counted_frame,
     encode_frame,
 )
 from aiosync.wire.manifest import (
@@ -62,6 +64,7 @@ __all__ = [
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",
     "Ack",
+    "CountedFrame",
     "EndOfStream",
     "Event",
     "ExtValue",
@@ -78,9 +81,11 @@ __all__ = [
     "Message",
     "Refuse",
     "Release",
+    "Repeat",
     "Segment",
     "Update",
     "Welcome",
+    "counted_frame",
     "decode_header",
     "encode_frame",
     "encode_header",

@@ -20,7 +20,14 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.types import Limits
-from aiosync.wire._counted import COUNTER_NBYTES, Templates, counter_of
+from aiosync.wire._counted import (
+    COUNTER_NBYTES,
+    MAX_COUNTER,
+    CountedFrame,
+    Repeat,
+    Templates,
+    counter_of,
+)
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart
 from aiosync.wire.manifest import DEFAULT_LIMITS
 from aiosync.wire.messages import (
@@ -40,6 +47,7 @@ __all__ = [
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",
     "FrameDecoder",
+    "counted_frame",
     "encode_frame",
 ]
 
@@ -94,6 +102,28 @@ def encode_frame(
     return prefix + header
 
 
+def counted_frame(
+    message: Message, *, ext: Mapping[str, ExtValue] | None = None, limits: Limits = DEFAULT_LIMITS
+) -> CountedFrame | None:
+    """Prepare a message without payload that is sent again with only its counter changed.
+
+    Args:
+        message: An ``Ack``, ``Update`` or ``Release``; its own counter is not used.
+        ext: Entries that a transport adds for its peer.
+        limits: Bounds that the receiver is expected to have.
+
+    Returns:
+        ``None`` when the message has more than a counter that changes.
+
+    Raises:
+        LocalProtocolError: As for :func:`encode_frame`.
+    """
+    if maker_of(message) is None:
+        return None
+    frame = encode_frame(message, ext=ext, limits=limits)
+    return CountedFrame(frame) if counter_of(memoryview(frame)) else None
+
+
 _FRAME_END = FrameEnd()
 # What the decoder is waiting for.
 _PREFIX_OR_HEADER, _LARGE_HEADER, _LENDER, _PAYLOAD, _OVER = range(5)
@@ -126,12 +156,14 @@ class FrameDecoder:
         "_header",
         "_header_crc",
         "_known",
+        "_last",
         "_limits",
         "_missing",
         "_offered",
         "_offered_direct",
         "_payload_nbytes",
         "_pieces",
+        "_repeats",
         "_start",
         "_state",
         "_terminal",
@@ -146,6 +178,8 @@ class FrameDecoder:
         self._header = _EMPTY  # a header that does not fit into the buffer
         self._header_crc = 0
         self._known = Templates()
+        self._repeats = Templates()
+        self._last: bytes | None = None  # the last frame, if only its counter may change
         self._payload_nbytes = 0
         self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
         self._missing = 0  # bytes until the pieces are full
@@ -321,6 +355,50 @@ class FrameDecoder:
             return _FRAME_END
         return self._terminal
 
+    @property
+    def drained(self) -> bool:
+        """Whether every byte was used, so that there is no event to ask for."""
+        return self._start == self._end and not self._state and not self._eof
+
+    def remember(self, repeat: Repeat) -> None:
+        """Have :meth:`next_repeat` return ``repeat`` for frames like the last one.
+
+        Does nothing if the last frame has a payload, or is not one of which only the counter
+        changes.
+        """
+        if self._last is not None:
+            self._repeats.put(self._last, repeat)
+
+    def forget(self) -> None:
+        """Forget everything that was remembered, and what that refers to."""
+        self._last = None
+        self._repeats = Templates()
+
+    def next_repeat(self) -> tuple[Repeat, int] | None:
+        """Take the next frame, if it is complete and one that was remembered.
+
+        Returns:
+            What was remembered, and the counter; ``None`` if :meth:`next_event` has to look.
+        """
+        start = self._start
+        buffer = self._buffer
+        if self._state or self._end - start < PREFIX_NBYTES:
+            return None
+        stop = start + PREFIX_NBYTES + buffer[start + 8]  # longer headers match no key
+        if stop > self._end:
+            return None
+        repeat = self._repeats.get(
+            bytes(buffer[start : start + 12]) + bytes(buffer[start + 16 : stop - COUNTER_NBYTES])
+        )
+        if repeat is None:
+            return None
+        crc = int.from_bytes(buffer[start + 12 : start + 16], "little")
+        counter = int.from_bytes(buffer[stop - COUNTER_NBYTES : stop])
+        if _crc32(buffer[start + PREFIX_NBYTES : stop]) != crc or not 0 < counter <= MAX_COUNTER:
+            return None
+        self._start = stop
+        return repeat, counter
+
     def _next_frame(self) -> Event | None:
         start = self._start
         available = self._end - start
@@ -374,6 +452,7 @@ class FrameDecoder:
     def _start_frame(self, header: memoryview) -> Event:
         if _crc32(header) != self._header_crc:
             return self._fail(RemoteProtocolError("the CRC-32 of a header is wrong"))
+        self._last = None
         counter = counter_of(header)
         known = self._known.get(bytes(header[:-COUNTER_NBYTES])) if counter else None
         if known is not None:
@@ -388,8 +467,16 @@ class FrameDecoder:
                 maker = maker_of(message)
                 if maker is not None:
                     self._known.put(bytes(header[:-COUNTER_NBYTES]), (maker, ext))
+            else:
+                counter = 0
         payload_nbytes = self._payload_nbytes
         self._state = _LENDER if payload_nbytes else _PREFIX_OR_HEADER
+        if counter and not payload_nbytes and len(header) < 256:
+            start = self._start - len(header) - PREFIX_NBYTES
+            stop = self._start - COUNTER_NBYTES
+            self._last = bytes(self._buffer[start : start + 12]) + bytes(
+                self._buffer[start + 16 : stop]
+            )
         return FrameStart(message, ext, payload_nbytes)
 
     def _short_prefix(self, available: int) -> Event | None:

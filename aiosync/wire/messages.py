@@ -148,6 +148,16 @@ class Update:
     chunk: tuple[int, int] | None = None
     checksum: bytes | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one whole dense payload, with nothing beside it."""
+        return (
+            not self.values
+            and self.codec == "dense"
+            and self.chunk is None
+            and self.checksum is None
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ack:

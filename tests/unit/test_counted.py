@@ -7,7 +7,18 @@ import pytest
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, FrameDecoder, Message, Release, Update, encode_frame
+from aiosync.wire import (
+    Ack,
+    Failed,
+    FrameDecoder,
+    FrameStart,
+    Message,
+    Release,
+    Segment,
+    Update,
+    counted_frame,
+    encode_frame,
+)
 from aiosync.wire.messages import decode_header, encode_header
 from tests.unit._frames import raw_frame
 
@@ -78,3 +89,116 @@ def test_an_out_of_range_counter_is_refused_after_a_legal_one() -> None:
     header = encode_header(Ack(5, 1, AckStatus.APPLIED))[:-8] + (2**64 - 1).to_bytes(8)
     decoder.feed(raw_frame(header))
     assert isinstance(decoder.next_event().error, RemoteProtocolError)
+
+
+# -- whole frames ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("ext", [None, {"slot": 1, "seg": 70000}])
+def test_a_counted_frame_has_the_bytes_of_any_other(
+    message: Message, ext: dict[str, int] | None
+) -> None:
+    frame = counted_frame(message, ext=ext)
+    assert frame is not None
+    for counter in (1, 7, 2**40, 2**63 - 1):
+        assert frame.encode(counter) == encode_frame(with_counter(message, counter), ext=ext)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ack(5, 1, AckStatus.NACK, "ValueError", "no"),
+        Update(7, 1, b"d" * 16, values={"a": 1}),
+        Segment(1, 4096, 2),
+    ],
+)
+def test_what_has_more_than_a_counter_is_no_counted_frame(message: Message) -> None:
+    assert counted_frame(message) is None
+
+
+def remembering(message: Message) -> tuple[FrameDecoder, list[int]]:
+    """A decoder that has seen ``message`` once and remembers it, and the counters it repeats."""
+    counters: list[int] = []
+    decoder = FrameDecoder()
+    decoder.feed(encode_frame(message))
+    assert isinstance(decoder.next_event(), FrameStart)
+    decoder.remember(counters.append)
+    return decoder, counters
+
+
+def repeats(decoder: FrameDecoder, counters: list[int]) -> list[int]:
+    while (repeated := decoder.next_repeat()) is not None:
+        repeat, counter = repeated
+        repeat(counter)
+    return counters
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_remembered_message_is_repeated_with_its_counter(message: Message) -> None:
+    decoder, counters = remembering(message)
+    for counter in (2, 2**63 - 1):
+        decoder.feed(encode_frame(with_counter(message, counter)))
+    assert repeats(decoder, counters) == [2, 2**63 - 1]
+    assert decoder.drained
+
+
+def test_any_other_message_is_left_to_the_events() -> None:
+    decoder, counters = remembering(Ack(5, 1, AckStatus.APPLIED))
+    others = [Ack(6, 2, AckStatus.APPLIED), Ack(5, 2, AckStatus.RECEIVED), Release(1, 0, 2)]
+    for other in others:
+        decoder.feed(encode_frame(other))
+        assert repeats(decoder, counters) == []
+        assert decoder.next_event().message == other
+    decoder.feed(encode_frame(Ack(5, 3, AckStatus.APPLIED)))
+    assert repeats(decoder, counters) == [3]
+
+
+def test_a_repeat_that_is_not_complete_waits() -> None:
+    decoder, counters = remembering(Ack(5, 1, AckStatus.APPLIED))
+    frame = encode_frame(Ack(5, 2, AckStatus.APPLIED))
+    for index in range(len(frame)):
+        assert repeats(decoder, counters) == []
+        decoder.feed(frame[index : index + 1])
+    assert repeats(decoder, counters) == [2]
+
+
+@pytest.mark.parametrize("at", [4, 5, 8, 12, 16, 24, -9, -1])
+def test_a_damaged_repeat_fails_as_any_frame_does(at: int) -> None:
+    decoder, counters = remembering(Ack(5, 1, AckStatus.APPLIED))
+    frame = bytearray(encode_frame(Ack(5, 2, AckStatus.APPLIED)))
+    frame[at] ^= 0x40
+    decoder.feed(frame)
+    assert repeats(decoder, counters) == []
+    decoder.feed_eof()
+    event = decoder.next_event()
+    assert isinstance(event, Failed) or not getattr(event, "clean", True)
+
+
+@pytest.mark.parametrize("counter", [0, 2**63, 2**64 - 1])
+def test_an_illegal_counter_is_no_repeat(counter: int) -> None:
+    decoder, counters = remembering(Ack(5, 1, AckStatus.APPLIED))
+    header = encode_frame(Ack(5, 2, AckStatus.APPLIED))[24:-8] + counter.to_bytes(8)
+    decoder.feed(raw_frame(header))
+    assert repeats(decoder, counters) == []
+    assert isinstance(decoder.next_event(), Failed)
+
+
+def test_an_announced_payload_is_no_repeat() -> None:
+    decoder, counters = remembering(Update(7, 1, b"d" * 16))
+    decoder.feed(encode_frame(Update(7, 2, b"d" * 16), 4))
+    assert repeats(decoder, counters) == []
+    assert decoder.next_event().payload_nbytes == 4
+    decoder.remember(counters.append)  # does nothing: it has a payload
+    decoder.lend([bytearray(4)])
+    decoder.feed(b"1234" + encode_frame(Update(7, 3, b"d" * 16), 4))
+    decoder.next_event()
+    assert repeats(decoder, counters) == []
+
+
+def test_what_was_forgotten_is_not_repeated() -> None:
+    decoder, counters = remembering(Ack(5, 1, AckStatus.APPLIED))
+    decoder.forget()
+    decoder.remember(counters.append)
+    decoder.feed(encode_frame(Ack(5, 2, AckStatus.APPLIED)))
+    assert repeats(decoder, counters) == []
