@@ -177,7 +177,11 @@ class SendTracker:
         """
         if self._waiting and not self.settled:
             raise LocalProtocolError(f"no outcome yet from workers {sorted(self._waiting)}")
-        gone = dict(lost or {})
+        gone = dict(lost) if lost else {}
+        if len(self.acked) == len(self.workers) and self.require == "all":  # nearly always
+            return SendReport(
+                epoch, self.version, self.workers, lost=gone, elapsed=elapsed, nbytes=nbytes
+            )
         if not self.satisfied:
             # With fewer targets than needed, the workers that had gone are a part of the reason.
             failed = {**gone, **self.failed} if len(self.workers) < self.needed else self.failed

@@ -203,6 +203,23 @@ class Outbox:
             return []
         return [self._skip(version, self._pending)]
 
+    def give_up(self, version: int, error: AiosyncError) -> list[Outcome]:
+        """Fail a version that was taken last and that the link cannot carry.
+
+        The window opens for the next version. Does nothing when the outbox was closed meanwhile.
+
+        Raises:
+            LocalProtocolError: It is not the version that was taken last, or the receiver
+                has answered to it.
+        """
+        if self._error is not None:
+            return []
+        if version != self._unreceived:
+            raise LocalProtocolError(f"version {version} is not on the link")
+        self._in_flight.remove(version)
+        self._unreceived = None
+        return [Outcome(version, OutcomeKind.FAILED, error=error)]
+
     def on_ack(self, ack: Ack) -> list[Outcome]:
         """Register what the receiver said.
 
@@ -236,9 +253,12 @@ class Outbox:
             return []
         if self._unreceived is not None and version >= self._unreceived:
             self._unreceived = None
+        self._applied = version
+        if len(in_flight) == 1:
+            in_flight.clear()
+            return [Outcome(version, OutcomeKind.APPLIED)]
         overtaken = in_flight[: in_flight.index(version)]
         del in_flight[: len(overtaken) + 1]
-        self._applied = version
         outcomes = [self._skip(older, version) for older in overtaken]
         outcomes.append(Outcome(version, OutcomeKind.APPLIED))
         return outcomes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aiosync.errors import AiosyncError, RemoteProtocolError
+from aiosync.errors import AiosyncError, LocalProtocolError, RemoteProtocolError
 from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._tasks import TaskOwner
@@ -105,13 +105,19 @@ class Peer:
             taken = self._write_now(snapshot)
         except AiosyncError as exc:
             snapshot.release()
-            self.lose(exc)
+            self._failed(snapshot.version, exc)
             return
         if taken:
             snapshot.release()
             return
         self._writing = True
         self._tasks.start(self._write(snapshot), f"aiosync send to worker {self.worker_idx}")
+
+    def _failed(self, version: int, error: AiosyncError) -> None:
+        if isinstance(error, LocalProtocolError):  # it cannot be said; the link is as it was
+            self._settle(self.outbox.give_up(version, error))
+        else:
+            self.lose(error)
 
     def _messages(self, snapshot: Snapshot) -> tuple[Message | None, Update]:
         digest = snapshot.layout.digest
@@ -121,6 +127,16 @@ class Peer:
         return manifest, Update(self.epoch, snapshot.version, digest, values=snapshot.values)
 
     def _write_now(self, snapshot: Snapshot) -> bool:
+        slot, digest = snapshot.slot, snapshot.layout.digest
+        if (
+            slot is not None
+            and digest == self._digest
+            and not snapshot.values
+            and isinstance(self.transport, SharedMemTransport)
+        ):
+            return self.transport.publish_plain_nowait(
+                self.epoch, snapshot.version, digest, slot, snapshot.nbytes
+            )
         manifest, update = self._messages(snapshot)
         if manifest is not None:
             if not self.transport.send_nowait(manifest):
@@ -141,7 +157,7 @@ class Peer:
             else:
                 await self.transport.send(update, self._payload(snapshot))
         except AiosyncError as exc:
-            self.lose(exc)
+            self._failed(snapshot.version, exc)
         finally:
             snapshot.release()
             self._writing = False

@@ -180,7 +180,7 @@ class SendingScheme(SchemeCore):
         """
         sender = self._require_sender("send")
         planned = self._plan(weights, worker_ids)
-        if worker_ids is None and _is_per_worker(weights):
+        if weights is not None and worker_ids is None and _is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
         return await sender.send(planned, worker_ids, self._limit(timeout))
 
@@ -216,6 +216,9 @@ class SendingScheme(SchemeCore):
     ) -> dict[int | None, Planned]:
         maker = self._maker
         assert maker is not None
+        sources = self._sources
+        if weights is None and sources.weights is not None and sources.for_everybody:
+            return {None: maker.prepare(sources.weights)}
         if isinstance(weights, str):
             context = self.context
             if context is None:

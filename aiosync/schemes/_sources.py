@@ -39,6 +39,11 @@ class Sources:
     num_workers: int | None = None
     pipes: Sequence[Any] | None = None
 
+    @property
+    def for_everybody(self) -> bool:
+        """Whether every worker gets the same weights."""
+        return not self.per_worker and self.device_map is None
+
 
 def resolve_sources(
     *,

@@ -228,7 +228,7 @@ class WeightSender:
 
     def _awake_until(self) -> float:
         least, most = _AWAKE_SECONDS
-        return time.perf_counter() + (most if self._recent < most else least)
+        return time.perf_counter() + (most if self._recent < 2 * most else least)
 
     def _stay_awake(self, future: asyncio.Future[SendReport], until: float) -> None:
         # A callback that is always ready keeps the loop from sleeping.
@@ -248,10 +248,6 @@ class WeightSender:
             snapshot.version = version
             nbytes += snapshot.nbytes
         workers = self.workers
-        if everybody:
-            workers.forget_all()
-            for key, snapshot in snapshots.items():
-                workers.remember(key, snapshot.retain())
         lost = {idx: error for idx, error in workers.lost.items() if idx not in targets}
         future = self._loop.create_future()
         send = _Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
@@ -267,11 +263,17 @@ class WeightSender:
                 error = ConfigError(f"no weights were given for worker {idx}")
                 send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
                 continue
+            peer.offer(snapshot_for)
             if not everybody:
                 workers.remember(idx, snapshot_for.retain())
-            peer.offer(snapshot_for)
-        for snapshot in snapshots.values():
-            snapshot.release()
+        # Workers are busy with it from here on: the rest costs the sender no time.
+        if everybody:
+            workers.forget_all()
+            for key, snapshot in snapshots.items():
+                workers.remember(key, snapshot)
+        else:
+            for snapshot in snapshots.values():
+                snapshot.release()
         if send.tracker.settled:
             self._settle(send)
         return send
@@ -283,7 +285,8 @@ class WeightSender:
         del self._sends[tracker.version]
         if send.future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
-        self.workers.unreported -= tracker.failed.keys()
+        if tracker.failed:
+            self.workers.unreported -= tracker.failed.keys()
         elapsed = time.perf_counter() - send.started
         if not tracker.workers and send.lost and not self.workers.peers:
             send.future.set_exception(PartialSyncError(failed=send.lost, version=tracker.version))

@@ -79,6 +79,7 @@ class FlatBuffer:
 
     def _adopt(self, array: NDArray[np.uint8]) -> None:
         self._array = array
+        self._bytes = memoryview(array.data)
         self.nbytes: int = array.size
         self._address: int = array.ctypes.data
         # torch warns about read-only memory that it is given; nothing is written here.
@@ -112,8 +113,8 @@ class FlatBuffer:
         return self._tensor
 
     def memoryview(self) -> memoryview:
-        """Return the bytes as a 1-D memoryview of format ``B``."""
-        return memoryview(self._array.data)
+        """Return the bytes as a 1-D memoryview of format ``B``. Always the same object."""
+        return self._bytes
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
         """Return one typed tensor for each leaf of a layout; the list is made once and reused.

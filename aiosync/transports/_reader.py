@@ -287,18 +287,24 @@ class FrameReader:
             return True
         return taken
 
-    def _pull_repeats(self) -> None:
-        """Hand messages that are repeated to their handlers, without building them."""
+    def _pull_repeats(self) -> bool:
+        """Hand messages that are repeated to their handlers, without building them.
+
+        Returns:
+            Whether something else may follow.
+        """
         state, decoder = self._state, self._decoder
-        while not (decoder.drained or self._event or self._whole or state.error or state.closed):
+        more = True
+        while more and not (self._event or self._whole or state.error or state.closed):
             repeated = decoder.next_repeat()
             if repeated is None:
-                return
-            repeat, counter = repeated
+                return True
+            repeat, counter, more = repeated
             try:
                 repeat(counter)
             except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
                 self._handler_failed(exc)
+        return more
 
     def _handler_failed(self, exc: Exception) -> None:
         if isinstance(exc, (ProtocolError, TransportError)):
@@ -347,8 +353,7 @@ class FrameReader:
                 self._pull()
                 break
             decoder.buffer_updated(nbytes)
-            self._pull_repeats()
-            if not decoder.drained:
+            if self._pull_repeats():
                 self._pull()
             if nbytes < room or self.ready:
                 break

@@ -255,14 +255,10 @@ class SegmentView:
         self.segment_id = segment_id
         self.slot_nbytes = slot_nbytes
         self.held: set[tuple[int, int]] = set()  # (slot, serial) that this side still reads
+        self.closed: bool = False
         self._counts: dict[int, int] = {}
         self._fd = fd
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether the descriptor was closed."""
-        return self._fd < 0
 
     def view(self, index: int) -> memoryview:
         """The bytes of one slot; writes stay private to this process.
@@ -300,6 +296,7 @@ class SegmentView:
 
     def close(self) -> None:
         """Close the descriptor; mappings go when the last view of them does."""
+        self.closed = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -151,19 +151,31 @@ class SharedMemTransport(Transport):
             False when the socket took nothing; use :meth:`publish` then.
         """
         frame = self._slot_frame(message, slot, nbytes)
+        return self._publish_frame(frame, slot, getattr(message, "version", 0))
+
+    def publish_plain_nowait(
+        self, epoch: int, version: int, digest: bytes, slot: Slot, nbytes: int
+    ) -> bool:
+        """Publish an update with nothing beside its payload; otherwise as publish_nowait()."""
+        known = self._frames.get((Update, digest, slot.key, nbytes, epoch))
+        if known is None:
+            return self.publish_nowait(Update(epoch, version, digest), slot, nbytes)
+        return self._publish_frame(known.encode(version), slot, version)
+
+    def _publish_frame(self, frame: bytes, slot: Slot, version: int) -> bool:
         if not self._announce_nowait(slot):
             return False
-        self._lend(slot, message)
+        self._lend(slot, version)
         if self._channel.send_now(frame):
             return True
         self._unlend(slot)
         return False
 
-    def _lend(self, slot: Slot, message: Message) -> None:
+    def _lend(self, slot: Slot, version: int) -> None:
         # Both ends count how often a slot was published on this link; a release says which.
         slot.holders[self] = False
         count, _ = self._published.get(slot.key, _NEVER)
-        self._published[slot.key] = count + 1, getattr(message, "version", 0)
+        self._published[slot.key] = count + 1, version
 
     def _unlend(self, slot: Slot) -> None:
         count, version = self._published[slot.key]
@@ -179,7 +191,7 @@ class SharedMemTransport(Transport):
             self._io.attach(slot.segment.read_only_fd)
             await self._channel.send(self._segment_frame(slot), [], timeout)
             self._announced.add(slot.segment.segment_id)
-        self._lend(slot, message)
+        self._lend(slot, getattr(message, "version", 0))
         try:
             await self._channel.send(frame, [], timeout)
         except BaseException:
@@ -188,20 +200,14 @@ class SharedMemTransport(Transport):
             raise
 
     def _slot_frame(self, message: Message, slot: Slot, nbytes: int) -> bytes:
-        key = None
-        if type(message) is Update and message.is_plain:
-            key = (Update, message.digest, slot.key, nbytes, message.epoch)
-            known = self._frames.get(key)
-            if known is not None:
-                return known.encode(message.version)
         if nbytes > self._channel.limits.max_payload_nbytes:
             raise LocalProtocolError(
                 f"a payload of {nbytes} bytes is over the limit of "
                 f"{self._channel.limits.max_payload_nbytes} (Limits.max_payload_nbytes)"
             )
         ext = {"seg": slot.segment.segment_id, "slot": slot.index, "n": nbytes}
-        if key is not None:
-            self._new_frame(key, message, ext)
+        if type(message) is Update and message.is_plain:
+            self._new_frame((Update, message.digest, slot.key, nbytes, message.epoch), message, ext)
         return encode_frame(message, 0, ext=ext, limits=self._channel.limits)
 
     def _segment_frame(self, slot: Slot) -> bytes:
@@ -316,8 +322,8 @@ class SharedMemTransport(Transport):
         handle = without_payload(again)
 
         def repeat(version: int) -> None:
-            self._on_left(left, version)
             handle(version)
+            self._on_left(left, version)
 
         return repeat
 

@@ -69,6 +69,8 @@ _DIRECT_NBYTES = 4096  # a smaller rest of a lent buffer is filled through the r
 _PREFIX = struct.Struct("<4sBBHIIQ")
 _pack_prefix = _PREFIX.pack
 _unpack_prefix = _PREFIX.unpack_from
+_unpack_crc = struct.Struct("<I").unpack_from
+_unpack_counter = struct.Struct(">Q").unpack_from
 _crc32 = zlib.crc32
 _EMPTY = memoryview(bytearray())
 
@@ -355,11 +357,6 @@ class FrameDecoder:
             return _FRAME_END
         return self._terminal
 
-    @property
-    def drained(self) -> bool:
-        """Whether every byte was used, so that there is no event to ask for."""
-        return self._start == self._end and not self._state and not self._eof
-
     def remember(self, repeat: Repeat) -> None:
         """Have :meth:`next_repeat` return ``repeat`` for frames like the last one.
 
@@ -374,11 +371,12 @@ class FrameDecoder:
         self._last = None
         self._repeats = Templates()
 
-    def next_repeat(self) -> tuple[Repeat, int] | None:
+    def next_repeat(self) -> tuple[Repeat, int, bool] | None:
         """Take the next frame, if it is complete and one that was remembered.
 
         Returns:
-            What was remembered, and the counter; ``None`` if :meth:`next_event` has to look.
+            What was remembered, the counter, and whether bytes follow; ``None`` if
+            :meth:`next_event` has to look.
         """
         start = self._start
         buffer = self._buffer
@@ -387,17 +385,16 @@ class FrameDecoder:
         stop = start + PREFIX_NBYTES + buffer[start + 8]  # longer headers match no key
         if stop > self._end:
             return None
-        repeat = self._repeats.get(
-            bytes(buffer[start : start + 12]) + bytes(buffer[start + 16 : stop - COUNTER_NBYTES])
-        )
+        frame = bytes(buffer[start:stop])
+        repeat = self._repeats.get(frame[:12] + frame[16:-COUNTER_NBYTES])
         if repeat is None:
             return None
-        crc = int.from_bytes(buffer[start + 12 : start + 16], "little")
-        counter = int.from_bytes(buffer[stop - COUNTER_NBYTES : stop])
-        if _crc32(buffer[start + PREFIX_NBYTES : stop]) != crc or not 0 < counter <= MAX_COUNTER:
+        (crc,) = _unpack_crc(frame, 12)
+        (counter,) = _unpack_counter(frame, len(frame) - COUNTER_NBYTES)
+        if _crc32(frame[PREFIX_NBYTES:]) != crc or not 0 < counter <= MAX_COUNTER:
             return None
         self._start = stop
-        return repeat, counter
+        return repeat, counter, stop != self._end
 
     def _next_frame(self) -> Event | None:
         start = self._start

@@ -74,6 +74,23 @@ async def test_set_extra_state_raises(make, apply_copy) -> None:
 
 
 @both
+async def test_an_extra_state_that_no_header_can_carry(make) -> None:
+    source, target = models.extra(), models.extra()
+    models.fill(source, 1.0)
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        models.fill(source, 2.0)
+        source.counter = "x" * (17 * 2**20)
+        with pytest.raises(aiosync.PartialSyncError, match="header") as caught:
+            await sender.send()
+        assert isinstance(caught.value.failed[0], aiosync.LocalProtocolError)
+        assert models.filled(target, 1.0)
+        source.counter = 3  # the link is as it was
+        assert (await sender.send()).acked == {0}
+        assert models.filled(target, 2.0)
+        assert (target.counter, receiver.version) == (3, 3)
+
+
+@both
 @pytest.mark.slow
 async def test_the_refusal_of_a_worker_process(make) -> None:
     scheme, source = make(), models.extra()

@@ -178,6 +178,37 @@ def test_only_an_unanswered_version_is_taken_back() -> None:
     assert outbox.in_flight == (1,)
 
 
+def test_a_version_that_the_link_cannot_carry_fails_alone() -> None:
+    outbox = outbox_with(1)
+    outbox.offer(2)
+    outbox.take()
+    error = LocalProtocolError("too large")
+    assert outbox.give_up(2, error) == [Outcome(2, OutcomeKind.FAILED, error=error)]
+    assert outbox.in_flight == (1,)
+    with pytest.raises(LocalProtocolError, match="not on the link"):
+        outbox.give_up(1, error)
+    outbox.offer(3)
+    assert outbox.can_take
+    assert outbox.on_ack(ack(1)) == [done(1)]
+
+
+def test_offer_and_take_in_one() -> None:
+    outbox = Outbox(EPOCH)
+    assert outbox.offer_and_take(1)
+    assert (outbox.in_flight, outbox.pending) == ((1,), None)
+    assert not outbox.offer_and_take(2), "the window is shut"
+    outbox.offer(2)
+    outbox.on_ack(ack(1))
+    assert not outbox.offer_and_take(3), "another version is pending"
+    outbox.take()
+    outbox.on_ack(ack(2))
+    assert not outbox.offer_and_take(2), "not newer"
+    assert outbox.offer_and_take(3)
+    outbox.close(PeerClosed("gone"))
+    assert not outbox.offer_and_take(4)
+    assert outbox.give_up(3, PeerClosed("gone")) == []
+
+
 def test_close_fails_everything_once() -> None:
     outbox = outbox_with(1, 2)
     outbox.offer(3)
@@ -235,6 +266,13 @@ class Link(RuleBasedStateMachine):
     def offer(self, step: int) -> None:
         self.offered += step
         self.record(self.outbox.offer(self.offered))
+
+    @precondition(lambda self: not self.closed)
+    @rule(step=st.integers(1, 3))
+    def offer_and_send(self, step: int) -> None:
+        if self.outbox.offer_and_take(self.offered + step):
+            self.offered += step
+            self.updates.append(self.offered)
 
     @precondition(lambda self: self.outbox.can_take)
     @rule()
