@@ -13,6 +13,7 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._link import without_frames
+from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
@@ -58,6 +59,9 @@ class Peer:
         self._digest: bytes | None = None
         self._writing = False
         self._lost = False
+        self._publisher: SlotPublisher | None = None
+        if isinstance(transport, SharedMemTransport):
+            self._publisher = transport.publisher
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
@@ -127,14 +131,9 @@ class Peer:
         return manifest, Update(self.epoch, snapshot.version, digest, values=snapshot.values)
 
     def _write_now(self, snapshot: Snapshot) -> bool:
-        slot, digest = snapshot.slot, snapshot.layout.digest
-        if (
-            slot is not None
-            and digest == self._digest
-            and not snapshot.values
-            and isinstance(self.transport, SharedMemTransport)
-        ):
-            return self.transport.publish_plain_nowait(
+        slot, digest, publisher = snapshot.slot, snapshot.layout.digest, self._publisher
+        if slot is not None and publisher and digest == self._digest and not snapshot.values:
+            return publisher.publish_plain_nowait(
                 self.epoch, snapshot.version, digest, slot, snapshot.nbytes
             )
         manifest, update = self._messages(snapshot)
@@ -142,8 +141,8 @@ class Peer:
             if not self.transport.send_nowait(manifest):
                 return False
             self._digest = snapshot.layout.digest
-        if snapshot.slot is not None and isinstance(self.transport, SharedMemTransport):
-            return self.transport.publish_nowait(update, snapshot.slot, snapshot.nbytes)
+        if slot is not None and publisher:
+            return publisher.publish_nowait(update, slot, snapshot.nbytes)
         return self.transport.send_nowait(update, self._payload(snapshot))
 
     async def _write(self, snapshot: Snapshot) -> None:
@@ -152,8 +151,8 @@ class Peer:
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
-            if snapshot.slot is not None and isinstance(self.transport, SharedMemTransport):
-                await self.transport.publish(update, snapshot.slot, snapshot.nbytes)
+            if snapshot.slot is not None and self._publisher:
+                await self._publisher.publish(update, snapshot.slot, snapshot.nbytes)
             else:
                 await self.transport.send(update, self._payload(snapshot))
         except AiosyncError as exc:

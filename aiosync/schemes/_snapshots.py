@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol
 
 from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared
+from aiosync.transports._incoming import LAZY_NBYTES
 from aiosync.transports._segment import Arena, Slot
-from aiosync.transports.shared_memory import LAZY_NBYTES
 
 __all__ = ["ArenaStore", "Planned", "PrivateStore", "Snapshot", "SnapshotMaker", "SnapshotStore"]
 
