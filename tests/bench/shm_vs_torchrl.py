@@ -6,13 +6,15 @@ is not collected by pytest. ``--json FILE`` writes the figures.
 Equal terms: real worker processes (spawn), applied acknowledgements on both sides, weights that
 differ at every send and are checked in the workers after every block, one torch thread
 everywhere, blocks of the two libraries interleaved, medians. TorchRL's trainer gets memory of
-its own: otherwise workers would see optimizer steps that nobody sent. Not measured here: workers
-that compute meanwhile, other transports, peak memory.
+its own: otherwise workers would see optimizer steps that nobody sent. The third figure is a limit
+of the machine: only copying the same tensors, just as freshly written, into memory that this has
+written before. Not measured here: workers that compute meanwhile, other transports, peak memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -20,6 +22,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +72,25 @@ def fill(model: nn.Module, value: float) -> None:
         ) else [p.fill_(value) for p in model.parameters()]
 
 
+class OnlyCopy:
+    """What no send can be faster than: the bytes of every tensor, copied to one place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sources = [memoryview(p.detach().numpy()).cast("B") for p in model.parameters()]
+        self.target = memoryview(bytearray(sum(source.nbytes for source in self.sources)))
+        ends = list(itertools.accumulate(source.nbytes for source in self.sources))
+        self.places = [
+            slice(end - source.nbytes, end) for end, source in zip(ends, self.sources, strict=True)
+        ]
+        self()
+
+    def __call__(self) -> None:
+        deque(map(self.target.__setitem__, self.places, self.sources), maxlen=0)
+
+
 def value_of(model: nn.Module) -> float:
-    values = {float(p.flatten()[0]) for p in model.parameters()}
-    values |= {float(p.flatten()[-1]) for p in model.parameters()}
+    tensors = [p.detach().flatten() for p in model.parameters()]
+    values = {float(tensor[index]) for tensor in tensors for index in (0, -1)}
     if len(values) != 1:
         raise AssertionError(f"the worker has a mix of versions: {sorted(values)[:4]}")
     return values.pop()
@@ -155,6 +174,7 @@ async def measure(name: str, workers: int) -> Figures:
     their_processes, their_pipes = start(torchrl_worker, theirs, name, workers)
     theirs.connect()
 
+    only_copy = OnlyCopy(model)
     for block in range(BLOCKS + 1):  # the first block warms up and does not count
         seconds = []
         for _ in range(count):
@@ -176,6 +196,14 @@ async def measure(name: str, workers: int) -> Figures:
         ask(their_pipes, version)
         if block:
             figures.add("torchrl", seconds)
+        seconds = []
+        for _ in range(count):
+            fill(model, version)
+            begun = time.perf_counter()
+            only_copy()
+            seconds.append(time.perf_counter() - begun)
+        if block:
+            figures.add("copy", seconds)
     for pipe in [*our_pipes, *their_pipes]:
         pipe.send(None)
     await ours.aclose()
@@ -211,7 +239,8 @@ def main() -> int:
             )
             print(
                 f"{name:>14}, {workers} workers: aiosync {ours * 1e3:8.3f} ms, "
-                f"TorchRL {theirs * 1e3:8.3f} ms, ratio {theirs / ours:6.1f}",
+                f"TorchRL {theirs * 1e3:8.3f} ms, ratio {theirs / ours:6.1f}; "
+                f"only the copy {figures.median('copy') * 1e3:8.3f} ms",
                 flush=True,
             )
     if options.json:
