@@ -1,16 +1,14 @@
 """The messages of a link, and their header maps.
 
-Every message is a frozen dataclass. :func:`encode_header` and :func:`decode_header` turn it
-into the msgpack map of a frame and back, and check every field in both directions; the
-constructors check nothing. This module must never import asyncio, anyio or torch. The
-messages are written down in ``docs/topics/wire-format.md``.
+:func:`encode_header` and :func:`decode_header` turn a message into the msgpack map of a frame and
+back, and check every field in both directions. This module must never import asyncio, anyio or
+torch. The messages are written down in ``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
@@ -33,7 +31,19 @@ from aiosync.wire._fields import (
     str_field,
     values_field,
 )
-from aiosync.wire.manifest import DEFAULT_LIMITS, Manifest
+from aiosync.wire._message_types import (
+    Ack,
+    ExtValue,
+    Hello,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Release,
+    Segment,
+    Update,
+    Welcome,
+)
+from aiosync.wire.manifest import DEFAULT_LIMITS
 from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
 
 __all__ = [
@@ -54,166 +64,6 @@ __all__ = [
     "encode_header",
     "maker_of",
 ]
-
-ExtValue: TypeAlias = int | str | bytes | bool
-"""What the extension map of a header may hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """First message on a link: who is there, and what it already has.
-
-    Attributes:
-        role: ``"sender"`` or ``"receiver"``, or what a scheme defines.
-        model_id: Which model of the process this link is for.
-        pid: Process id of the sender of this message.
-        worker_idx: Index that a receiver asks for; ``None`` lets the other side choose.
-        strategy: Name of the strategy that the weights are extracted and applied with.
-        has_target: A receiver already knows the module that it applies to.
-        epoch: Epoch of the weights that a receiver has; ``None`` when it has none.
-        version: Version of the weights that a receiver has; ``None`` when it has none.
-    """
-
-    role: str
-    model_id: str
-    pid: int
-    worker_idx: int | None = None
-    strategy: str = "tensordict"
-    has_target: bool = True
-    epoch: int | None = None
-    version: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Positive answer to :class:`Hello`.
-
-    Attributes:
-        epoch: Epoch of the sender of weights.
-        version: Its current version; 0 when nothing was sent yet.
-        worker_idx: Index that the receiver has from now on.
-        num_workers: How many workers the sender expects; ``None`` when it does not know.
-    """
-
-    epoch: int
-    version: int
-    worker_idx: int
-    num_workers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Negative answer to :class:`Hello`; the link is closed after it.
-
-    Attributes:
-        error_type: Name of the exception's type, clipped to 256 bytes when encoded.
-        error_text: Reason for a human, clipped to 4 KiB when encoded.
-    """
-
-    error_type: str
-    error_text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestMessage:
-    """Announces a layout; later updates name it by its digest.
-
-    Attributes:
-        manifest: The layout.
-    """
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One version of the weights, or one chunk of it. The tensors are the frame's payload.
-
-    Attributes:
-        epoch: Epoch of the sender, 1 to 2**63 - 1.
-        version: Version within the epoch, 1 to 2**63 - 1.
-        digest: Digest of the manifest that describes the payload, 16 bytes.
-        codec: How the payload was made; ``"dense"`` is the plain bytes of the manifest.
-        values: Non-tensor leaves by name; see :func:`aiosync.wire.encode_values`. Tuples
-            arrive as lists.
-        chunk: (index, count) when the payload is one of several parts.
-        checksum: Checksum of the payload, 1 to 64 bytes, if the link uses one.
-    """
-
-    epoch: int
-    version: int
-    digest: bytes
-    codec: str = "dense"
-    values: Mapping[str, Any] = field(default_factory=dict)
-    chunk: tuple[int, int] | None = None
-    checksum: bytes | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one whole dense payload, with nothing beside it."""
-        return (
-            not self.values
-            and self.codec == "dense"
-            and self.chunk is None
-            and self.checksum is None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """What a receiver says about one update.
-
-    Attributes:
-        epoch: Epoch of the update.
-        version: Version of the update.
-        status: RECEIVED, APPLIED or NACK.
-        error_type: For a NACK, the name of the exception's type; clipped to 256 bytes.
-        error_text: For a NACK, the exception's text; clipped to 4 KiB.
-    """
-
-    epoch: int
-    version: int
-    status: AckStatus
-    error_type: str = ""
-    error_text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Announces a shared-memory segment, whose descriptor travels beside the message.
-
-    Attributes:
-        segment_id: Chosen by the sender; unique on the link.
-        slot_nbytes: Bytes of one slot.
-        num_slots: Slots in the segment, 1 to 65535.
-    """
-
-    segment_id: int
-    slot_nbytes: int
-    num_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A receiver no longer reads a slot of a shared-memory segment.
-
-    Attributes:
-        segment_id: Segment that the slot is in.
-        slot: Index of the slot.
-        serial: Which use of the slot is meant; a release of an older use is ignored.
-        retained: The receiver keeps reading the slot, and only says that it is done with
-            everything older.
-    """
-
-    segment_id: int
-    slot: int
-    serial: int
-    retained: bool = False
-
-
-Message: TypeAlias = Hello | Welcome | Refuse | ManifestMessage | Update | Ack | Segment | Release
-"""Any message."""
-
 
 _U32 = 2**32 - 1
 _IDX = 2**31 - 1
