@@ -21,42 +21,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
+from aiosync.schemes._guard_hooks import EnterHook, LeaveHook, never_traced
+from aiosync.schemes._reading import Reading
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
     from torch import nn
 
 __all__ = ["Guard", "Reading"]
 
-_CALL_FRAMES = frozenset({"_call_impl", "inner"})
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 0.1
 _MAX_PATIENCE_SECONDS = 5.0
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _never_traced(function: _F) -> _F:
-    """Have ``torch.compile`` call a function instead of tracing into it.
-
-    ``torch.compiler.disable`` does the same, but importing it takes seconds. Where torch keeps
-    this elsewhere, forwards of a compiled module are guarded all the same, with warnings.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by torch.compile
-    with contextlib.suppress(AttributeError):
-        frames = torch._C._dynamo.eval_frame
-        if hasattr(frames, "skip_code"):
-            frames.skip_code(function.__code__)
-        else:
-            skip = frames._FrameAction.SKIP
-            strategy = frames._FrameExecStrategy(skip, skip)
-            frames.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 def _has_ended(frame: FrameType) -> bool:
@@ -98,7 +77,7 @@ class Guard:
 
     # -- readers -------------------------------------------------------------------------------
 
-    @_never_traced
+    @never_traced
     def enter(self, frame: FrameType | None = None) -> None:
         """Start reading.
 
@@ -128,7 +107,7 @@ class Guard:
                     return
             self._run(todo)
 
-    @_never_traced
+    @never_traced
     def leave(self, *, forward: bool = False) -> None:
         """End the newest read of this thread; applies what waited for it."""
         thread = threading.get_ident()
@@ -366,8 +345,8 @@ class Guard:
         self.uninstall()
         self._module = weakref.ref(module)
         self._hooks = [
-            module.register_forward_pre_hook(_EnterHook(self), prepend=True),
-            module.register_forward_hook(_LeaveHook(self), always_call=True),
+            module.register_forward_pre_hook(EnterHook(self), prepend=True),
+            module.register_forward_hook(LeaveHook(self), always_call=True),
         ]
 
     def uninstall(self) -> None:
@@ -393,101 +372,3 @@ def _register(guard: Guard) -> None:
 def _reset_in_child() -> None:
     for guard in list(_guards):
         guard._reset()
-
-
-_reading: ContextVar[tuple[int, ...]] = ContextVar("aiosync_reading", default=())
-
-
-class Reading:
-    """Context manager of ``scheme.reading()``: what is computed inside sees one version.
-
-    Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
-    inside the block; the latter also lets an update that waits go first. Both may be nested.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def __enter__(self) -> None:
-        self._guard.enter()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._guard.leave()
-
-    async def __aenter__(self) -> None:
-        # Inside a read of this task, or of the one that started it, an update cannot go first.
-        if id(self._guard) not in _reading.get():
-            await self._let_update_go_first()
-        self._guard.enter()
-        _reading.set((*_reading.get(), id(self._guard)))
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        reads = list(_reading.get())
-        with contextlib.suppress(ValueError):  # left in another context than it was entered in
-            reads.remove(id(self._guard))
-        _reading.set(tuple(reads))
-        self._guard.leave()
-
-    async def _let_update_go_first(self) -> None:
-        loop = asyncio.get_running_loop()
-        applied = asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(applied.set)
-
-        while (patience := self._guard.watch(wake)) > 0:
-            try:
-                await asyncio.wait_for(applied.wait(), patience)
-            except TimeoutError:
-                return
-            finally:
-                self._guard.unwatch(wake)
-            applied.clear()
-
-
-class _Hook:
-    """A hook that copies and pickles as one that does nothing: a copied module is not guarded."""
-
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_guard
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copied_hook, ()
-
-
-class _EnterHook(_Hook):
-    @_never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
-            frame = frame.f_back
-        self.guard.enter(frame or sys._getframe(1))
-
-
-class _LeaveHook(_Hook):
-    @_never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.guard.leave(forward=True)
-
-
-@_never_traced
-def _no_guard(*_args: object) -> None:
-    """Stand-in for the hooks in copies of a guarded module."""
-
-
-def _copied_hook() -> Callable[..., None]:
-    return _no_guard
