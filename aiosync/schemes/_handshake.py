@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from aiosync.errors import (
     AiosyncError,
@@ -22,6 +23,7 @@ from aiosync.wire import Hello, Refuse, Welcome
 __all__ = ["HANDSHAKE_SECONDS", "admit", "greet"]
 
 HANDSHAKE_SECONDS = 30.0
+_GRACE_SECONDS = 1.0  # a process that was killed may take a while to end
 
 
 async def admit(
@@ -32,14 +34,16 @@ async def admit(
     epoch: int,
     num_workers: int | None,
     worker_idx: int | None,
-    taken: Callable[[], Container[int]],
-    reserve: Callable[[int], int],
+    holder: Callable[[int], int | None],
+    changed: Callable[[], asyncio.Event],
+    reserve: Callable[[int, int], int],
 ) -> tuple[Hello, int]:
     """Sender's half: read Hello, answer Welcome or Refuse.
 
-    ``taken`` tells the indices in use. ``reserve`` is told the index before the answer leaves,
-    so that the next worker, who may ask meanwhile, gets another one; it returns the version
-    that this worker is sent first, or 0.
+    ``holder`` tells which live process has an index, or ``None``; it may say something else
+    after the event of ``changed``. ``reserve`` is told the index and the process before the
+    answer leaves, so that the next worker, who may ask meanwhile, gets another one; it returns
+    the version that this worker is sent first, or 0.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -62,30 +66,68 @@ async def admit(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"
             )
-        worker_idx = _choose(message.worker_idx, worker_idx, num_workers, taken())
+        asked = _check_index(message.worker_idx, worker_idx, num_workers)
+        worker_idx = await _choose(asked, num_workers, message.pid, holder, changed)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
-    welcome = Welcome(epoch, reserve(worker_idx), worker_idx, num_workers)
+    welcome = Welcome(epoch, reserve(worker_idx, message.pid), worker_idx, num_workers)
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
     return message, worker_idx
 
 
-def _choose(
-    asked: int | None, given: int | None, num_workers: int | None, taken: Container[int]
-) -> int:
+def _check_index(asked: int | None, given: int | None, num_workers: int | None) -> int | None:
     if given is not None:
         if asked is not None and asked != given:
             raise ConfigError(f"worker {asked} connected through the pipe of worker {given}")
         return given
-    if asked is None:
-        asked = next(idx for idx in itertools.count() if idx not in taken)
-    if num_workers is not None and not 0 <= asked < num_workers:
+    if asked is not None and num_workers is not None and not 0 <= asked < num_workers:
         raise ConfigError(
             f"Worker {asked} not registered: the sender expects {num_workers} workers, with "
             f"worker_idx 0 to {num_workers - 1}"
         )
     return asked
+
+
+async def _choose(
+    asked: int | None,
+    num_workers: int | None,
+    pid: int,
+    holder: Callable[[int], int | None],
+    changed: Callable[[], asyncio.Event],
+) -> int:
+    """A free index: the one that was asked for, else the first."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + _GRACE_SECONDS
+    while True:
+        event = changed()
+        indices = itertools.count() if num_workers is None else range(num_workers)
+        for idx in indices if asked is None else (asked,):
+            if holder(idx) is None:
+                return idx
+        # Its old process may be about to end: that is noticed, and changes something.
+        try:
+            async with asyncio.timeout_at(give_up):
+                await event.wait()
+        except TimeoutError:
+            raise _taken(asked, num_workers, pid, holder) from None
+
+
+def _taken(
+    asked: int | None, num_workers: int | None, pid: int, holder: Callable[[int], int | None]
+) -> ConfigError:
+    if asked is None:
+        return ConfigError(
+            f"the sender expects {num_workers} workers, and all of them are connected: set "
+            "num_workers=None in init_on_sender() for any number, or end one of them first"
+        )
+    has = holder(asked)
+    who = "this process itself has it" if has == pid else f"process {has} has it"
+    return ConfigError(
+        f"worker_idx {asked} is taken: {who}, through a link that is up. Give each worker an "
+        "index of its own, or none, and the sender chooses one; to take over from a worker, "
+        "close its scheme or end its process first"
+    )
 
 
 async def greet(

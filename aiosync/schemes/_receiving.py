@@ -55,7 +55,8 @@ class ReceivingScheme(SchemeCore):
         Args:
             model_id: Name of the model, as the sender calls it.
             context: Owner of the model (kept as a weak reference).
-            worker_idx: Index of this worker, from 0; ``None`` lets the sender choose.
+            worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
+                lets the sender choose.
             model: Module to keep up to date. May be given later, by setting :attr:`model`.
             weights: TensorDict or dict of tensors to keep up to date, instead of a module.
             pipe: Connection to the sender, instead of the scheme's own socket.

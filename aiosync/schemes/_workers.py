@@ -6,14 +6,12 @@ Must not import the receiver, nor know what a send is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
     AiosyncError,
-    ConfigError,
     ConnectError,
     ConnectTimeout,
     PartialSyncError,
@@ -21,6 +19,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outcome, OutcomeKind, VersionClock
 from aiosync.schemes._handshake import admit
+from aiosync.schemes._liveness import is_up, open_pidfds, pid_of, watch_process
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._tasks import TaskOwner
@@ -70,6 +69,7 @@ class Workers:
         self.initial: set[int | None] = set()  # whose initial weights are still being copied
         # Links in their handshake, with the worker's index once it is known.
         self._arriving: dict[Transport, int] = {}
+        self._pids: dict[int, int] = {}  # the process that each index was given to, as it said
         self._latest: Snapshot | None = None
         self._latest_for: dict[int, Snapshot] = {}
         self.tasks: TaskOwner = TaskOwner(self._crashed)
@@ -114,22 +114,25 @@ class Workers:
                 epoch=self.clock.epoch,
                 num_workers=self.num_workers,
                 worker_idx=expected_idx,
-                taken=lambda: {*self.peers, *self._arriving.values()},
-                reserve=lambda idx: self._reserve(transport, idx),
+                holder=self._holder,
+                changed=lambda: self.changed,
+                reserve=lambda idx, pid: self._reserve(transport, idx, pid),
             )
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
+            self._arriving.pop(transport, None)
             self._refused.append(str(exc))
             await transport.aclose()
             self.notify()
             return
-        except BaseException:
+        except BaseException:  # cancelled, or a bug that _crashed() is told
+            self._arriving.pop(transport, None)
             transport.abort()
             raise
-        finally:
-            self._arriving.pop(transport, None)
+        if self._arriving.pop(transport, None) is None:
+            return  # it had ended, and its index was given to the next one
         old = self.peers.pop(worker_idx, None)
-        if old is not None:  # a worker that started again: the newest link wins
+        if old is not None:  # it has ended, though nobody noticed; the worker started again
             old.lose(TransportClosed(f"worker {worker_idx} opened a newer link"))
             old.transport.abort()
         self.lost.pop(worker_idx, None)
@@ -145,15 +148,27 @@ class Workers:
             on_lost=self._on_lost,
         )
         self.peers[worker_idx] = peer
-        _watch_process(transport, hello.pid)
+        watch_process(transport, hello.pid)
         peer.start()
         snapshot = self.snapshot_for(worker_idx)
         if snapshot is not None:
             peer.offer(snapshot)
         self.notify()
 
-    def _reserve(self, transport: Transport, worker_idx: int) -> int:
+    def _holder(self, worker_idx: int) -> int | None:
+        """The process that has an index and is alive, its link too; ``None`` if it is free."""
+        peer = self.peers.get(worker_idx)
+        links = [link for link, idx in self._arriving.items() if idx == worker_idx]
+        if peer is not None:
+            links.append(peer.transport)
+        return self._pids[worker_idx] if any(is_up(link) for link in links) else None
+
+    def _reserve(self, transport: Transport, worker_idx: int, pid: int) -> int:
+        for link in [link for link, idx in self._arriving.items() if idx == worker_idx]:
+            del self._arriving[link]  # it ended during its handshake
+            link.abort()
         self._arriving[transport] = worker_idx
+        self._pids[worker_idx] = pid
         if worker_idx in self.initial or None in self.initial:
             return self.clock.current
         snapshot = self.snapshot_for(worker_idx)
@@ -214,9 +229,9 @@ class Workers:
 
     async def _wait(self, version: int, processes: Sequence[Any]) -> None:
         expected = range(self.num_workers or 0)
-        watched = {idx: _pid_of(process) for idx, process in enumerate(processes)}
+        watched = {idx: pid_of(process) for idx, process in enumerate(processes)}
         loop = asyncio.get_running_loop()
-        pidfds, ended = _open_pidfds(watched)
+        pidfds, ended = open_pidfds(watched)
         try:
             for pidfd in pidfds.values():
                 loop.add_reader(pidfd, self._on_process_end, loop, pidfd)
@@ -296,33 +311,3 @@ class Workers:
         self.peers.clear()
         self.forget_all()
         self.notify()
-
-
-def _watch_process(transport: Transport, pid: int) -> None:
-    """Notice the worker's death even if another process holds a copy of its end of a pipe."""
-    channel = getattr(transport, "channel", None)
-    if channel is not None and channel.pidfd < 0:
-        with contextlib.suppress(ConnectError):  # no such process in our namespace
-            channel.watch_process(pid)
-
-
-def _pid_of(process: Any) -> int | None:
-    pid = process if isinstance(process, int) else getattr(process, "pid", None)
-    if pid is None:
-        raise ConfigError(f"{process!r} is neither a started process nor a process id")
-    return int(pid)
-
-
-def _open_pidfds(watched: Mapping[int, int | None]) -> tuple[dict[int, int], set[int]]:
-    """Descriptors that tell when processes end, and the workers whose process is gone already."""
-    pidfds: dict[int, int] = {}
-    ended: set[int] = set()
-    if hasattr(os, "pidfd_open"):
-        for idx, pid in watched.items():
-            try:
-                pidfds[idx] = os.pidfd_open(int(pid or 0))
-            except ProcessLookupError:
-                ended.add(idx)
-            except OSError:
-                continue  # no pidfd in this kernel or sandbox: the timeout has to tell
-    return pidfds, ended

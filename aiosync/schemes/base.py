@@ -101,7 +101,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         Raises:
             ConnectTimeout: Somebody did not come in time; the message says who.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently.
+            ConfigError: The two sides are set up differently, or a live worker has the index.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.

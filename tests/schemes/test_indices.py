@@ -1,0 +1,133 @@
+"""Who may have an index: a worker that started again takes over at once, a second one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+import aiosync
+from aiosync.schemes import _handshake
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+pytestmark = pytest.mark.asyncio
+
+TAKEN = r"worker_idx 0 is taken: process {} has it.*index of its own.*end its process first"
+
+
+@pytest.fixture
+def no_grace(monkeypatch) -> None:
+    """A taken index is refused at once."""
+    monkeypatch.setattr(_handshake, "_GRACE_SECONDS", 0.01)
+
+
+@both
+@pytest.mark.usefixtures("no_grace")
+async def test_a_second_link_of_one_process_is_refused(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        async with harness.twin(sender) as other:
+            other.init_on_receiver(model=models.linear(), worker_idx=0)
+            with pytest.raises(aiosync.ConfigError, match="taken: this process itself has it"):
+                await other.connect(timeout=harness.PATIENCE)
+        models.fill(source, 2.0)
+        assert (await sender.send()).acked == {0}
+        assert models.filled(target, 2.0)
+        assert receiver.version == 2
+
+
+@both
+@pytest.mark.slow
+async def test_a_second_process_is_refused_until_the_first_has_ended(make) -> None:
+    scheme, model = make(), models.linear()
+    scheme.init_on_sender(model=model, num_workers=1)
+    async with harness.workers(scheme, models.linear, 1) as crew:
+        crew += [harness.start(scheme, models.linear) for _ in range(2)]
+        with pytest.raises(aiosync.ConfigError, match=TAKEN.format(crew[0].pid)):
+            await crew[1].call(harness.join, 0)
+        models.fill(model, 2.0)
+        assert (await scheme.send()).acked == {0}
+        assert ((await crew[0].call(harness.weights))["weight"] == 2.0).all()
+        crew[0].stop()  # it is alive, and may go on
+        crew[2].post(harness.join, 0)
+        await asyncio.sleep(0.2)
+        crew[0].kill()  # while the trainer makes sure that it is not about to end
+        assert await crew[2].answer() == 2
+        models.fill(model, 3.0)
+        assert (await scheme.send()).acked == {0}
+        assert ((await crew[2].call(harness.weights))["weight"] == 3.0).all()
+
+
+@both
+@pytest.mark.slow
+async def test_a_death_that_the_loop_has_not_noticed(make) -> None:
+    scheme, model = make(), models.linear()
+    scheme.init_on_sender(model=model, num_workers=1)
+    async with harness.workers(scheme, models.linear, 1) as crew:
+        crew.append(harness.start(scheme, models.linear))
+        assert await crew[1].call(harness.version) == 0  # it is ready
+        crew[1].post(harness.join, 0)
+        time.sleep(0.2)  # noqa: ASYNC251 - its connection waits, while the loop is busy
+        crew[0].kill()
+        crew[0].process.join(harness.PATIENCE)
+        started = time.monotonic()
+        assert await crew[1].answer() == 1
+        assert time.monotonic() - started < 0.5
+        assert (await scheme.send()).acked == {0}
+
+
+@both
+@pytest.mark.parametrize("given", [0, None])
+async def test_a_worker_that_closed_comes_back_at_once(make, given) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        for round_ in range(5):
+            if round_ % 2:
+                receiver.abort()
+            else:
+                await receiver.aclose()
+            receiver = harness.twin(sender)
+            receiver.init_on_receiver(model=target, worker_idx=given)
+            started = time.monotonic()
+            await receiver.connect(timeout=harness.PATIENCE)
+            assert time.monotonic() - started < 0.5
+            assert receiver.worker_idx == 0
+        assert (await sender.send()).acked == {0}
+        await receiver.aclose()
+
+
+@both
+@pytest.mark.usefixtures("no_grace")
+async def test_no_index_is_left(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        async with harness.twin(sender) as other:
+            other.init_on_receiver(model=models.linear())
+            with pytest.raises(aiosync.ConfigError, match=r"1 workers, and all .*num_workers=None"):
+                await other.connect(timeout=harness.PATIENCE)
+        assert (await sender.send()).acked == {0}
+
+
+@both
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_grace")
+async def test_two_that_come_together(make) -> None:
+    scheme = make()
+    receivers = [harness.twin(scheme) for _ in range(2)]
+    scheme.init_on_sender(model=models.linear(), num_workers=2)
+    for receiver in receivers:
+        receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with scheme, receivers[0], receivers[1]:
+        results = await asyncio.gather(
+            scheme.connect(timeout=0.5),
+            *(receiver.connect(timeout=harness.PATIENCE) for receiver in receivers),
+            return_exceptions=True,
+        )
+        assert isinstance(results[0], aiosync.ConnectTimeout)
+        assert "refused: a worker was refused: worker_idx 0 is taken" in str(results[0])
+        kinds = {type(result) for result in results[1:]}
+        assert kinds == {type(None), aiosync.ConfigError}
+        assert (await scheme.send()).acked == {0}
