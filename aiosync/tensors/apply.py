@@ -5,10 +5,8 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +15,9 @@ from torch import nn
 
 from aiosync.errors import ManifestMismatch
 from aiosync.tensors import _changes as changes
-from aiosync.tensors._finding import memory_key
-from aiosync.tensors._matching import (
-    Assignment,
-    Match,
-    Spot,
-    Survey,
-    inner_names,
-    is_ordinary,
-    is_shared,
-    match,
-    shares_memory_partly,
-    survey,
-)
-from aiosync.tensors._plain import LARGE_NBYTES, is_plain_cpu
-from aiosync.tensors._tree import Signature
+from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
+from aiosync.tensors._plan import Mode, Plan, make_plan
 from aiosync.tensors._values import unpack_value
-from aiosync.tensors.buffer import in_flat_memory
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -43,56 +27,6 @@ if TYPE_CHECKING:
     from aiosync.tensors.layout import Layout
 
 __all__ = ["Mode", "Target"]
-
-
-class Mode(enum.Enum):
-    """How tensors get their new values."""
-
-    FLIP = "flip"
-    """Parameters become views of the buffer, where possible; the rest is copied in place."""
-    COPY = "copy"
-    """Everything is copied in place."""
-    REPLACE = "replace"
-    """New objects with memory of their own take the places of the old ones."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What an apply does, in terms of the target's own objects; ints are leaf indices.
-
-    Attributes:
-        flips: Parameters that become views, and ``flip_leaves`` what they become views of.
-        owns: Tensors that get new memory first, because theirs is not theirs alone.
-        installs: Tensors that are replaced; the flag says that they become views.
-        small: Copied together by torch; below the size at which it uses its thread pool.
-        large: Copied byte by byte without the GIL.
-        risky: Tensor subclasses and the like, whose ``copy_()`` may raise.
-        equal: Assignments of which several leaves must be the same.
-    """
-
-    survey: Survey
-    match: Match
-    signature: Signature
-    flips: list[torch.Tensor] = field(default_factory=list)
-    flip_leaves: list[int] = field(default_factory=list)
-    pick_views: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-    owns: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    installs: list[tuple[Spot, int, bool]] = field(default_factory=list)
-    small: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    equal: list[Assignment] = field(default_factory=list)
-    layout: Layout | None = None
-    only_flips: bool = False
-
-    @property
-    def has_values(self) -> bool:
-        return bool(self.match.values or self.match.tensor_values)
-
-    def valid(self) -> bool:
-        """Whether the target is still what it was when the plan was made. Cheap."""
-        return self.survey.unchanged() and self.signature.same(self.survey.tensors)
 
 
 class Target:
@@ -116,7 +50,7 @@ class Target:
         """
         self.target = target
         self.strict = strict
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._key: tuple[Mode, tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
@@ -234,74 +168,15 @@ class Target:
             return (layout.digest, self.strict)
         return (layout.digest, self.strict, tuple(values), inner_names(values))
 
-    def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> _Plan:
+    def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
         if plan is not None and self._key == key and plan.valid():
             return plan
-        found = survey(self.target)
-        matched = match(found, layout, values, strict=self.strict)
-        plan = _Plan(found, matched, Signature(found.tensors))
-        self._sort(plan, layout, mode)
-        plan.layout = layout
-        plan.only_flips = not (
-            plan.owns
-            or plan.installs
-            or plan.small
-            or plan.large
-            or plan.inference
-            or plan.risky
-            or plan.equal
-            or plan.has_values
-        )
+        plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
         self._plan, self._key = (None if plan.installs or plan.owns else plan), key
         return plan
-
-    @staticmethod
-    def _sort(plan: _Plan, layout: Layout, mode: Mode) -> None:
-        """Decide how each tensor gets its value."""
-        spots = plan.survey.spots
-        module = plan.survey.tree is not None
-        partly_shared = shares_memory_partly(spots) if mode is Mode.FLIP else set()
-        flipped: dict[int, Any] = {}  # leaf -> the tensor that became a view of it
-        for assignment in plan.match.assignments:
-            spot, leaf = assignment.spot, assignment.leaf
-            tensor = spot.tensor
-            same_dtype = tensor.dtype is layout.dtypes[leaf]
-            if assignment.equal:
-                plan.equal.append(assignment)
-            if tensor.is_meta or mode is Mode.REPLACE:
-                view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
-                view = view and flipped.setdefault(leaf, spot) is spot
-                plan.installs.append((spot, leaf, view))
-                continue
-            if not is_ordinary(tensor):
-                plan.risky.append((tensor, leaf))
-                continue
-            if tensor.is_inference():
-                plan.inference.append((tensor, leaf))
-                continue
-            shared = mode is Mode.FLIP and is_shared(tensor)
-            if (
-                mode is Mode.FLIP
-                and type(tensor) is nn.Parameter
-                and same_dtype
-                and is_plain_cpu(tensor)
-                and (module if shared else id(tensor) not in partly_shared)
-            ):
-                key = memory_key(tensor) or id(spot)
-                if flipped.setdefault(leaf, key) == key:
-                    plan.flips.append(tensor)
-                    plan.flip_leaves.append(leaf)
-                    continue
-                # a second parameter that is not tied here: it must not share memory
-            if (shared and module) or in_flat_memory(tensor):
-                plan.owns.append((tensor, leaf))
-            elif tensor.nbytes >= LARGE_NBYTES and same_dtype and is_plain_cpu(tensor):
-                plan.large.append((tensor, leaf))
-            else:
-                plan.small.append((tensor, leaf))
 
     # -- changing -------------------------------------------------------------------------
 
@@ -335,7 +210,7 @@ class Target:
 
     def _change(
         self,
-        plan: _Plan,
+        plan: Plan,
         sources: Sequence[torch.Tensor],
         pool: CopyPool | None,
         undo: changes.Undo,
@@ -374,7 +249,7 @@ class Target:
             changes.flip(plan.flips, plan.pick_views(sources))
 
     @staticmethod
-    def _back_up(plan: _Plan, undo: changes.Undo) -> None:
+    def _back_up(plan: Plan, undo: changes.Undo) -> None:
         handled = {id(tensor) for tensor in plan.flips}
         handled.update(id(tensor) for tensor, _ in (*plan.owns, *plan.risky, *plan.inference))
         for tensor in plan.survey.tensors:
@@ -385,7 +260,7 @@ class Target:
 
     def _change_values(
         self,
-        plan: _Plan,
+        plan: Plan,
         layout: Layout,
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
@@ -409,7 +284,7 @@ class Target:
                 changes.put_value(self.target, place, value, undo)
 
 
-def _untangle(plan: _Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy sources that lie in memory of the target, where an earlier copy may write."""
     written = {changes.storage_of(assignment.spot.tensor) for assignment in plan.match.assignments}
     written.discard(0)
@@ -418,7 +293,7 @@ def _untangle(plan: _Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Te
     ]
 
 
-def _check_equal(plan: _Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
     """Refuse leaves that differ although they are one tensor here."""
     leaves = layout.manifest.leaves
     mismatched = {}

@@ -10,12 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 
-from aiosync.errors import (
-    FrameTooLarge,
-    ProtocolError,
-    RemoteProtocolError,
-    WireVersionMismatch,
-)
+from aiosync.errors import FrameTooLarge, ProtocolError, RemoteProtocolError, WireVersionMismatch
 from aiosync.types import Limits
 from aiosync.wire._counted import COUNTER_NBYTES, MAX_COUNTER, Repeat, Templates, counter_of
 from aiosync.wire._encoding import (
