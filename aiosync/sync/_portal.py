@@ -108,7 +108,7 @@ class _Portal:
         """
         try:
             self._thread.start()
-        except BaseException:
+        except BaseException:  # goes on to the caller of lease()
             self.stopping = True  # Ctrl-C: nobody will ever stop a thread that did start
             with contextlib.suppress(RuntimeError):  # it ended already
                 self.loop.call_soon_threadsafe(self.loop.stop)
@@ -153,7 +153,7 @@ class _Portal:
         except TransportClosed:
             coroutine.close()
             raise
-        except BaseException:
+        except BaseException:  # goes on to the caller
             # Ctrl-C: the coroutine must not go on behind the caller's back.
             if not call.over:
                 with contextlib.suppress(TransportClosed):
@@ -262,7 +262,7 @@ def lease(tenant: Tenant) -> Lease:
     if created:
         try:
             portal.start()
-        except BaseException:
+        except BaseException:  # goes on to the caller
             held.release(join=False)
             raise
     return held

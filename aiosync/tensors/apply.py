@@ -199,7 +199,7 @@ class Target:
                 self._change(plan, sources, pool, undo)
                 if plan.has_values:
                     self._change_values(plan, layout, sources, values, undo)
-            except BaseException as exc:
+            except BaseException as exc:  # goes on to the caller, once all is as it was
                 self._plan = None
                 for step in reversed(undo):
                     try:

@@ -253,7 +253,7 @@ class FaultyTransport(Transport):
             lent = [memoryview(buffer).cast("B") for buffer in into(held.message, held.nbytes)]
             if sum(view.nbytes for view in lent) != held.nbytes:
                 raise ConfigError(f"lent the wrong size for a payload of {held.nbytes} bytes")
-        except BaseException:
+        except BaseException:  # goes on to the caller of recv()
             self._cut()
             raise
         self._held.popleft()
