@@ -1,8 +1,9 @@
-"""Descriptors that a forked child must not keep.
+"""What a forked child must not keep, and what it must not lose.
 
 A child made by ``fork`` inherits every open link of its parent. A copy of the parent's end of a
 link would keep the peer from ever seeing the end of the stream, so the child closes its copies
-as it starts. This module imports nothing from aiosync.
+as it starts. Memory that the parent will give back to its peer is copied before. This module
+imports nothing from aiosync.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["close_in_child"]
+__all__ = ["close_in_child", "keep_across_fork"]
 
 
 class _ForkAware(Protocol):
@@ -19,6 +20,12 @@ class _ForkAware(Protocol):
         """Close the descriptors of this object without telling the peer."""
 
 
+class _ForkAwareMemory(Protocol):
+    def before_fork(self) -> None:
+        """Copy what a child must go on seeing."""
+
+
+_memory: weakref.WeakSet[_ForkAwareMemory] = weakref.WeakSet()
 _open: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
 _registered = False
 
@@ -29,10 +36,25 @@ def _after_fork_in_child() -> None:
     _open.clear()
 
 
-def close_in_child(item: _ForkAware) -> None:
-    """Have ``item.close_after_fork()`` called in every child that is forked from now on."""
+def _before_fork() -> None:
+    for item in list(_memory):
+        item.before_fork()
+
+
+def _register() -> None:
     global _registered
     if not _registered:
-        os.register_at_fork(after_in_child=_after_fork_in_child)
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
         _registered = True
+
+
+def close_in_child(item: _ForkAware) -> None:
+    """Have ``item.close_after_fork()`` called in every child that is forked from now on."""
+    _register()
     _open.add(item)
+
+
+def keep_across_fork(item: _ForkAwareMemory) -> None:
+    """Have ``item.before_fork()`` called in this process before every fork from now on."""
+    _register()
+    _memory.add(item)

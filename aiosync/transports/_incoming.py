@@ -13,6 +13,7 @@ from typing import Any
 
 from aiosync.errors import FrameTooLarge, RemoteProtocolError
 from aiosync.transports._channel import FramedChannel
+from aiosync.transports._fork import close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
 from aiosync.transports._publishing import LEFT, LEFT_SLOT, FrameCache
 from aiosync.transports._segment import SegmentView
@@ -47,6 +48,19 @@ class SlotReader:
         # What rides along with the next write: releases that the peer does not wait for.
         self._releases: list[Release] = []
         self._flushing = False
+        keep_across_fork(self)
+        close_in_child(self)
+
+    def before_fork(self) -> None:
+        """Copy what this side reads: it will leave it, but a child would go on reading it."""
+        for view in list(self._views.values()):
+            view.keep_held()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close its copies of the descriptors."""
+        for view in self._views.values():
+            view.keep_held()  # what another thread switched to just before the fork
+            view.close_descriptor()
 
     def announce(self, message: Segment) -> None:
         """Take over the descriptor of a new segment.

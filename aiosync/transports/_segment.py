@@ -16,7 +16,10 @@ import select
 import tempfile
 from collections.abc import Callable, Hashable
 
+import numpy as np
+
 from aiosync.errors import ConfigError, RemoteProtocolError
+from aiosync.transports._fork import close_in_child
 
 try:
     import fcntl
@@ -156,6 +159,11 @@ class Arena:
         self._retired: list[Segment] = []
         self._closed = False
         self.on_free: Callable[[], None] | None = None
+        close_in_child(self)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close its copies of the descriptors."""
+        self.close()
 
     @property
     def num_slots(self) -> int:
@@ -294,12 +302,25 @@ class SegmentView:
         if known is not None and hasattr(mmap, "MADV_DONTNEED"):
             known[0].madvise(mmap.MADV_DONTNEED)
 
-    def close(self) -> None:
-        """Close the descriptor; mappings go when the last view of them does."""
+    def keep_held(self) -> None:
+        """Give every slot that is read memory of this process, at the address it has.
+
+        The sender may then write to the slot without this process, or a fork of it, seeing it.
+        """
+        for index in {index for index, _ in self.held}:
+            pages = np.frombuffer(self._maps[index][1], np.uint8)[:: mmap.PAGESIZE]
+            pages[:] = pages.copy()  # writing to a page of a private mapping copies it
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor, but keep what is mapped."""
         self.closed = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def close(self) -> None:
+        """Close the descriptor; mappings go when the last view of them does."""
+        self.close_descriptor()
         for mapping, view in self._maps.values():
             with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
                 view.release()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
+import os
 
 import pytest
 import torch
@@ -187,3 +189,34 @@ async def test_across_processes(make, apply_copy) -> None:
         state, deep = await crew[1].call(_kept)
         assert deep == 3.0
         assert state == (7.0 if apply_copy else 3.0)  # in copy mode it is the parameter itself
+
+
+@both
+@modes
+async def test_a_forked_child_keeps_the_version_of_the_fork(make, apply_copy) -> None:
+    source, target = models.medium(), models.medium()
+    mine, its = multiprocessing.Pipe()
+    async with harness.here(make(apply_copy=apply_copy), target, sender={"model": source}) as (
+        sender,
+        _,
+    ):
+        for value in range(3):
+            models.fill(source, float(value))
+            await sender.send()
+        pid = os.fork()
+        if not pid:
+            its.recv_bytes()
+            its.send({value for p in target.parameters() for value in p.flatten().tolist()})
+            os._exit(0)
+        try:
+            for value in range(3, 10):
+                models.fill(source, float(value))
+                await sender.send()
+            mine.send_bytes(b"look")
+            assert mine.poll(harness.PATIENCE)
+            assert mine.recv() == {2.0}
+            assert models.filled(target, 9.0)
+        finally:
+            os.waitpid(pid, 0)  # noqa: ASYNC222 - it ends at once
+            mine.close()
+            its.close()
