@@ -6,7 +6,7 @@ This module must never import pytest or torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,19 @@ from aiosync.testing._tools import (
     MIB,
     ConformanceError,
     Tasks,
+    cancel,
     clog,
     deliver,
     drain,
-    drain_until_error,
     expect,
+    gets_cut,
     is_blocked,
+    lend_after,
+    lend_new,
     pattern,
     require,
     settle,
     stays_broken,
-    text_of,
     update,
     verify,
     within,
@@ -43,16 +45,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from aiosync.transports.base import Lender, Received, Transport
+    from aiosync.transports.base import Received, Transport
 
 __all__ = ["CHECKS"]
-
-
-async def _cancel(task: asyncio.Task[None], what: str) -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=5.0)
-    require(task.done(), f"{what} ignores its cancellation")
-    require(task.cancelled(), f"{what} swallowed its cancellation")
 
 
 class _Receiver:
@@ -68,7 +63,7 @@ class _Receiver:
 
     def _lend(self, message: Message, nbytes: int) -> Sequence[Buffer]:
         self.lent += 1
-        return [bytearray(nbytes)] if nbytes else []
+        return lend_new(message, nbytes)
 
 
 @check()
@@ -79,7 +74,7 @@ async def check_cancel_idle_recv(bench: Bench) -> None:
             receiving = _Receiver(receiver)
             task = tasks.start(receiving.run(lend=version == 2))
             await is_blocked(task, 0)
-            await _cancel(task, "an idle recv()")
+            await cancel(task, "an idle recv()")
             await deliver(sender, receiver, version, pattern(5000 * (version - 1), version))
 
 
@@ -154,12 +149,8 @@ async def check_cancel_recv_at_the_lender(bench: Bench) -> None:
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
         box: list[Received] = []
 
-        def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
-            receiving.cancel()
-            return [bytearray(nbytes)] if nbytes else []
-
         async def receive() -> None:
-            box.append(await receiver.recv(into=lend))
+            box.append(await receiver.recv(into=lend_after(lambda: receiving.cancel())))
 
         sending = tasks.start(sender.send(update(1), [payload]))
         receiving = tasks.start(receive())
@@ -184,7 +175,7 @@ async def check_cancel_blocked_send(bench: Bench) -> None:
     """Cancelling a send() that waits for the peer behaves as its class says; nothing is torn."""
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
         last, blocked = await clog(tasks, sender)
-        await _cancel(blocked, "a blocked send()")
+        await cancel(blocked, "a blocked send()")
         after = tasks.start(sender.send(update(last), [pattern(CLOG_NBYTES, last)]))
         if await is_blocked(after) or after.exception() is None:
             # Nothing of the cancelled one was written, so this one takes its place.
@@ -198,11 +189,7 @@ async def check_cancel_blocked_send(bench: Bench) -> None:
         )
         await expect(TransportBroken, after, "send() after one cancelled in mid-message")
         await stays_broken(sender, "a send() cancelled in mid-message")
-        error = await drain_until_error(receiver)
-        require(
-            isinstance(error, TransportBroken),
-            f"the receiver of a cut message expected TransportBroken, got {text_of(error)}",
-        )
+        await gets_cut(receiver)
 
 
 @check()
@@ -210,19 +197,15 @@ async def check_break_reaches_the_peer(bench: Bench) -> None:
     """A link that a cancellation broke ends for the peer as well, before it is closed."""
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
         _, blocked = await clog(tasks, sender)
-        await _cancel(blocked, "a blocked send()")
+        await cancel(blocked, "a blocked send()")
         try:
             await within(sender.recv(timeout=0), "recv() after a cancelled send()")
         except RecvTimeout:
             pass  # nothing of the message was written, so the link works
         except TransportBroken:
-            error = await drain_until_error(receiver)
-            require(
-                isinstance(error, TransportBroken),
-                f"the receiver of a cut message expected TransportBroken, got {text_of(error)}",
-            )
+            await gets_cut(receiver)
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
-        receiving = tasks.start(receiver.recv(into=_cancels(lambda: receiving.cancel())))
+        receiving = tasks.start(receiver.recv(into=lend_after(lambda: receiving.cancel())))
         sending = tasks.start(sender.send(update(1), [pattern(16 * MIB)]))
         await asyncio.wait({receiving}, timeout=5.0)
         try:
@@ -231,14 +214,6 @@ async def check_break_reaches_the_peer(bench: Bench) -> None:
             await expect(
                 (PeerClosed, TransportBroken), sending, "a send() whose receiver broke the link"
             )
-
-
-def _cancels(cancel: Callable[[], object]) -> Lender:
-    def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
-        cancel()
-        return [bytearray(nbytes)] if nbytes else []
-
-    return lend
 
 
 @check()

@@ -20,10 +20,12 @@ from aiosync.testing._tools import (
     MIB,
     ConformanceError,
     Tasks,
+    arrives,
     deliver,
     expect,
     is_blocked,
     lend_into,
+    lend_new,
     pattern,
     require,
     stays_broken,
@@ -81,9 +83,7 @@ async def check_buffer_types(bench: Bench) -> None:
     async with bench.pair() as (sender, receiver):
         for version, buffer in enumerate(buffers, 1):
             await within(sender.send(update(version), [buffer]), f"send() of {type(buffer)}")
-            received = await within(receiver.recv(), f"recv() of {type(buffer)}")
-            verify(received, version, bytes(buffer))
-            received.release()
+            await arrives(receiver.recv(), f"recv() of {type(buffer)}", version, bytes(buffer))
 
 
 @check()
@@ -95,9 +95,7 @@ async def check_several_buffers(bench: Bench) -> None:
     async with bench.pair() as (sender, receiver):
         for version, buffers in ((1, few), (2, many)):
             await within(sender.send(update(version), buffers), "send() of several buffers")
-            received = await within(receiver.recv(), "recv() of several buffers")
-            verify(received, version, b"".join(buffers))
-            received.release()
+            await arrives(receiver.recv(), "recv() of several buffers", version, b"".join(buffers))
 
 
 @check()
@@ -112,9 +110,7 @@ async def check_order_kept(bench: Bench) -> None:
 
         sending = tasks.start(send_all())
         for version, payload in enumerate(payloads, 1):
-            received = await within(receiver.recv(), f"recv() of message {version} of 200")
-            verify(received, version, payload)
-            received.release()
+            await arrives(receiver.recv(), f"recv() of message {version} of 200", version, payload)
         await within(sending, "send() of 200 messages")
 
 
@@ -168,7 +164,7 @@ async def check_lender_arguments(bench: Bench) -> None:
 
     def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
         calls.append((message, nbytes))
-        return [bytearray(nbytes)] if nbytes else []
+        return lend_new(message, nbytes)
 
     async with bench.pair() as (sender, receiver):
         await within(sender.send(update(1), [b"abc", b"defg"]), "send()")
@@ -259,9 +255,7 @@ async def _send_then_overwrite(
 
     sending = tasks.start(send())
     await is_blocked(sending, 0.01)  # give it the chance to return before anybody reads
-    received = await within(receiver.recv(), "recv()")
-    verify(received, 1, payload)
-    received.release()
+    await arrives(receiver.recv(), "recv()", 1, payload)
     await within(sending, "send()")
 
 

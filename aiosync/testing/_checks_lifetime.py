@@ -6,7 +6,6 @@ This module must never import pytest or torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from aiosync.testing._tools import (
     KIB,
     MIB,
     Tasks,
+    arrives,
     broken_or_closed,
     clog,
     deliver,
@@ -31,6 +31,7 @@ from aiosync.testing._tools import (
     drain_until_error,
     expect,
     is_blocked,
+    lend_after,
     pattern,
     require,
     settle,
@@ -43,12 +44,9 @@ from aiosync.testing._tools import (
 from aiosync.testing.cancellation import CancelOutcome, cancel_at_every_await
 from aiosync.testing.leaks import assert_no_leaks
 from aiosync.types import AckStatus
-from aiosync.wire import Message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-    from typing_extensions import Buffer
 
     from aiosync.transports.base import Transport
 
@@ -64,9 +62,7 @@ async def check_second_recv_is_busy(bench: Bench) -> None:
         await expect(TransportBusy, receiver.recv(), "a second recv()")
         await expect(TransportBusy, receiver.recv(timeout=0), "a second recv(timeout=0)")
         await within(sender.send(update(1), [b"for the first"]), "send()")
-        received = await within(first, "the first recv()")
-        verify(received, 1, b"for the first")
-        received.release()
+        await arrives(first, "the first recv()", 1, b"for the first")
         await deliver(sender, receiver, 2)
 
 
@@ -217,9 +213,12 @@ async def check_peer_aclose_ends_recv(bench: Bench) -> None:
                 await within(sender.send(update(version), [payload]), "send()")
             await within(sender.aclose(), "aclose()")
             for version in (1, 2, 3):
-                received = await within(receiver.recv(), "recv() of what came before aclose()")
-                verify(received, version, pattern(100 * (version - 1), version))
-                received.release()
+                await arrives(
+                    receiver.recv(),
+                    "recv() of what came before aclose()",
+                    version,
+                    pattern(100 * (version - 1), version),
+                )
             for what in ("recv()", "a second recv()"):
                 await expect(PeerClosed, receiver.recv(), f"{what} after the peer's aclose()")
             await expect(PeerClosed, receiver.recv(timeout=0), "recv(timeout=0) after that")
@@ -302,14 +301,11 @@ async def check_cut_between_messages(bench: Bench) -> None:
 async def check_cut_mid_message(bench: Bench) -> None:
     """A link cut in the middle of a payload is TransportBroken, and stays so."""
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
-
-        def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
-            bench.cut(sender)
-            return [bytearray(nbytes)]
-
         tasks.start(sender.send(update(1), [pattern(16 * MIB)]))
         try:
-            received = await within(receiver.recv(into=lend), "recv() on a cut link")
+            received = await within(
+                receiver.recv(into=lend_after(partial(bench.cut, sender))), "recv() on a cut link"
+            )
         except TransportBroken:
             await stays_broken(receiver, "a cut in mid-message")
         except AiosyncError as exc:

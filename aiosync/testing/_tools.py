@@ -26,14 +26,19 @@ __all__ = [
     "MIB",
     "ConformanceError",
     "Tasks",
+    "arrives",
     "broken_or_closed",
+    "cancel",
     "clog",
     "deliver",
     "drain",
     "drain_until_error",
     "expect",
+    "gets_cut",
     "is_blocked",
+    "lend_after",
     "lend_into",
+    "lend_new",
     "pattern",
     "require",
     "settle",
@@ -157,6 +162,14 @@ async def is_blocked(task: asyncio.Future[Any], seconds: float = 0.03) -> bool:
     return not task.done()
 
 
+async def cancel(task: asyncio.Task[Any], what: str) -> None:
+    """Cancel a task and check that it ends so."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=PATIENCE)
+    require(task.done(), f"{what} ignores its cancellation")
+    require(task.cancelled(), f"{what} swallowed its cancellation")
+
+
 class Tasks:
     """Background tasks of one check; cancels and awaits what is left of them at its end."""
 
@@ -199,6 +212,21 @@ def lend_into(*buffers: bytearray) -> Lender:
     return lend
 
 
+def lend_new(message: Message, nbytes: int) -> Sequence[Buffer]:
+    """A lender that lends new memory."""
+    return [bytearray(nbytes)] if nbytes else []
+
+
+def lend_after(action: Callable[[], object]) -> Lender:
+    """Make a lender that does something before it lends new memory."""
+
+    def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
+        action()
+        return lend_new(message, nbytes)
+
+    return lend
+
+
 def verify(received: Received, version: int, payload: bytes) -> None:
     """Check that a message is the update ``version`` with exactly this payload."""
     require(
@@ -213,6 +241,18 @@ def verify(received: Received, version: int, payload: bytes) -> None:
         b"".join(received.payload) == payload,
         f"update {version}: the payload of {len(payload)} bytes did not arrive as it was sent",
     )
+
+
+async def arrives(
+    receiving: Coroutine[Any, Any, Received] | asyncio.Future[Received],
+    what: str,
+    version: int,
+    payload: bytes,
+) -> None:
+    """Await a ``recv()``, check that it gets the update ``version``, and release it."""
+    received = await within(receiving, what)
+    verify(received, version, payload)
+    received.release()
 
 
 async def deliver(
@@ -251,9 +291,12 @@ async def clog(
 async def drain(receiver: Transport, first: int, last: int, *, nbytes: int = CLOG_NBYTES) -> None:
     """Receive and check the updates ``first`` to ``last`` that :func:`clog` sent."""
     for version in range(first, last + 1):
-        received = await within(receiver.recv(), f"recv() of update {version} of {last}")
-        verify(received, version, pattern(nbytes, version))
-        received.release()
+        await arrives(
+            receiver.recv(),
+            f"recv() of update {version} of {last}",
+            version,
+            pattern(nbytes, version),
+        )
 
 
 async def drain_until_error(receiver: Transport, *, nbytes: int = CLOG_NBYTES) -> AiosyncError:
@@ -270,6 +313,15 @@ async def drain_until_error(receiver: Transport, *, nbytes: int = CLOG_NBYTES) -
             return exc
         verify(received, version, pattern(nbytes, version))
         received.release()
+
+
+async def gets_cut(receiver: Transport) -> None:
+    """Check that the link ends with ``TransportBroken``, after whole messages of :func:`clog`."""
+    error = await drain_until_error(receiver)
+    require(
+        isinstance(error, TransportBroken),
+        f"the receiver of a cut message expected TransportBroken, got {text_of(error)}",
+    )
 
 
 async def stays_broken(transport: Transport, what: str) -> None:
