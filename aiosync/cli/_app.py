@@ -1,6 +1,7 @@
 """The commands and their options, on typer; what they do is in the modules beside this one.
 
-Heavy imports (torch, gymnasium) happen inside the commands, so that ``--help`` is quick.
+Must not import gymnasium or matplotlib, nor, but inside a command, what imports them: ``--help``
+has to be quick and to work without them.
 """
 
 from __future__ import annotations

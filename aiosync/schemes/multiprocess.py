@@ -1,4 +1,7 @@
-"""Weights through pipes: the bytes of each update travel to every worker."""
+"""Weights through pipes: the bytes of each update travel to every worker.
+
+Must not import torch, nor another concrete scheme.
+"""
 
 from __future__ import annotations
 

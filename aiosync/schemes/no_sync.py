@@ -1,4 +1,7 @@
-"""No synchronization at all, behind the interface of a scheme."""
+"""No synchronization at all, behind the interface of a scheme.
+
+Must not import a concrete transport, nor another concrete scheme.
+"""
 
 from __future__ import annotations
 

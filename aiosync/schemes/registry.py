@@ -1,4 +1,7 @@
-"""Schemes by the back-end names that TorchRL uses."""
+"""Schemes by the back-end names that TorchRL uses.
+
+Must not import a concrete scheme: those register themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights through shared memory: one copy per update, whatever the number of workers."""
+"""Weights through shared memory: one copy per update, whatever the number of workers.
+
+Must not import torch, nor another concrete scheme.
+"""
 
 from __future__ import annotations
 
