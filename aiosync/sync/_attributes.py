@@ -1,6 +1,6 @@
 """The options and properties of the blocking schemes: each is the async scheme's own.
 
-Must not import torch, nor the portal: nothing here waits.
+Must not import torch or the portal.
 """
 
 from __future__ import annotations
