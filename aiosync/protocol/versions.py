@@ -152,6 +152,10 @@ class Inbox:
         self._epoch = epoch
         self._version = version
 
+    def forget(self) -> None:
+        """Register that what was applied is gone: as before the first. What is news stays."""
+        self._epoch, self._version = None, 0
+
     def refused(self, epoch: int, version: int) -> None:
         """Register that an offered update was not applied. Any newer one may follow.
 

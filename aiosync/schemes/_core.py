@@ -10,11 +10,13 @@ import os
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, validate_require
 from aiosync.schemes._context import resolve_model
 from aiosync.schemes._sources import Sources
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SchemeCore"]
 
+_PATIENCE_SECONDS = 30.0
 _CONFIG = (
     "_strategy",
     "strategy_str",
@@ -203,12 +206,23 @@ class SchemeCore:
 
     @context.setter
     def context(self, value: Any) -> None:
-        self._context_ref = None if value is None else weakref.ref(value)
-        self._model_changed()
+        """As for :attr:`model`."""
+        self._replace("_context_ref", None if value is None else weakref.ref(value))
 
     @property
     def model(self) -> Any:
-        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        """The model as it is now: as given, or found in the context; ``None`` without one.
+
+        Assigning another one to a connected receiver, like another :attr:`context` or
+        :attr:`weights`, guards it and gives it the weights of :attr:`version`, also with
+        ``apply="manual"``. The old model keeps its values in memory of its own, and loses its
+        hooks. If the weights do not fit, the assignment raises :class:`~aiosync.ApplyError` and
+        nothing changes. While a forward pass runs in another thread, the new model's forwards
+        are guarded and the fit is checked at once; it gets the weights when that pass ends.
+
+        ``None`` drops the model: the version is 0 then, and the next model, which may have
+        other shapes, gets the next update.
+        """
         if self._model is not None:
             return self._model
         context = self.context
@@ -220,13 +234,47 @@ class SchemeCore:
     def model(self, value: Any) -> None:
         if self._role == "receiver":
             self._check_guard(value)
-        self._model = value
-        self._model_changed()
+        self._replace("_model", value)
 
-    def _model_changed(self) -> None:
+    def _replace(self, name: str, value: Any) -> None:
+        """Set what the target is found by, and tell the receiver; all of it or nothing."""
+        before = getattr(self, name)
+        setattr(self, name, value)
         receiver = self._receiver
-        if receiver is not None and self._loop is not None and not self._closed:
-            self._loop.call_soon_threadsafe(receiver.model_changed)
+        if receiver is None or self._closed or self._pid != os.getpid():
+            return
+        try:
+            self._run_on_loop(receiver.model_changed)
+        except BaseException:  # raised again: the caller sees it
+            setattr(self, name, before)
+            raise
+
+    def _run_on_loop(self, call: Callable[[], None]) -> None:
+        """Call here if nobody else runs the loop, otherwise there, and wait for it."""
+        loop = self._loop
+        if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
+            call()
+            return
+        done: Future[None] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    call()
+                except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
+                    done.set_exception(exc)
+                else:
+                    done.set_result(None)
+
+        loop.call_soon_threadsafe(run)
+        try:
+            done.result(_PATIENCE_SECONDS)
+        except TimeoutError as exc:
+            raise SyncTimeout(
+                f"the event loop of this scheme did not turn within {_PATIENCE_SECONDS:g} s"
+            ) from exc
+        finally:
+            done.cancel()  # if it has not begun, it never will
 
     @property
     def weights(self) -> Any:
@@ -238,7 +286,9 @@ class SchemeCore:
 
     @weights.setter
     def weights(self, value: Any) -> None:
-        self._weights = value
+        if self._role == "receiver":
+            self._check_guard(value)
+        self._replace("_weights", value)
         if self._role == "sender":
             self._sources.weights = value
 

@@ -178,7 +178,7 @@ class ReceivingScheme(SchemeCore):
                 if receiver.refused is not None:
                     version, error = receiver.refused
                     raise _apply_error(version, error) from error
-            return receiver.inbox.version != self._reported
+            return receiver.inbox.version not in (0, self._reported)
 
         try:
             if timeout is not None and timeout <= 0:

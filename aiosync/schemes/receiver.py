@@ -1,8 +1,8 @@
-"""The worker's runtime: a background task that stages updates, and the guard that applies them.
+"""The worker's runtime: a background task that stages updates, acknowledges them, and waits.
 
 A scheme owns one while it is a receiver. The task only stages; applying happens under the guard,
-on the loop or on the thread of a forward, or when the worker calls ``apply_pending()``. Must not
-import the sender.
+on the loop or on the thread of a forward, or when the worker calls ``apply_pending()``: that half
+is in ``_applying``. Must not import the sender.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from typing import Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
-    ApplyError,
-    ConfigError,
-    LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
     StaleVersion,
@@ -26,11 +23,11 @@ from aiosync.errors import (
     TransportClosed,
     TransportError,
 )
-from aiosync.protocol import Inbox
+from aiosync.schemes._applying import Applying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
-from aiosync.tensors import Layout, Target
+from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
@@ -38,13 +35,11 @@ from aiosync.wire import Ack, ManifestMessage, Update
 
 __all__ = ["WeightReceiver"]
 
-_PATIENCE_SECONDS = 30.0
 _CLOSE_SECONDS = 1.0
-_LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
-class WeightReceiver:
+class WeightReceiver(Applying):
     """Receives versions of one model and puts them into it.
 
     Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
@@ -57,6 +52,7 @@ class WeightReceiver:
         copy: Copy into the parameters instead of pointing them at the received memory.
         strict: Every name and dtype has to match.
         guard: Keeps forwards and updates apart.
+        install_hooks: Make the forwards of the model reads of the guard.
         on_applied: Called on the loop after each applied update.
     """
 
@@ -72,32 +68,23 @@ class WeightReceiver:
         install_hooks: bool,
         on_applied: Callable[[int, int], None],
     ) -> None:
+        super().__init__(
+            resolve=resolve,
+            apply=apply,
+            copy=copy,
+            strict=strict,
+            guard=guard,
+            install_hooks=install_hooks,
+        )
         self.transport = transport
-        self.guard = guard
-        self.inbox: Inbox = Inbox()
         self.error: BaseException | None = None
-        self.refused: tuple[int, BaseException] | None = None
-        self._resolve = resolve
-        self._manual = apply == "manual"
-        self._copy = copy
-        self._strict = strict
-        self._install_hooks = install_hooks
         self._on_applied = on_applied
-        self._loop = asyncio.get_running_loop()
         self._staging = Staging(transport)
-        self._target: Target | None = None
-        self._target_of: Any = None
-        self._staged: Staged | None = None  # complete, waits to be applied
-        self._current: Staged | None = None  # what the module views
-        self._apply_outcome: tuple[int, BaseException | None] | None = None
-        self._outcomes: deque[tuple[Staged, BaseException | None]] = deque()
         self._outgoing: deque[Ack] = deque()
         self._flushing = False
         self._answered: tuple[int, int] | None = None
         self._changed = asyncio.Event()
         self._waited_for = False
-        self._closed = False
-        self._look_timer: asyncio.TimerHandle | None = None
         self._tasks = TaskOwner(self._fail)
 
     def start(self) -> None:
@@ -186,60 +173,17 @@ class WeightReceiver:
         old, self._staged = self._staged, None
         if old is not None:
             self._staging.drop(old)
+        if self._adopts_late:
+            self.guard.submit(self._adopt_late)
 
-    # -- applying ------------------------------------------------------------------------------
-
-    def _apply_staged(self) -> None:
-        """Apply what is staged. Runs under the guard, on any thread; never raises."""
-        self._apply_outcome = None
-        staged, self._staged = self._staged, None
-        if staged is None:
-            return
-        error: BaseException | None = None
-        try:
-            target = self._find_target()
-            target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
-        except BaseException as exc:
-            error = exc  # whatever the model raised travels in the NACK
-            if not isinstance(exc, Exception):
-                raise  # Ctrl-C in the thread of a forward
-        finally:
-            if error is None:  # readers see the version together with the weights
-                self.inbox.applied(staged.epoch, staged.version)
-            self._apply_outcome = (staged.version, error)
-            self._outcomes.append((staged, error))
-            if asyncio._get_running_loop() is self._loop:
-                self._report_outcomes()
-            else:
-                self._call_soon(self._report_outcomes)
-
-    def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return  # the loop is closed: nobody is left to be told
-
-    def _find_target(self) -> Target:
-        model = self._resolve()
-        if model is None:
-            raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
-        if self._target is None or self._target_of is not model:
-            self._target, self._target_of = Target(model, strict=self._strict), model
-            if self._install_hooks and hasattr(model, "register_forward_hook"):
-                self.guard.install(model)
-        return self._target
-
-    def prepare_target(self) -> None:
-        """Look for the model now, so that its forwards are guarded from the start."""
-        if self._resolve() is not None:
-            self._find_target()
+    # -- what was applied ----------------------------------------------------------------------
 
     def _report_outcomes(self) -> None:
         # In the order in which they were applied, whichever threads did it.
         while self._outcomes:
             self._applied(*self._outcomes.popleft())
 
-    def _applied(self, staged: Staged, error: BaseException | None) -> None:
+    def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
         epoch, version = staged.epoch, staged.version
         self._answered = (epoch, version)
         if error is not None:
@@ -247,9 +191,8 @@ class WeightReceiver:
             self._acknowledge(make_ack(epoch, version, AckStatus.NACK, error))
             self._staging.drop(staged)
         else:
-            old = staged if self._copy else self._current
-            if not self._copy:
-                self._current = staged
+            if self._copy:
+                old = staged
             self._acknowledge_applied(epoch, version)
             # The trainer does not wait while the old memory is looked at and unmapped.
             if old is not None:
@@ -263,62 +206,6 @@ class WeightReceiver:
             self._staging.drop(old)
         else:
             self._staging.retire(old)
-
-    def apply_pending(self) -> int | None:
-        """Apply the staged update now, on this thread, between two reads.
-
-        Returns:
-            The version that was applied, or ``None`` when nothing was staged.
-
-        Raises:
-            ApplyError: The model could not take it; it kept the version it had.
-            LocalProtocolError: Called inside a read.
-            SyncTimeout: Another thread's forward pass did not end.
-        """
-        if self.guard.reading_here:
-            raise LocalProtocolError(
-                "apply_pending() was called inside a forward pass or a reading() block; call it "
-                "between two of them"
-            )
-        if self._staged is None:
-            return None
-        # A loop must not be held: there, forwards of other threads are not waited for.
-        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
-        if not self.guard.exclusively(self._apply_staged, timeout=patience):
-            raise SyncTimeout(
-                f"a forward pass in another thread went on for {patience:g} s; use "
-                "`await scheme.receive()` on an event loop"
-            )
-        if self._apply_outcome is None:
-            return None
-        version, error = self._apply_outcome
-        if error is not None:
-            raise ApplyError(
-                f"version {version} could not be applied: {error}",
-                version=version,
-                remote_type=type(error).__name__,
-            ) from error
-        return version
-
-    def apply_soon(self) -> None:
-        """Apply what is staged between two reads, without waiting. Called on the loop."""
-        if self._staged is not None and not self.guard.submit(self._apply_staged):
-            if self._look_timer is None:
-                self._look_again(_LOOK_SECONDS[0])
-
-    def _look_again(self, pause: float) -> None:
-        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
-        def look() -> None:
-            self._look_timer = None
-            if not self._closed and self.guard.retry():
-                self._look_again(min(2 * pause, _LOOK_SECONDS[1]))
-
-        self._look_timer = self._loop.call_later(pause, look)
-
-    def model_changed(self) -> None:
-        """The model was given or replaced: apply what waited for it. Called on the loop."""
-        if not self._manual and self._resolve() is not None:
-            self.apply_soon()
 
     # -- acknowledging -------------------------------------------------------------------------
 
@@ -389,11 +276,6 @@ class WeightReceiver:
                 raise
             raise late from exc
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether an update waits to be applied."""
-        return self._staged is not None
-
     # -- closing -------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
@@ -415,21 +297,21 @@ class WeightReceiver:
         self.transport.abort()
 
     def _end(self) -> None:
+        if self._adopts_late:
+            self._adopts_late = False
+            self.guard.withdraw()
         self._withdraw()
         self._report_outcomes()  # another thread may have applied something meanwhile
         self._closed = True
         if self._look_timer is not None:
             self._look_timer.cancel()
-        current, self._current = self._current, None
-        if current is not None and self._target is not None:
-            target = self._target
+        if self._current is not None and not self._copy:
             # The memory goes back to the trainer, who writes the next version into it.
             # Its values stay the same, so a forward that does not end may go on meanwhile.
-            if not self.guard.exclusively(
-                lambda: target.detach_(current.flat), timeout=_CLOSE_SECONDS
-            ):
-                target.detach_(current.flat)
-            self._staging.retire(current)
+            if not self.guard.exclusively(self._detach, timeout=_CLOSE_SECONDS):
+                self._detach()
+            self._staging.retire(self._current)
+        self._current = None
         self.guard.uninstall()
         self._staging.close()
         self._target = self._target_of = None

@@ -137,6 +137,19 @@ def test_what_was_not_offered_cannot_be_resolved(method: str) -> None:
     assert (inbox.epoch, inbox.version) == (None, 0)
 
 
+def test_what_was_applied_may_be_forgotten() -> None:
+    inbox = Inbox()
+    inbox.offer(9, 1)
+    inbox.applied(9, 1)
+    inbox.forget()
+    assert (inbox.epoch, inbox.version, inbox.lag) == (None, 0, 1)
+    with pytest.raises(StaleVersion):
+        inbox.offer(9, 1)
+    inbox.offer(9, 2)
+    inbox.applied(9, 2)
+    assert (inbox.epoch, inbox.version, inbox.lag) == (9, 2, 0)
+
+
 def test_what_was_applied_cannot_be_refused() -> None:
     inbox = Inbox()
     inbox.offer(9, 1)

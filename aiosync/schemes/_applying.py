@@ -1,0 +1,276 @@
+"""Applying: what a receiver does with its model, under the guard and on whatever thread.
+
+Everything here is about the model: which one it is, what it has, and putting the staged update
+into it. Links and acknowledgements are the receiver's. Must not import the sender.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
+from aiosync.protocol import Inbox
+from aiosync.schemes._staging import Staged
+from aiosync.schemes.guard import Guard
+from aiosync.tensors import Layout, Target, collect
+
+__all__ = ["Applying"]
+
+_PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+
+
+class Applying(abc.ABC):
+    """The model's half of a receiver; see :class:`~aiosync.schemes.receiver.WeightReceiver`.
+
+    Which model it is, what it views, and the version that it has change only under the guard.
+    """
+
+    def __init__(
+        self,
+        *,
+        resolve: Callable[[], Any],
+        apply: Literal["auto", "manual"],
+        copy: bool,
+        strict: bool,
+        guard: Guard,
+        install_hooks: bool,
+    ) -> None:
+        self.guard = guard
+        self.inbox: Inbox = Inbox()
+        self.refused: tuple[int, BaseException] | None = None
+        self._resolve = resolve
+        self._manual = apply == "manual"
+        self._copy = copy
+        self._strict = strict
+        self._install_hooks = install_hooks
+        self._loop = asyncio.get_running_loop()
+        self._target: Target | None = None
+        self._target_of: Any = None
+        self._staged: Staged | None = None  # complete, waits to be applied
+        # What the model has, and views unless it was copied: then only the layout is valid.
+        self._current: Staged | None = None
+        self._apply_outcome: tuple[int, BaseException | None] | None = None
+        # What was applied, what the model left for it, and the error.
+        self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None]] = deque()
+        self._adopts_late = False
+        self._closed = False
+        self._look_timer: asyncio.TimerHandle | None = None
+
+    @abc.abstractmethod
+    def _report_outcomes(self) -> None:
+        """Tell the trainer and whoever waits what became of updates. Called on the loop."""
+
+    @abc.abstractmethod
+    def _leave(self, old: Staged) -> None:
+        """Give back what the model does not view any more. Called on the loop."""
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether an update waits to be applied."""
+        return self._staged is not None
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def _apply_staged(self) -> None:
+        """Apply what is staged. Runs under the guard, on any thread; never raises."""
+        self._apply_outcome = None
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        error: BaseException | None = None
+        try:
+            target = self._find_target()
+            target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
+        except BaseException as exc:
+            error = exc  # whatever the model raised travels in the NACK
+            if not isinstance(exc, Exception):
+                raise  # Ctrl-C in the thread of a forward
+        finally:
+            old = self._current
+            if error is None:  # readers see the version together with the weights
+                self.inbox.applied(staged.epoch, staged.version)
+                self._current = staged
+            self._apply_outcome = (staged.version, error)
+            self._outcomes.append((staged, old, error))
+            if asyncio._get_running_loop() is self._loop:
+                self._report_outcomes()
+            else:
+                self._call_soon(self._report_outcomes)
+
+    def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to be told
+
+    def apply_pending(self) -> int | None:
+        """Apply the staged update now, on this thread, between two reads.
+
+        Returns:
+            The version that was applied, or ``None`` when nothing was staged.
+
+        Raises:
+            ApplyError: The model could not take it; it kept the version it had.
+            LocalProtocolError: Called inside a read.
+            SyncTimeout: Another thread's forward pass did not end.
+        """
+        if self.guard.reading_here:
+            raise LocalProtocolError(
+                "apply_pending() was called inside a forward pass or a reading() block; call it "
+                "between two of them"
+            )
+        if self._staged is None:
+            return None
+        # A loop must not be held: there, forwards of other threads are not waited for.
+        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
+        if not self.guard.exclusively(self._apply_staged, timeout=patience):
+            raise SyncTimeout(
+                f"a forward pass in another thread went on for {patience:g} s; use "
+                "`await scheme.receive()` on an event loop"
+            )
+        if self._apply_outcome is None:
+            return None
+        version, error = self._apply_outcome
+        if error is not None:
+            raise ApplyError(
+                f"version {version} could not be applied: {error}",
+                version=version,
+                remote_type=type(error).__name__,
+            ) from error
+        return version
+
+    def apply_soon(self) -> None:
+        """Apply what is staged between two reads, without waiting. Called on the loop."""
+        if self._staged is not None and not self.guard.submit(self._apply_staged):
+            if self._look_timer is None:
+                self._look_again(_LOOK_SECONDS[0])
+
+    def _look_again(self, pause: float) -> None:
+        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
+        def look() -> None:
+            self._look_timer = None
+            if not self._closed and self.guard.retry():
+                self._look_again(min(2 * pause, _LOOK_SECONDS[1]))
+
+        self._look_timer = self._loop.call_later(pause, look)
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def _find_target(self) -> Target:
+        model = self._resolve()
+        if model is None:
+            raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
+        if self._target is None or self._target_of is not model:
+            try:
+                self._adopt()
+            except ApplyError:  # the context has a model of another shape: it has no version yet
+                self._let_go()
+                self._use(Target(model, strict=self._strict), model)
+        assert self._target is not None
+        return self._target
+
+    def prepare_target(self) -> None:
+        """Look for the model now, so that its forwards are guarded from the start."""
+        if self._resolve() is not None:
+            self._find_target()
+
+    def model_changed(self) -> None:
+        """The model was given or replaced: guard it, and give it the weights of this version.
+
+        Called on the loop. With a forward running in another thread, it happens when that ends.
+
+        Raises:
+            ApplyError: The weights do not fit; nothing was changed.
+        """
+        model = self._resolve()
+        if model is not self._target_of and not self.guard.exclusively(self._adopt, timeout=0.0):
+            self._check_fits(model)
+            self._guard_forwards(model)
+            self._adopts_late = True
+            if not self.guard.submit(self._adopt_late) and self._look_timer is None:
+                self._look_again(_LOOK_SECONDS[0])
+        elif not self._manual and model is not None:
+            self.apply_soon()
+
+    def _adopt(self) -> None:
+        """Put the version that the old model has into the new one. Runs under the guard."""
+        model = self._resolve()
+        self._adopts_late = False
+        if model is None:
+            self._let_go()
+            return
+        target = Target(model, strict=self._strict)
+        self._check_fits(model)
+        current = self._current
+        try:
+            if current is not None and self._copy:
+                assert self._target is not None
+                leaves = collect(self._target.target)
+                tensors = [leaf.tensor for leaf in leaves.leaves]
+                target.apply_tensors(Layout.plan(leaves), tensors, leaves.values)
+            elif current is not None:
+                self._detach()  # first, as the two may have parameters in common
+                target.apply_(current.layout, current.flat, current.values, copy=False)
+        except Exception as exc:
+            raise _misfit(self.inbox.version, exc) from exc  # whoever gave the model sees it
+        self._use(target, model)
+
+    def _adopt_late(self) -> None:
+        """The same, as the last reader leaves. Never raises: the weights were found to fit."""
+        if self._adopts_late:
+            try:
+                if self._resolve() is not None:
+                    self._find_target()
+                else:
+                    self._adopt()
+            except Exception as exc:  # noqa: BLE001 - wait_for_version() raises it
+                self.refused = (self.inbox.version, exc)
+        if not self._manual:
+            self._apply_staged()
+
+    def _check_fits(self, model: Any) -> None:
+        newest = self._current or self._staged
+        if model is not None and newest is not None:
+            try:
+                Target(model, strict=self._strict).check(newest.layout, newest.values)
+            except Exception as exc:
+                raise _misfit(newest.version, exc) from exc  # whoever gave the model sees it
+
+    def _use(self, target: Target, model: Any) -> None:
+        self._target, self._target_of = target, model
+        self._guard_forwards(model)
+
+    def _guard_forwards(self, model: Any) -> None:
+        if self._install_hooks and hasattr(model, "register_forward_hook"):
+            self.guard.install(model)
+        else:
+            self.guard.uninstall()
+
+    def _let_go(self) -> None:
+        """Nobody has the version any more."""
+        self._detach()
+        current, self._current = self._current, None
+        if current is not None and not self._copy:
+            self._call_soon(self._leave, current)
+        self.inbox.forget()
+        self._target = self._target_of = None
+        self.guard.uninstall()
+
+    def _detach(self) -> None:
+        """Give the model memory of its own; its values stay the same."""
+        if self._target is not None and self._current is not None and not self._copy:
+            self._target.detach_(self._current.flat)
+
+
+def _misfit(version: int, error: BaseException) -> ApplyError:
+    return ApplyError(
+        f"version {version} does not fit the new model, so the old one stays: {error} For a model "
+        "of another shape set `scheme.model = None` first; it then gets the next update",
+        version=version,
+        remote_type=type(error).__name__,
+    )
