@@ -80,14 +80,16 @@ class SocketIo:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.sock = sock
-        self.read_fd = self.write_fd = sock.fileno()
+        self.sock: socket.socket = sock
+        self.read_fd: int = sock.fileno()
+        self.write_fd: int = self.read_fd
         self.received_fds: deque[int] = deque()
-        self.takes_fds = True
+        self.takes_fds: bool = True
         self._attached: int | None = None
         self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
     def recv_into(self, buffer: memoryview) -> int:
+        """See :class:`ByteIo`; descriptors that came along are queued."""
         if not self.takes_fds:
             return self.sock.recv_into(buffer)
         nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
@@ -107,9 +109,11 @@ class SocketIo:
         self._attached = fd
 
     def send(self, data: bytes) -> int:
+        """See :class:`ByteIo`."""
         return self.sock.send(data) if self._attached is None else self.sendv([memoryview(data)])
 
     def sendv(self, buffers: Sequence[memoryview]) -> int:
+        """See :class:`ByteIo`."""
         if self._attached is None:
             return self.sock.sendmsg(buffers)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._attached]))]
@@ -118,6 +122,7 @@ class SocketIo:
         return nbytes
 
     def close(self) -> None:
+        """Close the socket, and descriptors that nobody took."""
         while self.received_fds:
             os.close(self.received_fds.popleft())
         self.sock.close()
