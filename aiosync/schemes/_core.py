@@ -348,12 +348,16 @@ class SchemeCore:
                 "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
             )
 
-    def _check_loop(self) -> None:
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
+            done = "set up" if self._loop is None else "connected"
             raise LocalProtocolError(
-                "this scheme was connected before the process forked; call init_on_receiver() "
-                "and connect() in the child"
+                f"this scheme was {done} before the process forked; call init_on_receiver() and "
+                "connect() in the child"
             )
+
+    def _check_loop(self) -> None:
+        self._check_process()
         if self._loop is not asyncio.get_running_loop():
             raise LocalProtocolError(
                 "this scheme belongs to another event loop; connect and use it on one loop, or "

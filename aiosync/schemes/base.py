@@ -105,7 +105,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
-            LocalProtocolError: Called twice, or before ``init_on_*``.
+            LocalProtocolError: Called twice, or before ``init_on_*``, or in a child that was
+                forked after it.
 
         Cancellation:
             Breaks the attempt: the scheme is closed.
@@ -115,6 +116,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             raise LocalProtocolError(
                 "Neither init_on_sender nor init_on_receiver have been called."
             )
+        self._check_process()
         if self._connected or self._loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")
         if self._role == "sender" and worker_idx is not None:
@@ -173,6 +175,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
         see ``PeerClosed``.
         """
+        if self._pid != os.getpid():
+            self.abort()  # forked: the tasks are the parent's, and nothing runs them here
+            return
         if self._closed:
             return
         self._closed = True
@@ -228,10 +233,12 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         runtime = getattr(self, "_sender", None) or getattr(self, "_receiver", None)
         if runtime is None or self._closed or self._pid != os.getpid():
             return
-        warnings.warn(
-            f"{self!r} was never closed: use `async with scheme:` or `await scheme.aclose()`",
-            ResourceWarning,
-            stacklevel=2,
-            source=self,
-        )
-        self.abort()
+        try:
+            warnings.warn(
+                f"{self!r} was never closed: use `async with scheme:` or `await scheme.aclose()`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        finally:  # the warning may be an error
+            self.abort()

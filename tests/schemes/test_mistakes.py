@@ -272,34 +272,54 @@ async def test_used_on_another_loop(make) -> None:
 
 
 def _use_in_child(scheme, conn) -> None:
-    async def main() -> str:
-        try:
-            await scheme.send()
-        except aiosync.LocalProtocolError as exc:
-            return str(exc)
-        return "no error"
+    async def main() -> list[str]:
+        texts = []
+        for call in (scheme.connect, scheme.connect, lambda: scheme.wait_for_version(1)):
+            try:
+                await call()
+            except aiosync.LocalProtocolError as exc:
+                texts.append(str(exc))
+        async with asyncio.timeout(2):
+            await scheme.aclose()
+        return texts
 
     conn.send(asyncio.run(main()))
+
+
+def _texts_of_child(scheme) -> list[str]:
+    mine, theirs = multiprocessing.Pipe()
+    with mine, theirs:
+        process = multiprocessing.get_context("fork").Process(
+            target=_use_in_child, args=(scheme, theirs)
+        )
+        process.start()
+        process.join(harness.PATIENCE)
+        process.close()
+        assert mine.poll()
+        return mine.recv()
 
 
 @pytest.mark.asyncio
 @both
 async def test_a_connected_scheme_in_a_forked_child(make) -> None:
-    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
-        sender,
-        _,
-    ):
-        mine, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(
-            target=_use_in_child, args=(sender, theirs)
-        )
-        process.start()
-        process.join(harness.PATIENCE)
-        assert "forked" in mine.recv()
-        process.close()
-        mine.close()
-        theirs.close()
-        assert (await sender.send()).acked == {0}
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as ends:
+        for scheme in ends:
+            texts = _texts_of_child(scheme)
+            assert len(texts) == 3
+            for text in texts:
+                assert "was connected before the process forked; call init_on_receiver()" in text
+        assert (await ends[0].send()).acked == {0}
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_a_scheme_in_a_forked_child_that_the_parent_gave_a_role(make, role) -> None:
+    async with make() as scheme:
+        getattr(scheme, f"init_on_{role}")(model=models.linear())
+        texts = _texts_of_child(scheme)
+        for text in texts[:2]:
+            assert "was set up before the process forked; call init_on_receiver()" in text
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 
 import pytest
 import torch
@@ -390,6 +391,20 @@ async def test_a_dropped_scheme_says_that_it_was_not_closed(make) -> None:
     del scheme, other
     gc.collect()
     await asyncio.sleep(0.01)
+
+
+@both
+async def test_a_dropped_scheme_is_closed_where_warnings_are_errors(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as ends:
+        for scheme in ends:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with pytest.raises(ResourceWarning, match="never closed"):
+                    scheme._abandon()
+            assert "closed" in repr(scheme)
+            with pytest.raises(aiosync.TransportClosed):
+                await scheme.wait_for_version(1)
 
 
 async def test_prepare_weights() -> None:
