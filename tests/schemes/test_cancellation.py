@@ -218,3 +218,38 @@ async def test_a_cancelled_send_goes_on_from_its_snapshot(make) -> None:
             models.fill(source, 3.0)
         assert await receiver.wait_for_version(2) == 2
         assert models.filled(target, 2.0)
+
+
+@both
+async def test_a_worker_lost_after_a_cancelled_send_is_named_by_the_next(make) -> None:
+    stage = _Stage(make, count=2)
+    async with stage.connected():
+        sender, receivers = stage.sender, stage.receivers
+        with receivers[0].reading():  # cannot apply meanwhile
+            sending = asyncio.create_task(sender.send())
+            await asyncio.sleep(0.05)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            receivers[0].abort()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send()
+        assert set(caught.value.failed) == {0}
+        assert set((await sender.send()).lost) == {0}
+
+
+@both
+async def test_every_send_has_a_deadline_of_its_own(make) -> None:
+    stage = _Stage(make, count=1)
+    async with stage.connected():
+        with stage.receivers[0].reading():
+            patient = stage.sender.send_nowait(timeout=60)
+            hasty = stage.sender.send_nowait(timeout=0.05)
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(aiosync.PartialSyncError, match="within 0.05 s"):
+                await hasty
+            assert asyncio.get_running_loop().time() - started < 5
+            assert not patient.done()
+        async with asyncio.timeout(harness.PATIENCE):
+            report = await patient
+        assert report.acked or report.skipped
