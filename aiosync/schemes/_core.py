@@ -37,20 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["SchemeCore"]
 
 _PATIENCE_SECONDS = 30.0
-_CONFIG = (
-    "_strategy",
-    "strategy_str",
-    "sync",
-    "per_worker_weights",
-    "apply",
-    "apply_copy",
-    "guard",
-    "strict",
-    "require",
-    "timeout",
-    "_address",
-    "_model_id",
-)
 
 
 def _check_picklable(strategy: WeightStrategy) -> None:
@@ -117,7 +103,7 @@ class SchemeCore:
         self._reset()
 
     def _reset(self) -> None:
-        """Everything that a pickle does not carry."""
+        """Everything that a pickle does not carry; all else that an object has, it does."""
         self._role: Literal["sender", "receiver"] | None = None
         self._connected = False
         self._closed = False
@@ -147,7 +133,9 @@ class SchemeCore:
         return state
 
     def _get_config(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in _CONFIG}
+        fresh = object.__new__(SchemeCore)
+        fresh._reset()
+        state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
         state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
         return state
 

@@ -34,7 +34,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    _arena: Arena | None = None
+    _arena: Arena | None
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return SharedMemTransport(sock, arena=self._arena, name=name)
@@ -74,7 +74,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         busy = {peer.transport for peer in self._sender.peers.values() if peer.outbox.in_flight}
         return not any(holder in busy for holder in slot.holders)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_arena", None)
+    def _reset(self) -> None:
+        super()._reset()
+        self._arena = None
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        del state["_arena"]
         return state

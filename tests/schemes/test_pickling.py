@@ -66,6 +66,52 @@ async def test_roles_links_and_models_do_not(make, way) -> None:
     way(scheme).init_on_receiver(model=models.linear())
 
 
+class Tagged(aiosync.SharedMemWeightSyncScheme):
+    """A user's scheme that counts its updates under a tag."""
+
+    def __init__(self, tag: str, **options) -> None:
+        super().__init__(**options)
+        self.tag = tag
+        self.seen = [0]
+
+    def _on_applied(self, epoch: int, version: int) -> None:
+        self.seen.append(version)
+
+
+def _tag(state) -> tuple[str, list[int], str]:
+    return state.scheme.tag, state.scheme.seen, state.scheme.guard
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_what_a_subclass_sets_reaches_a_spawned_worker() -> None:
+    scheme = Tagged("north", guard="reading")
+    scheme.init_on_sender(model=models.linear(), num_workers=1)
+    async with harness.workers(scheme, models.linear, 1, method="spawn") as crew:
+        assert await crew[0].call(_tag) == ("north", [0, 1], "reading")
+        assert scheme.seen == [0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", [copy.copy, harness.twin])
+async def test_what_a_subclass_sets_travels_and_runtime_state_does_not(way) -> None:
+    async with harness.here(
+        Tagged("south", timeout=7.0), models.linear(), sender={"model": models.linear()}
+    ) as ends:
+        fresh = vars(Tagged("south"))
+        for scheme in ends:
+            scheme.later = "set after connect()"
+            other = way(scheme)
+            assert (other.tag, other.later, other.timeout) == ("south", scheme.later, 7.0)
+            assert vars(other).keys() == fresh.keys() | {"later"}
+            for name in ("_sender", "_receiver", "_listener", "_model", "_arena"):
+                assert getattr(other, name) is None
+            assert other._guard_object is not scheme._guard_object
+            assert not other._connected
+        state = ends[0].__getstate__()
+        assert not {"_sender", "_arena", "_loop", "_guard_object", "_pid"} & state.keys()
+
+
 def test_cloudpickle_takes_lambdas() -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     strategy = aiosync.WeightStrategy()
