@@ -86,7 +86,7 @@ class Applying(abc.ABC):
         try:
             target = self._find_target()
             target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
-        except BaseException as exc:
+        except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
             error = exc  # whatever the model raised travels in the NACK
             if not isinstance(exc, Exception):
                 raise  # Ctrl-C in the thread of a forward

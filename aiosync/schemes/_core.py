@@ -189,12 +189,14 @@ class SchemeCore:
 
     @property
     def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
+        """Owner of the model, or ``None`` when there is none or it is gone.
+
+        Assigning another one to a connected receiver is as assigning its :attr:`model`.
+        """
         return None if self._context_ref is None else self._context_ref()
 
     @context.setter
     def context(self, value: Any) -> None:
-        """As for :attr:`model`."""
         self._replace("_context_ref", None if value is None else weakref.ref(value))
 
     @property

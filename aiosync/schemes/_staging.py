@@ -40,7 +40,6 @@ class Staging:
 
     Args:
         transport: The link that updates come from.
-        max_nbytes: Largest update that is accepted.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -134,7 +134,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 await self._connect_sender(weights, limit, processes)
             else:
                 await self._connect_receiver(worker_idx, limit)
-        except BaseException as exc:
+        except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
             if not (survives and self._sender is not None and self._sender.peers):
