@@ -189,10 +189,7 @@ class SchemeCore:
 
     @property
     def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone.
-
-        Assigning another one to a connected receiver is as assigning its :attr:`model`.
-        """
+        """Owner of the model, or ``None`` when there is none or it is gone."""
         return None if self._context_ref is None else self._context_ref()
 
     @context.setter
@@ -201,18 +198,7 @@ class SchemeCore:
 
     @property
     def model(self) -> Any:
-        """The model as it is now: as given, or found in the context; ``None`` without one.
-
-        Assigning another one to a connected receiver, like another :attr:`context` or
-        :attr:`weights`, guards it and gives it the weights of :attr:`version`, also with
-        ``apply="manual"``. The old model keeps its values in memory of its own, and loses its
-        hooks. If the weights do not fit, the assignment raises :class:`~aiosync.ApplyError` and
-        nothing changes. While a forward pass runs in another thread, the new model's forwards
-        are guarded and the fit is checked at once; it gets the weights when that pass ends.
-
-        ``None`` drops the model: the version is 0 then, and the next model, which may have
-        other shapes, gets the next update.
-        """
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
         if self._model is not None:
             return self._model
         context = self.context

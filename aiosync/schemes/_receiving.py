@@ -52,6 +52,15 @@ class ReceivingScheme(SchemeCore):
     ) -> None:
         """Make this object a receiver. Local only: nothing is sent and nobody is waited for.
 
+        Assigning another :attr:`model`, :attr:`context` or :attr:`weights` to a connected
+        receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
+        :attr:`version` before it returns. The old model keeps its values in memory of its own,
+        and loses its hooks. If the weights do not fit, the assignment raises
+        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
+        forward pass runs in another thread, the hooks and the check are made at once, and the
+        new model gets the weights when that pass ends. ``model = None`` drops the model: the
+        version is 0 then, and the next model, which may have other shapes, gets the next update.
+
         Args:
             model_id: Name of the model, as the sender calls it.
             context: Owner of the model (kept as a weak reference).
