@@ -229,9 +229,12 @@ class Applying(abc.ABC):
                 else:
                     self._adopt()
             except Exception as exc:  # noqa: BLE001 - wait_for_version() raises it
-                self.refused = (self.inbox.version, exc)
+                self._refuse(self.inbox.version, exc)
         if not self._manual:
             self._apply_staged()
+
+    def _refuse(self, version: int, error: BaseException) -> None:
+        self.refused = (version, error)  # whoever waits for the version raises it
 
     def _check_fits(self, model: Any) -> None:
         newest = self._current or self._staged

@@ -121,7 +121,7 @@ class Workers:
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
             self._arriving.pop(transport, None)
-            self._refused.append(str(exc))
+            self._refused = [*self._refused[-2:], str(exc)]  # the last ones, for the error
             await transport.aclose()
             self.notify()
             return

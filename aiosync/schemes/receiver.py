@@ -187,7 +187,7 @@ class WeightReceiver(Applying):
         epoch, version = staged.epoch, staged.version
         self._answered = (epoch, version)
         if error is not None:
-            self.refused = (version, error)
+            self._refuse(version, error)
             self._acknowledge(make_ack(epoch, version, AckStatus.NACK, error))
             self._staging.drop(staged)
         else:
