@@ -145,6 +145,7 @@ def _make_guards(tensors: Sequence[torch.Tensor]) -> Any:
 _tables = itemgetter("_parameters", "_buffers", "_modules")
 _non_persistent = itemgetter("_non_persistent_buffers_set")
 _TABLE_NAMES = ("_parameters", "_buffers", "_modules")
+_FEW_MODULES = 8
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -195,6 +196,14 @@ class ModuleTree:
             self._keys = list(map(list, tables))
             self._items = list(chain.from_iterable(map(dict.values, tables)))
             self._hidden = self._count_hidden()
+        # Each table of a small module: looking at them one by one is quicker there.
+        self._few: list[tuple[dict[str, Any], str, list[str], list[Any]]] = []
+        if self._plain and len(self._dicts) <= _FEW_MODULES:
+            self._few = [
+                (owner, name, list(owner[name]), list(owner[name].values()))
+                for owner in self._dicts
+                for name in _TABLE_NAMES
+            ]
 
     def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
         if any(module is ancestor for ancestor in above):
@@ -234,11 +243,19 @@ class ModuleTree:
         if not self._plain:
             new = ModuleTree(self.root)
             return new.found.same_as(self.found) and new.extra == self.extra
+        if persistence and self._count_hidden() != self._hidden:
+            return False
+        if self._few:
+            for owner, name, keys, values in self._few:
+                table = owner[name]
+                if len(table) != len(keys) or (
+                    keys and not (list(table) == keys and all(map(is_, table.values(), values)))
+                ):
+                    return False
+            return True
         tables = self._filled_tables()
-        return (
-            list(map(list, tables)) == self._keys
-            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._items))
-            and not (persistence and self._count_hidden() != self._hidden)
+        return list(map(list, tables)) == self._keys and all(
+            map(is_, chain.from_iterable(map(dict.values, tables)), self._items)
         )
 
     def standard_state_dict(self) -> bool:
