@@ -216,8 +216,8 @@ class Applying(abc.ABC):
             elif current is not None:
                 self._detach()  # first, as the two may have parameters in common
                 target.apply_(current.layout, current.flat, current.values, copy=False)
-        except Exception as exc:
-            raise _misfit(self.inbox.version, exc) from exc  # whoever gave the model sees it
+        except Exception as exc:  # whoever gave the model sees it
+            raise _misfit(self.inbox.version, exc) from exc
         self._use(target, model)
 
     def _adopt_late(self) -> None:
@@ -241,8 +241,8 @@ class Applying(abc.ABC):
         if model is not None and newest is not None:
             try:
                 Target(model, strict=self._strict).check(newest.layout, newest.values)
-            except Exception as exc:
-                raise _misfit(newest.version, exc) from exc  # whoever gave the model sees it
+            except Exception as exc:  # whoever gave the model sees it
+                raise _misfit(newest.version, exc) from exc
 
     def _use(self, target: Target, model: Any) -> None:
         self._target, self._target_of = target, model

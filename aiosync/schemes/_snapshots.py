@@ -254,7 +254,7 @@ class SnapshotMaker:
         copying = loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
         try:
             await asyncio.shield(copying)
-        except BaseException:
+        except BaseException:  # goes on to the caller of send()
             copying.add_done_callback(lambda done: _after_cancel(done, snapshot))
             raise
         return self._describe(snapshot, planned)
@@ -262,7 +262,7 @@ class SnapshotMaker:
     def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
         try:
             planned.flattener.copy_into(planned.prepared, snapshot.buffer)
-        except BaseException:
+        except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
         return self._describe(snapshot, planned)

@@ -296,7 +296,7 @@ class Workers:
         if late:
             parts.append(f"workers {late} connected but have not applied the initial weights")
         if self._refused:
-            parts.append(f"refused: {'; '.join(self._refused[-3:])}")
+            parts.append(f"refused: {'; '.join(self._refused)}")
         return ConnectTimeout(f"after {timeout:g} s " + "; ".join(parts))
 
     def end(self) -> None:

@@ -204,7 +204,7 @@ class WeightSender:
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.maker.take(plan)
-        except BaseException:
+        except BaseException:  # goes on to the caller of send()
             for snapshot in snapshots.values():
                 snapshot.release()
             raise

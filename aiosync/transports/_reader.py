@@ -171,7 +171,7 @@ class FrameReader:
                 raise LocalProtocolError(
                     f"lent {total} bytes for a payload of {start.payload_nbytes}"
                 )
-        except BaseException:
+        except BaseException:  # goes on to the caller of recv()
             # The payload that follows cannot be placed, so the stream is lost with it.
             name = self._state.name
             self._state.fail(TransportBroken(f"no buffer was lent for a payload from {name}"))
@@ -218,7 +218,7 @@ class FrameReader:
                 await self._wait()
         except PeerClosed as exc:
             raise TransportBroken(f"{name} went away in mid-message") from exc
-        except BaseException:
+        except BaseException:  # goes on to the caller of recv()
             self._event = None
             self._state.fail(TransportBroken(f"recv() from {name} was cut in mid-message"))
             raise

@@ -117,7 +117,7 @@ class FrameWriter:
                 while self._out:
                     self._watch()
                     await self._wait(timeout)
-            except BaseException:
+            except BaseException:  # goes on to the caller of send()
                 if self._out:  # else the kernel has all of it: sent, whatever ended the wait
                     self._abandon()
                 raise

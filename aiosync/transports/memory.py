@@ -161,7 +161,7 @@ class MemoryTransport(Transport):
         peer._put(parcel, own=False)
         try:
             await parcel.taken
-        except BaseException:
+        except BaseException:  # goes on to the caller of send()
             with contextlib.suppress(ValueError):
                 peer._inbox.remove(parcel)
             if parcel.taken.done() and not parcel.taken.cancelled():
@@ -238,7 +238,7 @@ class MemoryTransport(Transport):
             total = sum(flat_view(buffer).nbytes for buffer in buffers)
             if total != parcel.nbytes:
                 raise LocalProtocolError(f"lent {total} bytes for a payload of {parcel.nbytes}")
-        except BaseException:
+        except BaseException:  # goes on to the caller of recv()
             self._fail(TransportBroken("no buffer was lent for a payload"))
             raise
         return buffers

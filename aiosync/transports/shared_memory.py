@@ -175,7 +175,7 @@ class SharedMemTransport(Transport):
             for view in views:
                 await _copy(view, slot.view[offset : offset + view.nbytes])
                 offset += view.nbytes
-        except BaseException:
+        except BaseException:  # goes on to the caller of send()
             slot.release()
             raise
         return slot
@@ -290,7 +290,7 @@ class SharedMemTransport(Transport):
             total = sum(buffer.nbytes for buffer in buffers)
             if total != received.nbytes:
                 raise LocalProtocolError(f"lent {total} bytes for a payload of {received.nbytes}")
-        except BaseException:
+        except BaseException:  # goes on to the caller of recv()
             self._again = None
             received.release()
             self._channel.fail(TransportBroken("no buffer was lent for a payload"))

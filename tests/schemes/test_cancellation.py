@@ -227,7 +227,7 @@ async def test_a_worker_lost_after_a_cancelled_send_is_named_by_the_next(make) -
         sender, receivers = stage.sender, stage.receivers
         with receivers[0].reading():  # cannot apply meanwhile
             sending = asyncio.create_task(sender.send())
-            await asyncio.sleep(0.05)
+            await harness.until(lambda: receivers[0]._receiver.has_staged)
             sending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await sending
