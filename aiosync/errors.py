@@ -11,6 +11,7 @@ translated. This module imports nothing from aiosync and nothing heavy.
     |  +- UnknownTransportError
     +- TransportError                       the link; a new link may work
     |  +- ConnectError                      could not reach the peer, or the handshake failed
+    |  |  +- AuthError                      no common token, or a certificate was refused
     |  +- TransportClosed                   we closed it
     |  +- PeerClosed                        the peer closed cleanly between messages
     |  +- TransportBroken                   lost, or a transfer was cut mid-message (sticky)
@@ -37,6 +38,7 @@ __all__ = [
     "AckTimeout",
     "AiosyncError",
     "ApplyError",
+    "AuthError",
     "ConfigError",
     "ConnectError",
     "ConnectTimeout",
@@ -79,6 +81,10 @@ class TransportError(AiosyncError):
 
 class ConnectError(TransportError):
     """The peer could not be reached, or it refused the handshake."""
+
+
+class AuthError(ConnectError):
+    """The two ends do not share a token, or the certificate of one was refused by the other."""
 
 
 class TransportClosed(TransportError):

@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"_run"},
     {"aiosync"},
     {"legacy"},
+    {"server"},
     {"sync"},
     {"integrations", "testing"},
     {"cli"},
@@ -54,6 +55,7 @@ FORBIDDEN = {
     "transports": TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
     "schemes": OPTIONAL | UNPICKLERS,
     "legacy": OPTIONAL | UNPICKLERS,
+    "server": OPTIONAL | UNPICKLERS,
     "sync": OPTIONAL | UNPICKLERS,
     "testing": OPTIONAL | {"pytest", "hypothesis"},
 }

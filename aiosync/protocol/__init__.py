@@ -1,24 +1,29 @@
 """Bookkeeping of senders and receivers, without any I/O; the time is an argument.
 
-Versions, what is under way to each receiver, deadlines, and the sum over several receivers.
+Versions, what is under way to each receiver, deadlines, the sum over several receivers, and the
+chunks of an update.
 This package must never import asyncio, anyio or torch.
 """
 
 from __future__ import annotations
 
 from aiosync.protocol.aggregate import SendTracker, validate_require
+from aiosync.protocol.chunks import Assembly, ChunkPlan, Verdict
 from aiosync.protocol.deadline import Deadline
 from aiosync.protocol.outbox import Outbox, Outcome, OutcomeKind
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
 
 __all__ = [
     "MAX_VERSION",
+    "Assembly",
+    "ChunkPlan",
     "Deadline",
     "Inbox",
     "Outbox",
     "Outcome",
     "OutcomeKind",
     "SendTracker",
+    "Verdict",
     "VersionClock",
     "new_epoch",
     "validate_require",

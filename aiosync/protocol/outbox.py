@@ -179,6 +179,26 @@ class Outbox:
         self._in_flight.append(version)
         return True
 
+    def start_at(self, version: int) -> None:
+        """Register what the receiver had before the link was opened; nothing older is offered.
+
+        Raises:
+            LocalProtocolError: Something was offered already.
+        """
+        if self._last_offered:
+            raise LocalProtocolError("this outbox is in use already")
+        self._last_offered = self._applied = version
+
+    @property
+    def newest(self) -> int:
+        """The version that was offered last, or that the receiver had; 0 for none."""
+        return self._last_offered
+
+    @property
+    def window_open(self) -> bool:
+        """Whether the receiver answered to everything that was sent to it."""
+        return self._unreceived is None
+
     def untake(self, version: int) -> list[Outcome]:
         """Take a version back that the link did not touch, because the send was cancelled.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.guard import Guard, Reading
-from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
 from aiosync.schemes.receiver import WeightReceiver
@@ -15,6 +15,7 @@ from aiosync.schemes.registry import (
 )
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
+from aiosync.schemes.tcp import TCPWeightSyncScheme
 
 __all__ = [
     "AppliedUpdate",
@@ -22,8 +23,10 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "Reading",
+    "Ready",
     "SendHandle",
     "SharedMemWeightSyncScheme",
+    "TCPWeightSyncScheme",
     "WeightReceiver",
     "WeightSender",
     "WeightSyncScheme",
@@ -35,3 +38,4 @@ __all__ = [
 register_weight_sync_backend("none")(NoWeightSyncScheme)
 register_weight_sync_backend("process")(MultiProcessWeightSyncScheme)
 register_weight_sync_backend("shared")(SharedMemWeightSyncScheme)
+register_weight_sync_backend("tcp")(TCPWeightSyncScheme)

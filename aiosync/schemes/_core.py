@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from aiosync.schemes._snapshots import SnapshotMaker
     from aiosync.schemes.receiver import WeightReceiver
-    from aiosync.schemes.rendezvous import Listener
+    from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender
 
 __all__ = ["SchemeCore"]
@@ -114,7 +114,7 @@ class SchemeCore:
         self._model: Any = None
         self._weights: Any = None
         self._sources = Sources()
-        self._listener: Listener | None = None
+        self._listener: AnyListener | None = None
         self._links: dict[int, Transport] = {}
         self._pipe: Any = None
         self._clock = VersionClock()

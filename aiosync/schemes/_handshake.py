@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable
 
 from aiosync.errors import (
@@ -20,9 +19,12 @@ from aiosync.errors import (
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
-__all__ = ["HANDSHAKE_SECONDS", "admit", "greet"]
+__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "admit", "greet"]
 
 HANDSHAKE_SECONDS = 30.0
+ANY_STRATEGY = "any"
+"""Of a peer that takes or gives what comes, such as a file."""
+
 _GRACE_SECONDS = 1.0  # a process that was killed may take a while to end
 
 
@@ -34,14 +36,15 @@ async def admit(
     epoch: int,
     num_workers: int | None,
     worker_idx: int | None,
-    holder: Callable[[int], int | None],
+    holder: Callable[[int, Hello], int | None],
     changed: Callable[[], asyncio.Event],
-    reserve: Callable[[int, int], int],
+    reserve: Callable[[int, Hello], int],
+    hello: Hello | None = None,
 ) -> tuple[Hello, int]:
-    """Sender's half: read Hello, answer Welcome or Refuse.
+    """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
 
-    ``holder`` tells which live process has an index, or ``None``; it may say something else
-    after the event of ``changed``. ``reserve`` is told the index and the process before the
+    ``holder`` tells which other live process has an index, or ``None``; it may say something
+    else after the event of ``changed``. ``reserve`` is told the index and the Hello before the
     answer leaves, so that the next worker, who may ask meanwhile, gets another one; it returns
     the version that this worker is sent first, or 0.
 
@@ -52,7 +55,7 @@ async def admit(
         ConnectError: The worker was refused, with the reason it was told.
         AiosyncError: The link failed.
     """
-    message = (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
+    message = hello or (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
     try:
         if not isinstance(message, Hello) or message.role != "receiver":
             raise RemoteProtocolError("expected the Hello of a receiver")
@@ -61,17 +64,17 @@ async def admit(
                 f"this sender serves model {model_id!r}, the worker asked for "
                 f"{message.model_id!r}: pass the same model_id on both sides"
             )
-        if message.strategy != strategy:
+        if message.strategy != strategy and ANY_STRATEGY not in (message.strategy, strategy):
             raise ConfigError(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"
             )
         asked = _check_index(message.worker_idx, worker_idx, num_workers)
-        worker_idx = await _choose(asked, num_workers, message.pid, holder, changed)
+        worker_idx = await _choose(asked, num_workers, message, holder, changed)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
-    welcome = Welcome(epoch, reserve(worker_idx, message.pid), worker_idx, num_workers)
+    welcome = Welcome(epoch, reserve(worker_idx, message), worker_idx, num_workers)
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
     return message, worker_idx
 
@@ -92,8 +95,8 @@ def _check_index(asked: int | None, given: int | None, num_workers: int | None) 
 async def _choose(
     asked: int | None,
     num_workers: int | None,
-    pid: int,
-    holder: Callable[[int], int | None],
+    hello: Hello,
+    holder: Callable[[int, Hello], int | None],
     changed: Callable[[], asyncio.Event],
 ) -> int:
     """A free index: the one that was asked for, else the first."""
@@ -103,26 +106,29 @@ async def _choose(
         event = changed()
         indices = itertools.count() if num_workers is None else range(num_workers)
         for idx in indices if asked is None else (asked,):
-            if holder(idx) is None:
+            if holder(idx, hello) is None:
                 return idx
         # Its old process may be about to end: that is noticed, and changes something.
         try:
             async with asyncio.timeout_at(give_up):
                 await event.wait()
         except TimeoutError:
-            raise _taken(asked, num_workers, pid, holder) from None
+            raise _taken(asked, num_workers, hello, holder) from None
 
 
 def _taken(
-    asked: int | None, num_workers: int | None, pid: int, holder: Callable[[int], int | None]
+    asked: int | None,
+    num_workers: int | None,
+    hello: Hello,
+    holder: Callable[[int, Hello], int | None],
 ) -> ConfigError:
     if asked is None:
         return ConfigError(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"
         )
-    has = holder(asked)
-    who = "this process itself has it" if has == pid else f"process {has} has it"
+    has = holder(asked, hello)
+    who = "this process itself has it" if has == hello.pid else f"process {has} has it"
     return ConfigError(
         f"worker_idx {asked} is taken: {who}, through a link that is up. Give each worker an "
         "index of its own, or none, and the sender chooses one; to take over from a worker, "
@@ -130,15 +136,7 @@ def _taken(
     )
 
 
-async def greet(
-    transport: Transport,
-    *,
-    model_id: str,
-    strategy: str,
-    worker_idx: int | None,
-    has_target: bool,
-    timeout: float | None,
-) -> Welcome:
+async def greet(transport: Transport, hello: Hello, *, timeout: float | None) -> Welcome:
     """Receiver's half: send Hello, read the answer.
 
     Raises:
@@ -146,14 +144,6 @@ async def greet(
         ConnectError: The sender refused for another reason.
         ConnectTimeout: It did not answer in time.
     """
-    hello = Hello(
-        role="receiver",
-        model_id=model_id,
-        pid=os.getpid(),
-        worker_idx=worker_idx,
-        strategy=strategy,
-        has_target=has_target,
-    )
     try:
         await transport.send(hello, timeout=timeout)
         message = (await transport.recv(timeout=timeout)).message

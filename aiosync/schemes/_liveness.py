@@ -40,6 +40,8 @@ def is_up(transport: Transport) -> bool:
 def watch_process(transport: Transport, pid: int) -> None:
     """Notice the worker's death even if another process holds a copy of its end of a pipe."""
     channel = getattr(transport, "channel", None)
+    if transport.capabilities.cross_host:
+        return  # the number may be that of a process of another host
     if channel is not None and channel.pidfd < 0:
         with contextlib.suppress(ConnectError):  # no such process in our namespace
             channel.watch_process(pid)

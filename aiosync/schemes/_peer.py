@@ -6,18 +6,25 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-from aiosync.errors import AiosyncError, LocalProtocolError, RemoteProtocolError
+from aiosync.errors import (
+    AiosyncError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportClosed,
+)
 from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
+from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, ManifestMessage, Message, Update
+from aiosync.wire import Ack, Current, Fetch, Hello, ManifestMessage, Message, Resend, Update
 
 __all__ = ["Peer"]
 
@@ -29,10 +36,13 @@ class Peer:
         worker_idx: Index of the worker.
         transport: The link; closed by the owner of the peer.
         epoch: Epoch of the sender.
-        has_target: The worker knows the module it applies to.
+        hello: What the worker said about itself.
+        streaming: How payloads travel in the stream of a link that may damage or lose them;
+            ``None`` where they go whole and unchecked.
         tasks: Owner of the peer's tasks.
         on_outcomes: Told what became of versions.
         on_lost: Told once, when the link ends.
+        on_fetch: Told when the worker asks for a version, see :attr:`wanted`.
     """
 
     def __init__(
@@ -41,21 +51,34 @@ class Peer:
         transport: Transport,
         *,
         epoch: int,
-        has_target: bool,
+        hello: Hello,
+        streaming: Streaming | None,
         tasks: TaskOwner,
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_lost: Callable[[Peer, AiosyncError], None],
+        on_fetch: Callable[[Peer], None],
     ) -> None:
         self.worker_idx = worker_idx
         self.transport = transport
         self.epoch = epoch
-        self.has_target = has_target
+        self.pid = hello.pid
+        self._since = time.monotonic()
+        self.has_target = hello.has_target
+        self.subscribes = hello.subscribe
+        self.wanted: int | None = None  # the least version that the worker asked for
         self.outbox = Outbox(epoch, worker_idx=worker_idx)
-        self.received_version = 0
+        if hello.epoch == epoch and hello.version:
+            self.outbox.start_at(hello.version)
+        self.received_version = self.outbox.applied
+        self._on_fetch = on_fetch
+        self.stream: StreamWriter | None = None
+        if streaming is not None and not isinstance(transport, SharedMemTransport):
+            self.stream = StreamWriter(transport, streaming, epoch, hello, on_stall=self.lose)
         self._tasks = tasks
         self._on_outcomes = on_outcomes
         self._on_lost = on_lost
         self._snapshots: dict[int, Snapshot] = {}  # pending ones, by version
+        self._words: list[Message] = []  # to be said when the link is free
         self._digest: bytes | None = None
         self._writing = False
         self._lost = False
@@ -69,6 +92,37 @@ class Peer:
             self.transport.take_no_segments()
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")
 
+    @property
+    def name(self) -> str:
+        """How errors call the worker: its address, or its process."""
+        channel = getattr(self.transport, "channel", None)
+        return f"worker {self.worker_idx}" if channel is None else str(channel.name)
+
+    @property
+    def age(self) -> float:
+        """Seconds since its handshake."""
+        return time.monotonic() - self._since
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of updates that the link took."""
+        return 0 if self.stream is None else self.stream.sent_nbytes
+
+    def has(self, version: int) -> bool:
+        """Whether the worker has this version, or it is on its way."""
+        return self.outbox.newest >= version
+
+    def say(self, message: Current) -> None:
+        """Send a word between two updates, in the background where the link is busy."""
+        try:
+            if self._lost or self.transport.send_nowait(message):
+                return
+        except AiosyncError as exc:
+            self.lose(exc)
+            return
+        self._words.append(message)
+        self._pump()
+
     def offer(self, snapshot: Snapshot) -> None:
         """Make ``snapshot`` the next update of this worker; the newest wins."""
         if not (self._writing or self._lost) and self.outbox.offer_and_take(snapshot.version):
@@ -78,6 +132,18 @@ class Peer:
         self._settle(self.outbox.offer(snapshot.version))
         self._pump()
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Another sender takes over: versions start again. The link stays."""
+        outcomes = self.outbox.close(TransportClosed("another sender took over"))
+        for version in list(self._snapshots):
+            self._snapshots.pop(version).release()
+        self.epoch = epoch
+        self.outbox = Outbox(epoch, worker_idx=self.worker_idx)
+        self.received_version = 0
+        if self.stream is not None:
+            self.stream.begin_epoch(epoch)
+        self._on_outcomes(self, outcomes)
+
     def lose(self, error: AiosyncError) -> None:
         """The link is gone: everything on its way fails with ``error``."""
         if self._lost:
@@ -86,6 +152,8 @@ class Peer:
         outcomes = self.outbox.close(without_frames(error))
         for version in list(self._snapshots):
             self._snapshots.pop(version).release()
+        if self.stream is not None:
+            self.stream.close()
         self._on_lost(self, error)
         self._on_outcomes(self, outcomes)
 
@@ -99,9 +167,28 @@ class Peer:
             self._on_outcomes(self, outcomes)
 
     def _pump(self) -> None:
-        if self._writing or self._lost or not self.outbox.can_take:
+        if self._writing or self._lost:
             return
-        self._send(self._snapshots.pop(self.outbox.take()))
+        if self._words or (self.stream is not None and self.stream.has_damaged):
+            self._writing = True
+            self._tasks.start(self._catch_up(), f"aiosync resend to worker {self.worker_idx}")
+        elif self.outbox.can_take:
+            self._send(self._snapshots.pop(self.outbox.take()))
+
+    async def _catch_up(self) -> None:
+        try:
+            await self._say_words()
+            if self.stream is not None:
+                await self.stream.write_damaged()
+        except AiosyncError as exc:
+            self.lose(exc)
+        finally:
+            self._writing = False
+        self._pump()
+
+    async def _say_words(self) -> None:
+        while self._words:
+            await self.transport.send(self._words.pop(0))
 
     def _send(self, snapshot: Snapshot) -> None:
         """Write now, or in the background; takes over a reference."""
@@ -119,7 +206,9 @@ class Peer:
 
     def _failed(self, version: int, error: AiosyncError) -> None:
         if isinstance(error, LocalProtocolError):  # it cannot be said; the link is as it was
-            self._settle(self.outbox.give_up(version, error))
+            outcomes = self.outbox.give_up(version, error)
+            self._answered()
+            self._settle(outcomes)
         else:
             self.lose(error)
 
@@ -141,6 +230,8 @@ class Peer:
             if not self.transport.send_nowait(manifest):
                 return False
             self._digest = snapshot.layout.digest
+        if self.stream is not None:
+            return self.stream.write_nowait(snapshot)
         if slot is not None and publisher:
             return publisher.publish_nowait(update, slot, snapshot.nbytes)
         return self.transport.send_nowait(update, self._payload(snapshot))
@@ -151,7 +242,10 @@ class Peer:
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
-            if snapshot.slot is not None and self._publisher:
+            if self.stream is not None:
+                await self.stream.write(snapshot)
+                await self._say_words()
+            elif snapshot.slot is not None and self._publisher:
                 await self._publisher.publish(update, snapshot.slot, snapshot.nbytes)
             else:
                 await self.transport.send(update, self._payload(snapshot))
@@ -176,6 +270,14 @@ class Peer:
 
     def _on_message(self, received: Received) -> Again | None:
         message = received.message
+        if isinstance(message, Fetch):
+            self.wanted = message.min_version
+            self._on_fetch(self)
+            return None
+        if isinstance(message, Resend) and self.stream is not None:
+            self.stream.on_resend(message)
+            self._pump()
+            return None
         if not isinstance(message, Ack):
             raise RemoteProtocolError(
                 f"worker {self.worker_idx} sent {type(message).__name__} where only "
@@ -184,6 +286,7 @@ class Peer:
         if message.epoch == self.epoch:
             self.received_version = max(self.received_version, message.version)
         outcomes = self.outbox.on_ack(message)
+        self._answered()
         if outcomes or self.has_target:
             self._settle(outcomes)
         else:
@@ -199,6 +302,12 @@ class Peer:
         """The short way for what nearly every message is."""
         if version > self.received_version:
             self.received_version = version
-        self._settle(self.outbox.on_applied(version))
+        outcomes = self.outbox.on_applied(version)
+        self._answered()
+        self._settle(outcomes)
         if self._snapshots:
             self._pump()
+
+    def _answered(self) -> None:
+        if self.stream is not None and self.outbox.window_open:
+            self.stream.answered()

@@ -6,10 +6,13 @@ Must not import the sender's half.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiosync.errors import (
+    AiosyncError,
     ApplyError,
     ConfigError,
     ConnectTimeout,
@@ -24,6 +27,7 @@ from aiosync.schemes.handles import AppliedUpdate
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
 from aiosync.transports.base import Transport
+from aiosync.wire import Hello
 
 __all__ = ["ReceivingScheme"]
 
@@ -107,21 +111,14 @@ class ReceivingScheme(SchemeCore):
             guard=self._guard_object,
             install_hooks=self.guard == "forward",
             on_applied=self._on_applied,
+            relink=self._relink,
         )
         receiver.prepare_target()
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
-        has_target = self._resolve_target() is not None and self.apply == "auto"
-        welcome = await greet(
-            transport,
-            model_id=self._model_id or "policy",
-            strategy=self.strategy_str,
-            worker_idx=self._worker_idx,
-            has_target=has_target,
-            timeout=left,
-        )
+        welcome = await greet(transport, self._hello(), timeout=left)
         self._worker_idx = welcome.worker_idx
         receiver.start()
-        if welcome.version == 0:
+        if welcome.version == 0 or not self._subscribes:
             return
         late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
@@ -137,6 +134,21 @@ class ReceivingScheme(SchemeCore):
 
         await receiver.wait_until(arrived, timeout=left, late=late)
         self._reported = receiver.inbox.version
+
+    # What finds another link after one was lost; None where a lost link is the end.
+    _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
+    _subscribes = True  # gets every update, and not only those it asks for
+
+    def _hello(self) -> Hello:
+        """What this receiver says first on a link."""
+        return Hello(
+            role="receiver",
+            model_id=self._model_id or "policy",
+            pid=os.getpid(),
+            worker_idx=self._worker_idx,
+            strategy=self.strategy_str,
+            has_target=self._resolve_target() is not None and self.apply == "auto",
+        )
 
     async def _reach(self, timeout: float | None) -> Transport:
         if isinstance(self._pipe, Transport):
@@ -222,6 +234,48 @@ class ReceivingScheme(SchemeCore):
 
         await receiver.wait_until(reached, timeout=limit, late=late)
         return receiver.inbox.version
+
+    async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        """Ask the trainer for its newest version, and wait until the model has it.
+
+        Args:
+            min_version: The least version to be content with; the trainer answers once it has
+                it. ``None`` takes what there is now, which may be nothing.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            The version that the model has now; 0 if the trainer has not sent any.
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            ApplyError: The update was refused by the model.
+            LocalProtocolError: Not a connected receiver.
+
+        Cancellation:
+            Class A; the update may still come.
+        """
+        receiver = self._require_receiver("pull")
+        least = 0 if min_version is None else min_version
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
+        inbox, manual = receiver.inbox, self.apply == "manual"
+        before, answers = (inbox.epoch, inbox.version), receiver.answers
+        receiver.refused = None
+        receiver.fetch(least)
+
+        def arrived() -> bool:
+            if manual:
+                receiver.apply_soon()
+            if receiver.refused is not None:
+                raise _apply_error(*receiver.refused) from receiver.refused[1]
+            if inbox.version < least or receiver.has_staged or inbox.lag:
+                return False
+            return receiver.answers != answers or (inbox.epoch, inbox.version) != before
+
+        await receiver.wait_until(arrived, timeout=limit, late=late)
+        return inbox.version
 
     def reading(self) -> Reading:
         """Context manager: what is computed inside sees one version of the weights.

@@ -16,9 +16,10 @@ from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.schemes._context import resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._snapshots import Planned, SnapshotMaker, SnapshotStore
-from aiosync.schemes._sources import DeviceMap, resolve_sources
+from aiosync.schemes._sources import DeviceMap, Sources, resolve_sources
+from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle
-from aiosync.schemes.rendezvous import Listener
+from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors._tensordict import is_tensordict
@@ -31,8 +32,6 @@ __all__ = ["SendingScheme"]
 class SendingScheme(SchemeCore):
     """Methods of a sender; see :class:`aiosync.WeightSyncScheme`."""
 
-    _listens = True  # has a socket of its own that workers may dial
-
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         """A link over a connected Unix socket."""
         raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
@@ -44,6 +43,21 @@ class SendingScheme(SchemeCore):
     def _make_store(self) -> SnapshotStore:
         """Where the sender's snapshots are kept."""
         raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+
+    def _make_listener(self, sources: Sources) -> AnyListener | None:
+        """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
+        del sources
+        return Listener(self._address)
+
+    def _start_listening(self, sender: WeightSender) -> None:
+        """Let workers in from now on. Called on the loop."""
+        del sender
+        if isinstance(self._listener, Listener):
+            self._listener.start(self._on_connection)
+
+    def _streaming(self) -> Streaming | None:
+        """How payloads travel; ``None`` where links neither damage nor lose them."""
+        return None
 
     def init_on_sender(
         self,
@@ -105,8 +119,8 @@ class SendingScheme(SchemeCore):
             if sources.num_workers is None:
                 sources.num_workers = len(transports)
             self._links = dict(transports)
-        if self._listens and sources.pipes is None and transports is None:
-            self._listener = Listener(self._address)
+        if sources.pipes is None and transports is None:
+            self._listener = self._make_listener(sources)
         self._model_id = model_id or self._model_id or "policy"
         self._sources = sources
         self._model, self._weights = model, weights
@@ -124,14 +138,14 @@ class SendingScheme(SchemeCore):
             require=self.require,
             maker=self._maker,
             clock=self._clock,
+            streaming=self._streaming(),
         )
         planned = self._plan(weights, None, initial=True)
         for idx, link in self._links.items():
             self._sender.welcome(link, idx)
         for idx, pipe in enumerate(self._sources.pipes or ()):
             self._sender.welcome(self.create_transport(pipe), idx)
-        if self._listener is not None:
-            self._listener.start(self._on_connection)
+        self._start_listening(self._sender)
         await self._sender.connect(planned, timeout=timeout, processes=processes)
 
     def _on_connection(self, sock: socket.socket, pid: int) -> None:

@@ -29,7 +29,17 @@ _LEAVING_SECONDS = 0.05
 class Snapshot:
     """One version of the weights, flat. Reference-counted by the sender's bookkeeping."""
 
-    __slots__ = ("_refs", "_release", "buffer", "layout", "nbytes", "slot", "values", "version")
+    __slots__ = (
+        "_refs",
+        "_release",
+        "buffer",
+        "checksums",
+        "layout",
+        "nbytes",
+        "slot",
+        "values",
+        "version",
+    )
 
     def __init__(
         self,
@@ -44,6 +54,7 @@ class Snapshot:
         self.values: dict[str, object] = {}
         self.version: int = 0
         self.nbytes: int = 0  # of the payload
+        self.checksums: list[bytes | None] = []  # of its chunks, where a link needs them
         self._refs = 1
         self._release = release
 

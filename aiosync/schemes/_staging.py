@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from aiosync.errors import RemoteProtocolError
+from aiosync.protocol import Assembly, Verdict
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Manifest, Message, Update
+from aiosync.wire import Manifest, Message, Resend, Update
 
 __all__ = ["Staged", "Staging"]
 
@@ -47,6 +48,9 @@ class Staging:
         self._layouts: dict[bytes, Layout] = {}
         self._spare: list[FlatBuffer] = []
         self._landing: FlatBuffer | None = None
+        self._assembly: Assembly | None = None  # of the update that comes in parts
+        self.checks: bool = transport.capabilities.cross_host  # every part has a checksum
+        self.damaged = 0  # parts that were not what was sent
         self._mapped: dict[tuple[int, int], FlatBuffer] = {}
         self._held: list[Staged] = []  # left by the module, but still used by something else
 
@@ -71,31 +75,96 @@ class Staging:
 
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""
+        if self.checks:
+            assembly, landing = self._assembly_for(message)
+            start, stop = assembly.place(cast("Update", message), nbytes)
+            return [landing.memoryview()[start:stop]]
         layout = self._layout_of(message, nbytes)
-        self._landing = None
+        self._landing = self._new_landing(layout)
+        return [self._landing.memoryview()]
+
+    def _new_landing(self, layout: Layout) -> FlatBuffer:
         for index, flat in enumerate(self._spare):
             if flat.nbytes == layout.nbytes:
-                self._landing = self._spare.pop(index)
-                break
-        if self._landing is None:
-            self._spare.clear()
-            self._landing = FlatBuffer(layout.nbytes)
-        return [self._landing.memoryview()]
+                return self._spare.pop(index)
+        self._spare.clear()
+        return FlatBuffer(layout.nbytes)
+
+    # -- updates in checked parts --------------------------------------------------------------
+
+    def _assembly_for(self, message: Message) -> tuple[Assembly, FlatBuffer]:
+        """What ``message`` is a part of, and where that lands; a newer update takes the place."""
+        layout = self._layout_of(message, None)
+        assert isinstance(message, Update)
+        current, landing = self._assembly, self._landing
+        if (
+            current is not None
+            and landing is not None
+            and (current.epoch, current.version) == (message.epoch, message.version)
+            and current.digest == message.digest
+        ):
+            return current, landing
+        if landing is None or landing.nbytes != layout.nbytes:
+            self._landing = None  # before another one is allocated
+            landing = self._landing = self._new_landing(layout)
+        self._assembly = Assembly(layout.nbytes, layout.digest, message.epoch, message.version)
+        return self._assembly, landing
+
+    def take_part(self, received: Received) -> Staged | Resend | None:
+        """A part of an update arrived.
+
+        Returns:
+            The update if it is complete; what to ask for if the part was damaged.
+
+        Raises:
+            RemoteProtocolError: It does not belong there, or was damaged too often.
+        """
+        message = received.message
+        assert isinstance(message, Update)
+        assembly, landing = self._assembly_for(message)
+        start, stop = assembly.place(message, received.nbytes)
+        verdict = assembly.arrived(message, landing.memoryview()[start:stop])
+        if verdict is Verdict.DAMAGED:
+            self.damaged += 1
+            index = message.chunk[0] if message.chunk is not None else 0
+            return Resend(message.epoch, message.version, index)
+        if verdict is Verdict.GOOD:
+            return None
+        layout = self._layouts[message.digest]
+        self._assembly = self._landing = None
+        give_back = lambda: self._put_back(landing)  # noqa: E731 - bound to this buffer
+        return Staged(
+            assembly.epoch, assembly.version, layout, landing, assembly.values, None, give_back
+        )
+
+    def next_link(self, transport: Transport) -> None:
+        """Go on with another link: what was verified of an update stays."""
+        self._transport = transport
+
+    def resume(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part."""
+        assembly = self._assembly
+        nbytes = 0 if assembly is None else assembly.resume()
+        return (
+            (assembly.epoch, assembly.version, nbytes) if assembly is not None and nbytes else None
+        )
+
+    # -- whole updates -------------------------------------------------------------------------
 
     @property
     def lender(self) -> Callable[[Message, int], list[memoryview]] | None:
         """What ``recv(into=...)`` gets: nothing where the link lends its own memory."""
         return None if self._transport.capabilities.zero_copy_recv else self.lend
 
-    def _layout_of(self, message: Message, nbytes: int) -> Layout:
+    def _layout_of(self, message: Message, nbytes: int | None) -> Layout:
         if not isinstance(message, Update):
             raise RemoteProtocolError(f"{type(message).__name__} came with a payload")
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise _unknown_manifest()
-        if message.codec != "dense" or message.chunk is not None:
+        if message.codec != "dense" or (message.chunk is not None and nbytes is not None):
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
-        if nbytes != layout.nbytes:
+        if nbytes not in (None, layout.nbytes):
             raise RemoteProtocolError(
                 f"an update of {nbytes} bytes does not fit its manifest of {layout.nbytes} bytes"
             )
@@ -159,6 +228,7 @@ class Staging:
         self.sweep()
         self._held.clear()
         self._spare.clear()
+        self._assembly = self._landing = None
         self._mapped.clear()
         self._layouts.clear()
 

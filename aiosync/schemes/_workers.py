@@ -22,9 +22,11 @@ from aiosync.schemes._handshake import admit
 from aiosync.schemes._liveness import is_up, open_pidfds, pid_of, watch_process
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
+from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._segment import has_ended
 from aiosync.transports.base import Transport
+from aiosync.wire import Current, Hello
 
 __all__ = ["Workers"]
 
@@ -39,6 +41,7 @@ class Workers:
         clock: Draws the versions.
         on_outcomes: Told what became of versions at a worker.
         on_crash: Told when a background task ends with an exception.
+        streaming: How payloads travel over links that may damage or lose them.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Workers:
         clock: VersionClock,
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_crash: Callable[[BaseException], None],
+        streaming: Streaming | None = None,
     ) -> None:
+        self.streaming = streaming
         self.model_id = model_id
         self.strategy = strategy
         self.num_workers = num_workers
@@ -70,6 +75,8 @@ class Workers:
         # Links in their handshake, with the worker's index once it is known.
         self._arriving: dict[Transport, int] = {}
         self._pids: dict[int, int] = {}  # the process that each index was given to, as it said
+        self._sessions: dict[int, bytes | None] = {}
+        self.waiting: set[Peer] = set()  # those that asked for a version that is not here yet
         self._latest: Snapshot | None = None
         self._latest_for: dict[int, Snapshot] = {}
         self.tasks: TaskOwner = TaskOwner(self._crashed)
@@ -100,12 +107,16 @@ class Workers:
         if self.closed:
             raise TransportClosed("this scheme was closed")
 
-    def welcome(self, transport: Transport, worker_idx: int | None = None) -> None:
-        """Start the handshake on a new link, in the background."""
+    def welcome(
+        self, transport: Transport, worker_idx: int | None = None, hello: Hello | None = None
+    ) -> None:
+        """Start the handshake on a new link, in the background; ``hello`` was read already."""
         self._arriving[transport] = -1
-        self.tasks.start(self._welcome(transport, worker_idx), "aiosync handshake")
+        self.tasks.start(self._welcome(transport, worker_idx, hello), "aiosync handshake")
 
-    async def _welcome(self, transport: Transport, expected_idx: int | None) -> None:
+    async def _welcome(
+        self, transport: Transport, expected_idx: int | None, hello: Hello | None
+    ) -> None:
         try:
             hello, worker_idx = await admit(
                 transport,
@@ -116,7 +127,8 @@ class Workers:
                 worker_idx=expected_idx,
                 holder=self._holder,
                 changed=lambda: self.changed,
-                reserve=lambda idx, pid: self._reserve(transport, idx, pid),
+                reserve=lambda idx, hello: self._reserve(transport, idx, hello),
+                hello=hello,
             )
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
@@ -142,39 +154,77 @@ class Workers:
             worker_idx,
             transport,
             epoch=self.clock.epoch,
-            has_target=hello.has_target,
+            hello=hello,
+            streaming=self.streaming,
             tasks=self.tasks,
             on_outcomes=self._outcomes,
             on_lost=self._on_lost,
+            on_fetch=self.answer,
         )
         self.peers[worker_idx] = peer
         watch_process(transport, hello.pid)
         peer.start()
         snapshot = self.snapshot_for(worker_idx)
-        if snapshot is not None:
+        if snapshot is not None and peer.subscribes and not peer.has(snapshot.version):
             peer.offer(snapshot)
         self.notify()
 
-    def _holder(self, worker_idx: int) -> int | None:
-        """The process that has an index and is alive, its link too; ``None`` if it is free."""
+    def answer(self, peer: Peer) -> None:
+        """Give a worker what it asked for, if that is here: the newest version, or a word."""
+        if peer.wanted is None:
+            return
+        snapshot = self.snapshot_for(peer.worker_idx)
+        version = 0 if snapshot is None else snapshot.version
+        if version < peer.wanted:
+            self.waiting.add(peer)  # a later send answers
+            return
+        peer.wanted = None
+        self.waiting.discard(peer)
+        if snapshot is None or peer.has(version):
+            peer.say(Current(self.clock.epoch, version))
+        else:
+            peer.offer(snapshot)
+
+    def answer_all(self) -> None:
+        """There is a new version: answer those who wait for one."""
+        for peer in list(self.waiting):
+            self.answer(peer)
+
+    def _holder(self, worker_idx: int, hello: Hello) -> int | None:
+        """The process that has an index and is alive, its link too; ``None`` if it is free.
+
+        It is free, too, for the very receiver that has it: its old link broke in the middle.
+        """
+        if hello.session is not None and self._sessions.get(worker_idx) == hello.session:
+            return None
         peer = self.peers.get(worker_idx)
         links = [link for link, idx in self._arriving.items() if idx == worker_idx]
         if peer is not None:
             links.append(peer.transport)
         return self._pids[worker_idx] if any(is_up(link) for link in links) else None
 
-    def _reserve(self, transport: Transport, worker_idx: int, pid: int) -> int:
+    def _reserve(self, transport: Transport, worker_idx: int, hello: Hello) -> int:
         for link in [link for link, idx in self._arriving.items() if idx == worker_idx]:
             del self._arriving[link]  # it ended during its handshake
             link.abort()
         self._arriving[transport] = worker_idx
-        self._pids[worker_idx] = pid
+        self._pids[worker_idx] = hello.pid
+        self._sessions[worker_idx] = hello.session
         if worker_idx in self.initial or None in self.initial:
             return self.clock.current
         snapshot = self.snapshot_for(worker_idx)
         return 0 if snapshot is None else snapshot.version
 
+    def not_reached(self, worker_idx: int, error: AiosyncError) -> None:
+        """A worker that this side dials cannot be reached any more."""
+        if worker_idx not in self.peers:
+            self._failures.setdefault(worker_idx, error)
+            self.lost[worker_idx] = error
+            self.unreported.add(worker_idx)
+        self.notify()
+
     def _on_lost(self, peer: Peer, error: AiosyncError) -> None:
+        self.waiting.discard(peer)
         if self.peers.get(peer.worker_idx) is peer:
             del self.peers[peer.worker_idx]
             if not self.closed:
@@ -270,7 +320,7 @@ class Workers:
         peer = self.peers.get(idx)
         if peer is None:
             return False
-        if not self.snapshot_for(idx):
+        if not peer.subscribes or not self.snapshot_for(idx):
             return True
         if not peer.has_target:
             return peer.received_version >= version

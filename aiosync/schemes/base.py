@@ -19,6 +19,7 @@ from aiosync.errors import ConnectTimeout, LocalProtocolError, PartialSyncError,
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
 from aiosync.schemes._snapshots import SnapshotStore
+from aiosync.schemes.handles import Ready
 from aiosync.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -166,6 +167,29 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             return await self._wait_until_applied(version, limit, late)
         sender = self._require_sender("wait_for_version")
         return await sender.wait_for_version(version, timeout=limit, late=late)
+
+    @property
+    def ready(self) -> Ready:
+        """The condition that there is a complete version, to look at or to wait for."""
+        return Ready(self._is_ready, self._wait_until_ready)
+
+    def _is_ready(self) -> bool:
+        if self._receiver is not None:
+            waits = self._receiver.has_staged and self._resolve_target() is None
+            return self._receiver.inbox.version > 0 or waits
+        expected = self._sources.num_workers or 0
+        versions = self.worker_versions
+        return len(versions) >= max(1, expected) and all(versions.values())
+
+    async def _wait_until_ready(self, timeout: float | None) -> None:
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"no complete version after {limit or 0:g} s")
+        if self._role == "receiver":
+            receiver = self._require_receiver("ready")
+            await receiver.wait_until(self._is_ready, timeout=limit, late=late)
+        else:
+            sender = self._require_sender("ready")
+            await sender.wait_until(self._is_ready, timeout=limit, late=late)
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync.types import SendReport
 
-__all__ = ["AppliedUpdate", "SendHandle"]
+__all__ = ["AppliedUpdate", "Ready", "SendHandle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,44 @@ class SendHandle:
     def __repr__(self) -> str:
         state = "done" if self._future.done() else "under way"
         return f"<SendHandle version {self.version}: {state}>"
+
+
+class Ready:
+    """The condition that there is a complete version: ``if scheme.ready``, ``await scheme.ready``.
+
+    On a receiver: the model has one, or one is staged and waits for a model. On a sender: every
+    connected worker, and every expected one, has one.
+    """
+
+    def __init__(
+        self, is_set: Callable[[], bool], wait: Callable[[float | None], Awaitable[None]]
+    ) -> None:
+        self._is_set = is_set
+        self._wait = wait
+
+    def is_set(self) -> bool:
+        """Whether it holds now."""
+        return self._is_set()
+
+    def __bool__(self) -> bool:
+        return self._is_set()
+
+    async def wait(self, *, timeout: float | None = None) -> None:
+        """Wait until it holds.
+
+        Args:
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            LocalProtocolError: The scheme is not connected.
+        """
+        await self._wait(timeout)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.wait().__await__()
+
+    def __repr__(self) -> str:
+        return f"<{'ready' if self._is_set() else 'not ready'}>"

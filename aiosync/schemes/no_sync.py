@@ -14,6 +14,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
+from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.transports.base import Transport
@@ -28,7 +29,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None`` at once.
     """
 
-    _listens = False
+    def _make_listener(self, sources: Sources) -> None:
+        del sources  # nobody comes
 
     async def connect(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, ManifestMessage, Update
+from aiosync.wire import Ack, Current, Fetch, ManifestMessage, Message, Resend, Update
 
 __all__ = ["WeightReceiver"]
 
@@ -54,6 +54,8 @@ class WeightReceiver(Applying):
         guard: Keeps forwards and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
         on_applied: Called on the loop after each applied update.
+        relink: Finds another link, handshake included, after one was lost for the reason that
+            it is given; ``None`` where a lost link is the end.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WeightReceiver(Applying):
         guard: Guard,
         install_hooks: bool,
         on_applied: Callable[[int, int], None],
+        relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
     ) -> None:
         super().__init__(
             resolve=resolve,
@@ -78,20 +81,26 @@ class WeightReceiver(Applying):
         )
         self.transport = transport
         self.error: BaseException | None = None
+        self.reconnects = 0
+        self.progress = 0  # messages that made sense
+        self.answers = 0  # times that the trainer said that this is the newest version
+        self.wanted: int | None = None  # what a pull() asks for
+        self._relink = relink
         self._on_applied = on_applied
         self._staging = Staging(transport)
-        self._outgoing: deque[Ack] = deque()
+        self._outgoing: deque[Message] = deque()
         self._flushing = False
         self._answered: tuple[int, int] | None = None
         self._changed = asyncio.Event()
         self._waited_for = False
-        self._tasks = TaskOwner(self._fail)
+        self._tasks = TaskOwner(self.fail)
 
     def start(self) -> None:
         """Begin to receive in the background."""
         self._tasks.start(self._run(), "aiosync receiver")
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come, for this reason; whoever waits raises it."""
         if self.error is None and not self._closed:
             self.error = without_frames(error)
             self.transport.abort()  # the sender sees it at once
@@ -106,20 +115,47 @@ class WeightReceiver(Applying):
     # -- staging -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        lender = self._staging.lender
-        self.transport.subscribe(self._on_message)
+        lost: AiosyncError
         while True:
             try:
-                self._on_message(await self.transport.recv(into=lender))
+                await self._receive()
             except AiosyncError as exc:
-                self._fail(exc)
+                lost = without_frames(exc)
+            if self._relink is None or self._closed:
+                self.fail(lost)
                 return
+            self.transport.abort()
+            self._outgoing.clear()
+            try:
+                self.transport = await self._relink(lost)
+            except AiosyncError as exc:
+                self.fail(exc)
+                return
+            self._staging.next_link(self.transport)
+            self.reconnects += 1
+            if self.wanted is not None:
+                self._say(Fetch(self.wanted))
+
+    async def _receive(self) -> None:
+        """Take messages until the link ends, which raises why."""
+        lender = self._staging.lender
+        transport = self.transport
+        transport.subscribe(self._on_message)
+        while True:
+            self._on_message(await transport.recv(into=lender))
             if self._outgoing:
                 await self._flush()
 
     def _on_message(self, received: Received) -> Again | None:
         message = received.message
-        if isinstance(message, Update):
+        self.progress += 1
+        if isinstance(message, Update) and self._staging.checks:
+            part = self._staging.take_part(received)
+            if isinstance(part, Resend):
+                self._say(part)
+            elif part is not None:
+                self._stage(part)
+        elif isinstance(message, Update):
             staged = self._staging.take(received)
             key, layout = staged.key, staged.layout
             self._stage(staged)
@@ -127,6 +163,10 @@ class WeightReceiver(Applying):
                 return functools.partial(self._stage_again, message.epoch, layout, key)
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
+        elif isinstance(message, Current):
+            self.answers += 1
+            self.wanted = None
+            self._notify()
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
         return None
@@ -151,8 +191,10 @@ class WeightReceiver(Applying):
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
             self._staging.drop(staged)
-            self._acknowledge(make_ack(staged.epoch, staged.version, AckStatus.NACK, exc))
+            self._say(self._answer_to_stale(staged, exc))
             return
+        if self.wanted is not None and staged.version >= self.wanted:
+            self.wanted = None
         if self._staged is not None:
             self._withdraw()
         self._staged = staged
@@ -161,9 +203,19 @@ class WeightReceiver(Applying):
         if self._answered != (staged.epoch, staged.version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
             received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
-            self._acknowledge(received)
+            self._say(received)
         if self._waited_for:
             self._notify()
+
+    def _answer_to_stale(self, staged: Staged, error: StaleVersion) -> Ack:
+        # After a lost link the trainer may not know that the update had arrived.
+        epoch, version = staged.epoch, staged.version
+        if (self.inbox.epoch, self.inbox.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.APPLIED, None)
+        waiting = self._staged
+        if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.RECEIVED, None)
+        return make_ack(epoch, version, AckStatus.NACK, error)
 
     def _withdraw(self) -> None:
         """A newer update takes the place of one that was not applied yet."""
@@ -188,7 +240,7 @@ class WeightReceiver(Applying):
         self._answered = (epoch, version)
         if error is not None:
             self._refuse(version, error)
-            self._acknowledge(make_ack(epoch, version, AckStatus.NACK, error))
+            self._say(make_ack(epoch, version, AckStatus.NACK, error))
             self._staging.drop(staged)
         else:
             if self._copy:
@@ -216,11 +268,24 @@ class WeightReceiver(Applying):
                     return
             except TransportError:
                 return  # the link has ended: the receiving task reports it
-        self._acknowledge(make_ack(epoch, version, AckStatus.APPLIED, None))
+        self._say(make_ack(epoch, version, AckStatus.APPLIED, None))
 
-    def _acknowledge(self, ack: Ack | None = None) -> None:
-        if ack is not None:
-            self._outgoing.append(ack)
+    def resume(self) -> tuple[int, int, int] | None:
+        """Epoch, version and bytes of an update of which the lost link brought a part."""
+        return self._staging.resume()
+
+    @property
+    def damaged(self) -> int:
+        """Parts of updates that arrived damaged, and were asked for again."""
+        return self._staging.damaged
+
+    def fetch(self, min_version: int) -> None:
+        """Ask the trainer for its newest version, once it is at least this one."""
+        self.wanted = min_version
+        self._say(Fetch(min_version))
+
+    def _say(self, message: Message) -> None:
+        self._outgoing.append(message)
         try:
             while self._outgoing and self.transport.send_batch_nowait(list(self._outgoing)):
                 self._outgoing.clear()
@@ -236,8 +301,8 @@ class WeightReceiver(Applying):
         self._flushing = True
         try:
             while self._outgoing:
-                ack = self._outgoing.popleft()
-                await self.transport.send(ack)
+                message = self._outgoing.popleft()
+                await self.transport.send(message)
         except TransportError:
             self._outgoing.clear()  # the link has ended: the receiving task reports it
         finally:

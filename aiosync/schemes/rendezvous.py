@@ -15,12 +15,13 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Protocol
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._segment import has_ended
 
-__all__ = ["Listener", "dial", "new_address", "peer_pid"]
+__all__ = ["AnyListener", "Listener", "dial", "new_address", "peer_pid"]
 
 _BACKLOG = 1024
 _RETRY_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1)
@@ -32,6 +33,13 @@ def new_address() -> str:
     if sys.platform == "linux":
         return f"\0{name}"
     return os.path.join(tempfile.gettempdir(), f"{name}.sock")
+
+
+class AnyListener(Protocol):
+    """Where workers arrive, whatever it listens on."""
+
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
 
 
 class Listener:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from aiosync.errors import (
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
+from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
 from aiosync.transports.base import Transport
@@ -60,6 +61,7 @@ class WeightSender:
         require: What counts as success of a send.
         maker: Makes the snapshots.
         clock: Draws the versions.
+        streaming: How payloads travel over links that may damage or lose them.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class WeightSender:
         require: Require,
         maker: SnapshotMaker,
         clock: VersionClock,
+        streaming: Streaming | None = None,
     ) -> None:
         self.require: Require = require
         self.maker = maker
@@ -83,6 +86,7 @@ class WeightSender:
             clock=clock,
             on_outcomes=self._on_outcomes,
             on_crash=self._on_crash,
+            streaming=streaming,
         )
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, _Send] = {}
@@ -137,8 +141,9 @@ class WeightSender:
             self.workers.initial.discard(worker_idx)
             self.workers.remember(worker_idx, snapshot)
             for peer in list(self.workers.peers.values()):
-                if worker_idx in (None, peer.worker_idx):
+                if worker_idx in (None, peer.worker_idx) and peer.subscribes:
                     peer.offer(snapshot)
+            self.workers.answer_all()
         await self.workers.wait_until_joined(version, processes, timeout)
 
     # -- sending -------------------------------------------------------------------------------
@@ -156,7 +161,8 @@ class WeightSender:
             ConfigError: A worker is named that never connected.
         """
         if worker_ids is None:
-            everybody = {*self.workers.peers, *self.workers.unreported}
+            everybody = set(self.workers.unreported)
+            everybody.update(idx for idx, peer in self.workers.peers.items() if peer.subscribes)
             return everybody if None in planned else {idx for idx in everybody if idx in planned}
         named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
         known = self.workers.peers.keys() | self.workers.lost.keys()
@@ -274,6 +280,8 @@ class WeightSender:
         else:
             for snapshot in snapshots.values():
                 snapshot.release()
+        if workers.waiting:
+            workers.answer_all()
         if send.tracker.settled:
             self._settle(send)
         return send
@@ -339,14 +347,25 @@ class WeightSender:
         self, version: int, *, timeout: float | None, late: SyncTimeout
     ) -> int:
         """Wait until every connected worker has applied at least ``version``."""
+
+        def reached() -> bool:
+            return all(peer.outbox.applied >= version for peer in self.peers.values())
+
+        await self.wait_until(reached, timeout=timeout, late=late)
+        applied = (peer.outbox.applied for peer in self.peers.values())
+        return min(applied, default=self.clock.current)
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+    ) -> None:
+        """Wait for something that workers change."""
         try:
             async with asyncio.timeout(timeout):
                 while True:
                     changed = self.workers.changed
                     self.workers.check()
-                    reached = [peer.outbox.applied for peer in self.workers.peers.values()]
-                    if all(applied >= version for applied in reached):
-                        return min(reached, default=self.clock.current)
+                    if condition():
+                        return
                     await changed.wait()
         except TimeoutError as exc:
             raise late from exc

@@ -12,10 +12,12 @@ from aiosync.sync._schemes import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
+from aiosync.sync._tcp import TCPWeightSyncScheme
 
 __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "SharedMemWeightSyncScheme",
+    "TCPWeightSyncScheme",
     "WeightSyncScheme",
 ]

@@ -1,6 +1,6 @@
 """The blocking twins of the schemes. Their behaviour is the async classes' own.
 
-Must not import torch or transports.
+Must not import torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from aiosync.errors import LocalProtocolError
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._attributes import Attributes
 from aiosync.sync._blocking import blocking, direct, on_loop
+from aiosync.sync._handles import Ready
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import Require, SendReport
 
@@ -193,6 +194,7 @@ class WeightSyncScheme(Attributes):
     prepare_weights: Final = direct(aio.WeightSyncScheme.prepare_weights)
     apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
     apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
+    pull: Final = blocking(aio.WeightSyncScheme.pull)
     reading: Final = direct(aio.WeightSyncScheme.reading)
 
     def send_async(
@@ -241,6 +243,11 @@ class WeightSyncScheme(Attributes):
         finally:
             if handle.done():  # otherwise Ctrl-C ended the wait, and the send goes on
                 self._handles = [pending for pending in self._handles if not pending.done()]
+
+    @property
+    def ready(self) -> Ready:
+        """The condition that there is a complete version, to look at or to wait for."""
+        return Ready(self, lambda: self._scheme.ready)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -350,8 +357,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     )
 
 
-_TWINS: tuple[type[WeightSyncScheme], ...] = (
+_TWINS: list[type[WeightSyncScheme]] = [
     SharedMemWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
-)
+]

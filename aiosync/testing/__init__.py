@@ -2,6 +2,7 @@
 
 - :data:`CONFORMANCE_CHECKS` and :func:`check_transport`: the suite that every transport passes.
 - :class:`FaultyTransport`: a transport that delays, drops, cuts, duplicates or corrupts messages.
+- :class:`FaultProxy`: a proxy that cuts, resets, stalls, slows or changes streams of bytes.
 - :class:`VirtualClock`: an event loop whose timeouts take no time.
 - :func:`cancel_at_every_await`: cancels an operation at each of its await points.
 - :class:`assert_no_leaks`: finds what a block of code leaves behind.
@@ -26,6 +27,7 @@ from aiosync.testing.conformance import (
 )
 from aiosync.testing.faults import Fault, FaultKind, FaultyTransport
 from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
+from aiosync.testing.proxy import FaultProxy, Faults, Plan, PlanSource
 
 __all__ = [
     "CONFORMANCE_CHECKS",
@@ -38,9 +40,13 @@ __all__ = [
     "ConformanceReport",
     "Fault",
     "FaultKind",
+    "FaultProxy",
+    "Faults",
     "FaultyTransport",
     "Hooks",
     "LeakError",
+    "Plan",
+    "PlanSource",
     "RawPeer",
     "TransportFactory",
     "VirtualClock",

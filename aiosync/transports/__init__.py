@@ -6,18 +6,23 @@ Must not import torch, tensors or schemes.
 from __future__ import annotations
 
 from aiosync.transports.base import Lender, Payload, Received, Transport, TransportBackend
+from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.registry import get_transport, register_transport, transport_names
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
 
 __all__ = [
+    "TLS",
+    "Credentials",
     "Lender",
     "MPTransport",
     "MemoryTransport",
     "Payload",
     "Received",
     "SharedMemTransport",
+    "TCPTransport",
     "Transport",
     "TransportBackend",
     "get_transport",

@@ -84,6 +84,16 @@ class FramedChannel:
         """Whether no operation can succeed any more."""
         return self._state.ended
 
+    def set_limits(self, limits: Limits) -> None:
+        """Let the peer announce other sizes from the next frame on, once it proved who it is."""
+        self.limits = limits
+        self._reader.set_limits(limits)
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of large writes that the stream took so far; grows while a write makes progress."""
+        return self._writer.written
+
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""
         self._state.on_end.append(callback)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["ByteIo", "DescriptorIo", "SocketIo", "widen_socket"]
+__all__ = ["ByteIo", "DescriptorIo", "SocketIo", "StreamIo", "widen_socket"]
 
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
@@ -25,6 +25,17 @@ class ByteIo(Protocol):
 
     read_fd: int
     write_fd: int
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes may be left to read that the descriptor no longer announces."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes that were taken are not with the kernel yet; :meth:`flush` goes on."""
+
+    def flush(self) -> None:
+        """Hand what is unsent to the kernel, as much as it takes; never blocks."""
 
     def recv_into(self, buffer: memoryview) -> int:
         """Read some bytes; 0 at the end of the stream; ``BlockingIOError`` when there are none."""
@@ -52,6 +63,11 @@ class DescriptorIo:
         self._closed = False
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
+
+    has_unread = has_unsent = False  # nothing is kept back
+
+    def flush(self) -> None:
+        return None
 
     def recv_into(self, buffer: memoryview) -> int:
         return os.readv(self.read_fd, [buffer])
@@ -87,6 +103,11 @@ class SocketIo:
         self.takes_fds: bool = True
         self._attached: int | None = None
         self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+
+    has_unread = has_unsent = False  # nothing is kept back
+
+    def flush(self) -> None:
+        """See :class:`ByteIo`; nothing is ever unsent."""
 
     def recv_into(self, buffer: memoryview) -> int:
         """See :class:`ByteIo`; descriptors that came along are queued."""
@@ -125,6 +146,37 @@ class SocketIo:
         """Close the socket, and descriptors that nobody took."""
         while self.received_fds:
             os.close(self.received_fds.popleft())
+        self.sock.close()
+
+
+class StreamIo:
+    """A connected stream socket, TCP or Unix, that carries bytes only. Owns the socket."""
+
+    has_unread = has_unsent = False  # nothing is kept back
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock: socket.socket = sock
+        self.read_fd: int = sock.fileno()
+        self.write_fd: int = self.read_fd
+
+    def flush(self) -> None:
+        """See :class:`ByteIo`; nothing is ever unsent."""
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """See :class:`ByteIo`."""
+        return self.sock.recv_into(buffer)
+
+    def send(self, data: bytes) -> int:
+        """See :class:`ByteIo`."""
+        return self.sock.send(data)
+
+    def sendv(self, buffers: Sequence[memoryview]) -> int:
+        """See :class:`ByteIo`."""
+        return self.sock.sendmsg(buffers)
+
+    def close(self) -> None:
+        """See :class:`ByteIo`."""
         self.sock.close()
 
 

@@ -97,6 +97,10 @@ class FrameReader:
         state.on_end.append(self.stop)
         self._resume()
 
+    def set_limits(self, limits: Limits) -> None:
+        """Let the peer announce other sizes from the next frame on."""
+        self._limits = self._decoder.limits = limits
+
     @property
     def ready(self) -> bool:
         """Whether a message waits for ``recv()``."""
@@ -319,6 +323,12 @@ class FrameReader:
         if not self._reading and not self._state.ended:
             self._reading = True
             self._state.loop.add_reader(self._io.read_fd, self._on_readable)
+            if self._io.has_unread:
+                self._state.loop.call_soon(self._on_unread)
+
+    def _on_unread(self) -> None:
+        if self._reading:
+            self._on_readable()
 
     def _pause(self) -> None:
         if self._reading:
@@ -358,6 +368,8 @@ class FrameReader:
             if nbytes < room or self.ready:
                 break
             budget -= nbytes
+        if self._reading and self._io.has_unread:
+            self._state.loop.call_soon(self._on_unread)
         if self.ready or self._state.error is not None:
             wake(self._waiter)
 

@@ -41,6 +41,7 @@ class FrameWriter:
         self._queue: deque[bytes] = deque()  # control frames that go out between two others
         self._waiter: asyncio.Future[None] | None = None
         self._busy = self._writing = self._timed_out = False
+        self.written = 0  # bytes that the stream took
         state.on_end.append(self.stop)
 
     def stop(self) -> None:
@@ -82,6 +83,8 @@ class FrameWriter:
             else:
                 nbytes = self._io.send(frame)
                 if nbytes == len(frame):
+                    if self._io.has_unsent:
+                        self._watch()
                     return True
         except (BlockingIOError, InterruptedError):
             return False
@@ -92,6 +95,7 @@ class FrameWriter:
         rest = _after([memoryview(frame), *payload], nbytes)
         if rest:
             self._out, self._started = [memoryview(b"".join(rest))], True
+        if rest or self._io.has_unsent:
             self._watch()
         return True
 
@@ -114,7 +118,7 @@ class FrameWriter:
             self._out, self._started = [memoryview(frame), *payload], False
             try:
                 self._write(_WINDOW_NBYTES)
-                while self._out:
+                while self._out or self._io.has_unsent:
                     self._watch()
                     await self._wait(timeout)
             except BaseException:  # goes on to the caller of send()
@@ -165,10 +169,20 @@ class FrameWriter:
         if not self._out and self._queue and not self._busy:
             self._out, self._started = [memoryview(self._queue.popleft())], False
             self._write(_WINDOW_NBYTES)
-        if not self._out and self._writing and (self._busy or not self._queue):
+        if self._out or self._io.has_unsent:
+            return
+        if self._writing and (self._busy or not self._queue):
             self.stop()
 
     def _write(self, budget: int) -> None:
+        if self._io.has_unsent and not self._out:
+            try:
+                self._io.flush()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                self._lost(exc)
+            return
         while self._out and budget > 0:
             try:
                 nbytes = self._io.sendv(_window(self._out, budget))
@@ -178,6 +192,7 @@ class FrameWriter:
                 self._lost(exc)
                 return
             self._started = True
+            self.written += nbytes
             self._out = _after(self._out, nbytes)
             budget -= nbytes
 

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from aiosync.errors import ConfigError
-from aiosync.transports._channel import FramedChannel
+from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import DescriptorIo, widen_socket
-from aiosync.transports._reader import flat_view
-from aiosync.transports.base import Handler, Lender, Payload, Received, Transport, without_payload
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Message, Repeat, encode_frame
 
 __all__ = ["MPTransport"]
 
 
-class MPTransport(Transport):
+class MPTransport(FramedTransport):
     """A link over one two-way pipe, or over a pair of one-way pipes.
 
     Takes ownership of what it is given: closing the transport closes the connections. Nothing
@@ -68,13 +65,7 @@ class MPTransport(Transport):
             )
         for fd in {read_fd, write_fd}:
             widen_socket(fd)
-        self._handler: Handler | None = None
-        self._channel = FramedChannel(
-            DescriptorIo(read_fd, write_fd, ends),
-            limits=limits,
-            name=name,
-            intercept=self._intercept,
-        )
+        super().__init__(DescriptorIo(read_fd, write_fd, ends), limits=limits, name=name)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -88,61 +79,3 @@ class MPTransport(Transport):
             cls(right, limits=limits, name="the left end") as two,
         ):
             yield one, two
-
-    @property
-    def channel(self) -> FramedChannel:
-        """The framed byte stream below, for schemes that watch the peer's process."""
-        return self._channel
-
-    async def send(
-        self, message: Message, payload: Payload = (), *, timeout: float | None = None
-    ) -> None:
-        """See :meth:`Transport.send`. Cancellation: class B."""
-        views = [flat_view(buffer) for buffer in payload]
-        nbytes = sum(view.nbytes for view in views)
-        frame = encode_frame(message, nbytes, limits=self._channel.limits)
-        await self._channel.send(frame, [view for view in views if view.nbytes], timeout)
-
-    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
-        """See :meth:`Transport.send_nowait`; payloads above 64 KiB are always refused."""
-        views = [flat_view(buffer) for buffer in payload]
-        nbytes = sum(view.nbytes for view in views)
-        if nbytes > 65536:
-            self._channel.check()
-            return False
-        frame = encode_frame(message, nbytes, limits=self._channel.limits)
-        return self._channel.send_now(frame, [view for view in views if view.nbytes])
-
-    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
-        """See :meth:`Transport.send_batch_nowait`."""
-        limits = self._channel.limits
-        frames = [encode_frame(message, 0, limits=limits) for message in messages]
-        return self._channel.send_now(b"".join(frames))
-
-    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
-        """See :meth:`Transport.recv`. Cancellation: class B."""
-        message, _ext, buffers, nbytes = await self._channel.recv(into, timeout)
-        return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
-
-    def subscribe(self, handler: Handler) -> bool:
-        """See :meth:`Transport.subscribe`; for messages without payload."""
-        self._handler = handler
-        return True
-
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool | Repeat:
-        del ext
-        if self._handler is None:
-            return False
-        again = self._handler(Received(message))
-        return True if again is None else without_payload(again)
-
-    async def aclose(self) -> None:
-        """Close both directions at once; waiters see ``TransportClosed``."""
-        self._channel.close()
-
-    def abort(self) -> None:
-        """The same as :meth:`aclose`, from synchronous code."""
-        self._channel.close()
-
-    def __repr__(self) -> str:
-        return f"<MPTransport to {self._channel.name}: {self._channel.describe()}>"

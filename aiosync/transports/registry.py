@@ -19,6 +19,7 @@ _ENTRY_POINT_GROUP = "aiosync.transports"
 _known: dict[str, str | type[Transport]] = {
     "memory": "aiosync.transports.memory:MemoryTransport",
     "pipe": "aiosync.transports.pipe:MPTransport",
+    "tcp": "aiosync.transports.tcp:TCPTransport",
     "shm": "aiosync.transports.shared_memory:SharedMemTransport",
 }
 

@@ -1,12 +1,15 @@
 """The wire format: bytes to messages and back, without any I/O.
 
-Limits, framing, messages and the manifest. This package must never import asyncio, anyio or
-torch, and pickles nothing. Its specification is ``docs/topics/wire-format.md``.
+Limits, framing, messages, the manifest, checksums and authentication. This package must never
+import asyncio, anyio or torch, and pickles nothing. Its specification is
+``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
 
 from aiosync.wire._counted import CountedFrame, Repeat
+from aiosync.wire.auth import DialerAuth, ListenerAuth
+from aiosync.wire.checksum import CHECKSUM_NBYTES, checksum, state_checksum
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart, iter_events
 from aiosync.wire.framing import (
     MAGIC,
@@ -34,13 +37,19 @@ from aiosync.wire.messages import (
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
     Ack,
+    Challenge,
+    Current,
     ExtValue,
+    Fetch,
     Hello,
     ManifestMessage,
     Message,
+    Proof,
     Refuse,
     Release,
+    Resend,
     Segment,
+    Status,
     Update,
     Welcome,
     decode_header,
@@ -50,6 +59,7 @@ from aiosync.wire.packing import MAX_DEPTH, MAX_OBJECTS, encode_values
 
 __all__ = [
     "ALIGNMENT",
+    "CHECKSUM_NBYTES",
     "DEFAULT_LIMITS",
     "DIGEST_NBYTES",
     "DTYPE_NBYTES",
@@ -64,27 +74,36 @@ __all__ = [
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",
     "Ack",
+    "Challenge",
     "CountedFrame",
+    "Current",
+    "DialerAuth",
     "EndOfStream",
     "Event",
     "ExtValue",
     "Failed",
+    "Fetch",
     "FrameDecoder",
     "FrameEnd",
     "FrameStart",
     "Hello",
     "LeafKind",
     "LeafSpec",
+    "ListenerAuth",
     "Manifest",
     "ManifestEntry",
     "ManifestMessage",
     "Message",
+    "Proof",
     "Refuse",
     "Release",
     "Repeat",
+    "Resend",
     "Segment",
+    "Status",
     "Update",
     "Welcome",
+    "checksum",
     "counted_frame",
     "decode_header",
     "encode_frame",
@@ -92,4 +111,5 @@ __all__ = [
     "encode_values",
     "iter_events",
     "plan_manifest",
+    "state_checksum",
 ]

@@ -10,11 +10,10 @@ from typing import Any, Final, NamedTuple
 
 from aiosync.errors import RemoteProtocolError
 from aiosync.types import AckStatus, Limits
-from aiosync.wire.manifest import DIGEST_NBYTES, Manifest
+from aiosync.wire.manifest import Manifest
 from aiosync.wire.packing import InvalidData, check_value, encode_values
 
 __all__ = [
-    "MAX_CHECKSUM_NBYTES",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "MAX_EXT_ENTRIES",
@@ -22,11 +21,10 @@ __all__ = [
     "Convert",
     "Field",
     "bool_field",
+    "bytes_field",
     "check_ext",
-    "checksum_field",
     "chunk_field",
     "clipped_field",
-    "digest_field",
     "int_field",
     "manifest_field",
     "status_field",
@@ -39,9 +37,6 @@ MAX_ERROR_TYPE_NBYTES = 256
 
 MAX_ERROR_TEXT_NBYTES = 4096
 """UTF-8 bytes of an error's text; longer ones are clipped when encoding."""
-
-MAX_CHECKSUM_NBYTES = 64
-"""Bytes of a payload's checksum."""
 
 MAX_EXT_ENTRIES = 64
 """Entries of the extension map of a header."""
@@ -127,26 +122,16 @@ def clipped_field(name: str, max_nbytes: int, default: Any = REQUIRED) -> Field:
     return Field(name, load, dump, default)
 
 
-def digest_field(name: str) -> Field:
-    """The digest of a manifest, 16 bytes."""
+def bytes_field(name: str, low: int, high: int, default: Any = REQUIRED) -> Field:
+    """A byte string of ``low`` to ``high`` bytes."""
+    expected = f"{low} bytes" if low == high else f"{low} to {high} bytes"
 
     def check(value: Any, limits: Limits) -> bytes:
-        if type(value) is not bytes or len(value) != DIGEST_NBYTES:
-            raise _wrong(value, f"{DIGEST_NBYTES} bytes")
+        if type(value) is not bytes or not low <= len(value) <= high:
+            raise _wrong(value, expected)
         return value
 
-    return Field(name, check, check)
-
-
-def checksum_field(name: str) -> Field:
-    """Optional bytes that a codec or transport checks the payload with."""
-
-    def check(value: Any, limits: Limits) -> bytes:
-        if type(value) is not bytes or not 1 <= len(value) <= MAX_CHECKSUM_NBYTES:
-            raise _wrong(value, f"1 to {MAX_CHECKSUM_NBYTES} bytes")
-        return value
-
-    return Field(name, check, check, None)
+    return Field(name, check, check, default)
 
 
 def status_field(name: str) -> Field:

@@ -15,13 +15,19 @@ from aiosync.wire.manifest import Manifest
 
 __all__ = [
     "Ack",
+    "Challenge",
+    "Current",
     "ExtValue",
+    "Fetch",
     "Hello",
     "ManifestMessage",
     "Message",
+    "Proof",
     "Refuse",
     "Release",
+    "Resend",
     "Segment",
+    "Status",
     "Update",
     "Welcome",
 ]
@@ -35,7 +41,7 @@ class Hello:
     """First message on a link: who is there, and what it already has.
 
     Attributes:
-        role: ``"sender"`` or ``"receiver"``, or what a scheme defines.
+        role: ``"sender"``, ``"receiver"`` or ``"status"``, or what a scheme defines.
         model_id: Which model of the process this link is for.
         pid: Process id of the sender of this message.
         worker_idx: Index that a receiver asks for; ``None`` lets the other side choose.
@@ -43,6 +49,13 @@ class Hello:
         has_target: A receiver already knows the module that it applies to.
         epoch: Epoch of the weights that a receiver has; ``None`` when it has none.
         version: Version of the weights that a receiver has; ``None`` when it has none.
+        session: Names the receiver object across reconnections, 16 bytes; ``None`` when it
+            never reconnects.
+        subscribe: Send every update; if false, only those that :class:`Fetch` asks for.
+        partial_epoch: Epoch of an update that a receiver has in part; ``None`` for none.
+        partial_version: Version of that update; ``None`` for none.
+        partial_nbytes: Bytes from the start of that update's payload that are staged and
+            verified already.
     """
 
     role: str
@@ -53,6 +66,11 @@ class Hello:
     has_target: bool = True
     epoch: int | None = None
     version: int | None = None
+    session: bytes | None = None
+    subscribe: bool = True
+    partial_epoch: int | None = None
+    partial_version: int | None = None
+    partial_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +127,8 @@ class Update:
             arrive as lists.
         chunk: (index, count) when the payload is one of several parts.
         checksum: Checksum of the payload, 1 to 64 bytes, if the link uses one.
+        state: Checksum over the whole payload of an update, 1 to 64 bytes, on its last chunk;
+            see :func:`aiosync.wire.state_checksum`.
     """
 
     epoch: int
@@ -118,6 +138,7 @@ class Update:
     values: Mapping[str, Any] = field(default_factory=dict)
     chunk: tuple[int, int] | None = None
     checksum: bytes | None = None
+    state: bytes | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -127,6 +148,7 @@ class Update:
             and self.codec == "dense"
             and self.chunk is None
             and self.checksum is None
+            and self.state is None
         )
 
 
@@ -182,5 +204,99 @@ class Release:
     retained: bool = False
 
 
-Message: TypeAlias = Hello | Welcome | Refuse | ManifestMessage | Update | Ack | Segment | Release
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """First message of whoever accepted a link, where the two ends prove that they share a token.
+
+    Attributes:
+        nonce: 32 random bytes, never used again.
+        required: The side that sent this has a token, and refuses who has none.
+    """
+
+    nonce: bytes
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Answer to :class:`Challenge`, and the answer to that answer. The token never travels.
+
+    Attributes:
+        nonce: From who opened the link, 32 random bytes, never used again; from who accepted
+            it, the nonce of its :class:`Challenge`.
+        mac: Authentication code over both nonces and the role of who made it, at most 64
+            bytes; empty from a side that has no token.
+    """
+
+    nonce: bytes
+    mac: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Resend:
+    """A receiver asks for a chunk that arrived damaged.
+
+    Attributes:
+        epoch: Epoch of the update.
+        version: Version of the update.
+        chunk: Index of the chunk; 0 for an update that is not chunked.
+    """
+
+    epoch: int
+    version: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A receiver asks for the newest version; the answer is an update, or :class:`Current`.
+
+    Attributes:
+        min_version: The answer waits until there is a version that is at least this; 0 takes
+            what is there.
+    """
+
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """Answer to :class:`Fetch`: the receiver has the newest version already.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        version: Its newest version; 0 when nothing was sent yet.
+    """
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Answer to a :class:`Hello` whose role is ``"status"``.
+
+    Attributes:
+        values: What the sender says about itself and its receivers, as in ``Update.values``.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Refuse
+    | ManifestMessage
+    | Update
+    | Ack
+    | Segment
+    | Release
+    | Challenge
+    | Proof
+    | Resend
+    | Fetch
+    | Current
+    | Status
+)
 """Any message."""

@@ -99,6 +99,15 @@ class FrameDecoder(Intake):
         return self._error
 
     @property
+    def limits(self) -> Limits:
+        """Bounds on what the peer may announce from the next frame on. May be assigned."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+
+    @property
     def mid_frame(self) -> bool:
         """Whether some but not all bytes of a frame arrived.
 
@@ -231,10 +240,9 @@ class FrameDecoder(Intake):
                 message, ext, last = decode_header_keys(header, limits=self._limits)
             except ProtocolError as exc:
                 return self._fail(exc)
-            if counter and last in ("version", "serial"):
-                maker = maker_of(message)
-                if maker is not None:
-                    self._known.put(bytes(header[:-COUNTER_NBYTES]), (maker, ext))
+            maker = maker_of(message) if counter and last in ("version", "serial") else None
+            if maker is not None:
+                self._known.put(bytes(header[:-COUNTER_NBYTES]), (maker, ext))
             else:
                 counter = 0
         payload_nbytes = self._payload_nbytes

@@ -8,41 +8,31 @@ torch. The messages are written down in ``docs/topics/wire-format.md``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
 from aiosync.wire._counted import Maker, Templates, join, with_counter
-from aiosync.wire._fields import (
-    MAX_ERROR_TEXT_NBYTES,
-    MAX_ERROR_TYPE_NBYTES,
-    REQUIRED,
-    Convert,
-    Field,
-    bool_field,
-    check_ext,
-    checksum_field,
-    chunk_field,
-    clipped_field,
-    digest_field,
-    int_field,
-    manifest_field,
-    status_field,
-    str_field,
-    values_field,
-)
+from aiosync.wire._fields import MAX_ERROR_TEXT_NBYTES, MAX_ERROR_TYPE_NBYTES, check_ext
 from aiosync.wire._message_types import (
     Ack,
+    Challenge,
+    Current,
     ExtValue,
+    Fetch,
     Hello,
     ManifestMessage,
     Message,
+    Proof,
     Refuse,
     Release,
+    Resend,
     Segment,
+    Status,
     Update,
     Welcome,
 )
+from aiosync.wire._specs import FIELDS, SPECS
 from aiosync.wire.manifest import DEFAULT_LIMITS
 from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
 
@@ -50,13 +40,19 @@ __all__ = [
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "Ack",
+    "Challenge",
+    "Current",
     "ExtValue",
+    "Fetch",
     "Hello",
     "ManifestMessage",
     "Message",
+    "Proof",
     "Refuse",
     "Release",
+    "Resend",
     "Segment",
+    "Status",
     "Update",
     "Welcome",
     "decode_header",
@@ -65,100 +61,6 @@ __all__ = [
     "maker_of",
 ]
 
-_U32 = 2**32 - 1
-_IDX = 2**31 - 1
-_SLOTS = 65535
-
-_EPOCH = int_field("epoch", 1)
-_VERSION = int_field("version", 1)
-
-_FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
-    Hello: (
-        "hello",
-        (
-            str_field("role"),
-            str_field("model_id", empty=True),
-            int_field("pid", 0, _U32),
-            int_field("worker_idx", 0, _IDX, default=None),
-            str_field("strategy", "tensordict"),
-            bool_field("has_target", True),
-            int_field("epoch", 1, default=None),
-            int_field("version", 0, default=None),
-        ),
-    ),
-    Welcome: (
-        "welcome",
-        (
-            _EPOCH,
-            int_field("version", 0),
-            int_field("worker_idx", 0, _IDX),
-            int_field("num_workers", 0, _IDX, default=None),
-        ),
-    ),
-    Refuse: (
-        "refuse",
-        (
-            clipped_field("error_type", MAX_ERROR_TYPE_NBYTES),
-            clipped_field("error_text", MAX_ERROR_TEXT_NBYTES),
-        ),
-    ),
-    ManifestMessage: ("manifest", (manifest_field("manifest"),)),
-    Update: (
-        "update",
-        (
-            _EPOCH,
-            _VERSION,
-            digest_field("digest"),
-            str_field("codec", "dense"),
-            values_field("values"),
-            chunk_field("chunk"),
-            checksum_field("checksum"),
-        ),
-    ),
-    Ack: (
-        "ack",
-        (
-            _EPOCH,
-            _VERSION,
-            status_field("status"),
-            clipped_field("error_type", MAX_ERROR_TYPE_NBYTES, ""),
-            clipped_field("error_text", MAX_ERROR_TEXT_NBYTES, ""),
-        ),
-    ),
-    Segment: (
-        "segment",
-        (
-            int_field("segment_id", 0),
-            int_field("slot_nbytes", 0),
-            int_field("num_slots", 1, _SLOTS),
-        ),
-    ),
-    Release: (
-        "release",
-        (
-            int_field("segment_id", 0),
-            int_field("slot", 0, _SLOTS - 1),
-            int_field("serial", 0),
-            bool_field("retained", False),
-        ),
-    ),
-}
-
-
-class _Spec(NamedTuple):
-    cls: type
-    loads: dict[str, Convert]
-    required: frozenset[str]
-
-
-_SPECS = {
-    name: _Spec(
-        cls,
-        {each.name: each.load for each in fields},
-        frozenset(each.name for each in fields if each.default is REQUIRED),
-    )
-    for cls, (name, fields) in _FIELDS.items()
-}
 _LARGE = (ManifestMessage,)
 
 # Messages of which only a counter changes from one to the next; see aiosync.wire._counted.
@@ -172,10 +74,13 @@ def _ack_key(message: Ack, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return (Ack, message.epoch, message.status, ext)
 
 
+def _is_whole(message: Update) -> bool:
+    # What these three hold belongs to one version: nothing of it may be reused for the next.
+    return message.chunk is None and message.checksum is None and message.state is None
+
+
 def _update_key(message: Update, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if message.values or message.chunk is not None or message.checksum is not None:
-        return None
-    if type(message.digest) is not bytes:
+    if message.values or not _is_whole(message) or type(message.digest) is not bytes:
         return None
     return (Update, message.epoch, message.digest, message.codec, ext)
 
@@ -200,10 +105,9 @@ def maker_of(message: Message) -> Maker | None:
     if type(message) is Release:
         segment_id, slot, retained = message.segment_id, message.slot, message.retained
         return lambda serial: Release(segment_id, slot, serial, retained)
-    if type(message) is Update and not message.values:
+    if type(message) is Update and not message.values and _is_whole(message):
         sent, digest, codec = message.epoch, message.digest, message.codec
-        chunk, checksum = message.chunk, message.checksum
-        return lambda version: Update(sent, version, digest, codec, chunk=chunk, checksum=checksum)
+        return lambda version: Update(sent, version, digest, codec)
     return None
 
 
@@ -241,7 +145,7 @@ def encode_header(
             whole = join(template, getattr(message, _COUNTER[cls]))
             if whole is not None and len(whole) <= limits.max_header_nbytes:
                 return whole
-    spec = _FIELDS.get(cls)
+    spec = FIELDS.get(cls)
     if spec is None:
         raise LocalProtocolError(f"{cls.__name__} is not a message")
     name, fields = spec
@@ -301,7 +205,7 @@ def decode_header_keys(
     try:
         header = unpack_header(data)
         kind = header.pop(_TYPE_KEY, None)
-        spec = _SPECS.get(kind) if type(kind) is str else None
+        spec = SPECS.get(kind) if type(kind) is str else None
         if spec is None:
             shown = repr(kind[:40]) if type(kind) is str else f"of type {type(kind).__name__}"
             raise InvalidData(f"unknown message type {shown}")

@@ -24,11 +24,14 @@ from aiosync.testing import (
     TransportFactory,
     check_transport,
 )
+from aiosync.transports._tls import TlsIo
 from aiosync.transports.base import Transport
 from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities, Limits
+from tests._certificates import certificates
 
 Pair = tuple[Transport, Transport]
 
@@ -106,7 +109,7 @@ async def raw_pipe(make_ends) -> AsyncIterator[tuple[FdPeer, Transport]]:
             yield peer, transport
 
 
-def cut_stream(transport: MPTransport | SharedMemTransport) -> None:
+def cut_stream(transport: MPTransport | SharedMemTransport | TCPTransport) -> None:
     """End the byte stream below without a word to the transport on it."""
     with socket.socket(fileno=os.dup(transport.channel.io.write_fd)) as sock:
         sock.shutdown(socket.SHUT_RDWR)
@@ -131,6 +134,57 @@ async def raw_shm() -> AsyncIterator[tuple[FdPeer, Transport]]:
     with contextlib.closing(FdPeer(left)) as peer:
         async with SharedMemTransport(right) as transport:
             yield peer, transport
+
+
+# -- streams: TCP and Unix sockets, plain and with TLS ------------------------------------------
+
+
+def tcp_ends() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        left = socket.create_connection(listening.getsockname())
+        right, _ = listening.accept()
+    for sock in (left, right):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return left, right
+
+
+@asynccontextmanager
+async def stream_pair(make_ends, sender=None, receiver=None) -> AsyncIterator[Pair]:
+    left, right = make_ends()
+    async with (
+        TCPTransport(left, limits=sender) as one,
+        TCPTransport(right, limits=receiver) as two,
+    ):
+        yield one, two
+
+
+@asynccontextmanager
+async def tls_pair(make_ends, sender=None, receiver=None) -> AsyncIterator[Pair]:
+    files = certificates()
+    left, right = make_ends()
+    one = TlsIo(left, files.listening.listening_context(), server_side=True)
+    two = TlsIo(right, files.dialling.dialling_context(), server_side=False, hostname="localhost")
+    await asyncio.gather(one.handshake(), two.handshake())
+    async with TCPTransport(one, limits=sender) as a, TCPTransport(two, limits=receiver) as b:
+        yield a, b
+
+
+@asynccontextmanager
+async def raw_stream(make_ends) -> AsyncIterator[tuple[FdPeer, Transport]]:
+    left, right = make_ends()
+    with contextlib.closing(FdPeer(left)) as peer:
+        async with TCPTransport(right) as transport:
+            yield peer, transport
+
+
+def stream_subject(name: str, make_ends, pair=stream_pair) -> Subject:
+    raw = partial(raw_stream, make_ends) if pair is stream_pair else None
+    return Subject(
+        name,
+        partial(pair, make_ends),
+        Hooks(cut=cut_stream, limited=partial(pair, make_ends), raw=raw),
+        TCPTransport.capabilities,
+    )
 
 
 @dataclass(frozen=True)
@@ -180,6 +234,10 @@ SUBJECTS = [
         Hooks(cut=cut_stream, limited=shm_pair, raw=raw_shm, raw_payload_nbytes=4096),
         SharedMemTransport.capabilities,
     ),
+    stream_subject("tcp", tcp_ends),
+    stream_subject("unix", socket.socketpair),
+    stream_subject("tcp-tls", tcp_ends, tls_pair),
+    stream_subject("unix-tls", socket.socketpair, tls_pair),
 ]
 
 

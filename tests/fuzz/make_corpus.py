@@ -151,6 +151,24 @@ def corpus() -> dict[str, bytes]:
             {"t": "update", "epoch": 1, "version": 1, "digest": b"x" * 15}
         ),
         "fail-chunk": _update(chunk=[5, 5]),
+        "fail-checksum-long": _update(checksum=b"x" * 65),
+        "fail-state-empty": _update(state=b""),
+        "fail-session-short": raw_frame(
+            {"t": "hello", "role": "r", "model_id": "", "pid": 1, "session": b"x" * 15}
+        ),
+        "fail-partial-version-0": raw_frame(
+            {"t": "hello", "role": "r", "model_id": "", "pid": 1, "partial_version": 0}
+        ),
+        "fail-challenge-nonce-short": raw_frame({"t": "challenge", "nonce": b"x" * 31}),
+        "fail-challenge-required-1": raw_frame(
+            {"t": "challenge", "nonce": b"x" * 32, "required": 1}
+        ),
+        "fail-proof-without-mac": raw_frame({"t": "proof", "nonce": b"x" * 32}),
+        "fail-proof-mac-long": raw_frame({"t": "proof", "nonce": b"x" * 32, "mac": b"x" * 65}),
+        "fail-resend-chunk": raw_frame({"t": "resend", "epoch": 1, "version": 1, "chunk": 2**32}),
+        "fail-fetch-negative": raw_frame({"t": "fetch", "min_version": -1}),
+        "fail-current-epoch-0": raw_frame({"t": "current", "epoch": 0, "version": 1}),
+        "fail-status-list": raw_frame({"t": "status", "values": []}),
         "fail-values-list": _update(values=[1]),
         "fail-ext-map-nested": _update(x={"a": {"b": 1}}),
         "fail-ext-map-65": _update(x={str(i): i for i in range(65)}),

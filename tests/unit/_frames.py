@@ -14,8 +14,11 @@ from aiosync.types import AckStatus
 from aiosync.wire import (
     DTYPE_NBYTES,
     Ack,
+    Challenge,
+    Current,
     EndOfStream,
     Failed,
+    Fetch,
     FrameDecoder,
     FrameEnd,
     FrameStart,
@@ -23,9 +26,12 @@ from aiosync.wire import (
     Manifest,
     ManifestMessage,
     Message,
+    Proof,
     Refuse,
     Release,
+    Resend,
     Segment,
+    Status,
     Update,
     Welcome,
     iter_events,
@@ -67,6 +73,21 @@ SAMPLES: list[Message] = [
     Segment(BIG, 2**17, 65535),
     Release(0, 0, 0),
     Release(BIG, 65534, BIG, True),
+    Hello("status", "", 1, session=bytes(16), subscribe=False),
+    Hello("r", "m", 1, 2, "s", True, 3, 4, b"\xff" * 16, True, BIG, BIG, BIG),
+    Update(1, 2, DIGEST, values={"lr": 1}, chunk=(1, 2), checksum=b"c" * 16, state=b"s" * 16),
+    Challenge(bytes(32)),
+    Challenge(b"\xff" * 32, False),
+    Proof(b"n" * 32, b""),
+    Proof(b"n" * 32, b"m" * 64),
+    Resend(1, 1),
+    Resend(BIG, BIG, 2**32 - 1),
+    Fetch(0),
+    Fetch(BIG),
+    Current(1, 0),
+    Current(BIG, BIG),
+    Status(),
+    Status({"workers": [{"idx": 0, "lag": None}], "version": 7}),
 ]
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
@@ -117,6 +138,11 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.booleans(),
         st.none() | ids,
         st.none() | st.integers(0, BIG),
+        st.none() | st.binary(min_size=16, max_size=16),
+        st.booleans(),
+        st.none() | ids,
+        st.none() | ids,
+        st.integers(0, BIG),
     ),
     st.builds(
         Welcome,
@@ -139,6 +165,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
             lambda count: st.tuples(st.integers(0, count - 1), st.just(count))
         ),
         st.none() | st.binary(min_size=1, max_size=64),
+        st.none() | st.binary(min_size=1, max_size=64),
     ),
     st.builds(
         Ack,
@@ -152,6 +179,12 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         Release, st.integers(0, BIG), st.integers(0, 65534), st.integers(0, BIG), st.booleans()
     ),
+    st.builds(Challenge, st.binary(min_size=32, max_size=32), st.booleans()),
+    st.builds(Proof, st.binary(min_size=32, max_size=32), st.binary(max_size=64)),
+    st.builds(Resend, ids, ids, st.integers(0, 2**32 - 1)),
+    st.builds(Fetch, st.integers(0, BIG)),
+    st.builds(Current, ids, st.integers(0, BIG)),
+    st.builds(Status, st.dictionaries(texts, trees, max_size=4)),
 )
 exts = st.dictionaries(
     texts,

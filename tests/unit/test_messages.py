@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import typing
 from typing import Any
 
 import msgpack
@@ -18,19 +19,28 @@ from aiosync.wire import (
     MAX_DEPTH,
     MAX_OBJECTS,
     Ack,
+    Challenge,
+    Current,
+    Fetch,
+    FrameDecoder,
     Hello,
     ManifestMessage,
     Message,
+    Proof,
     Refuse,
     Release,
+    Resend,
     Segment,
+    Status,
     Update,
     Welcome,
+    counted_frame,
     decode_header,
     encode_header,
     encode_values,
 )
-from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, trees
+from aiosync.wire.messages import maker_of
+from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, raw_frame, trees
 
 BIG = 2**63 - 1
 HEADERS: dict[str, dict[str, Any]] = {
@@ -42,6 +52,12 @@ HEADERS: dict[str, dict[str, Any]] = {
     "ack": {"epoch": 1, "version": 1, "status": 1},
     "segment": {"segment_id": 0, "slot_nbytes": 64, "num_slots": 2},
     "release": {"segment_id": 0, "slot": 0, "serial": 1},
+    "challenge": {"nonce": bytes(32)},
+    "proof": {"nonce": bytes(32), "mac": b""},
+    "resend": {"epoch": 1, "version": 1},
+    "fetch": {"min_version": 0},
+    "current": {"epoch": 1, "version": 0},
+    "status": {},
 }
 
 
@@ -97,15 +113,22 @@ def test_defaults_may_travel() -> None:
 
 def test_every_field_of_every_message_is_encoded() -> None:
     full = [
-        Hello("r", "m", 1, 2, "s", False, 3, 4),
+        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7),
         Welcome(1, 2, 3, 4),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
-        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x"),
+        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x", b"y"),
         Ack(1, 2, AckStatus.NACK, "a", "b"),
         Segment(1, 2, 3),
         Release(1, 2, 3, True),
+        Challenge(bytes(32), False),
+        Proof(bytes(32), b"m"),
+        Resend(1, 2, 3),
+        Fetch(1),
+        Current(1, 2),
+        Status({"a": 1}),
     ]
+    assert {type(message) for message in full} == set(typing.get_args(Message))
     for message in full:
         keys = set(msgpack.unpackb(encode_header(message)))
         assert keys == {"t", *(each.name for each in dataclasses.fields(message))}
@@ -120,6 +143,11 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("hello", "has_target", [1, 0, None, "yes"]),
     ("hello", "epoch", [0, 2**63, None]),
     ("hello", "version", [-1, 2**63, None]),
+    ("hello", "session", [b"", b"x" * 15, b"x" * 17, "x" * 16, 1, None]),
+    ("hello", "subscribe", [1, 0, None, "yes"]),
+    ("hello", "partial_epoch", [0, -1, 2**63, True, None]),
+    ("hello", "partial_version", [0, -1, 2**63, 1.0, None]),
+    ("hello", "partial_nbytes", [-1, 2**63, False, 1.0, None]),
     ("welcome", "epoch", [0, -1, 2**63, 1.0, True]),
     ("welcome", "version", [-1, 2**63]),
     ("welcome", "worker_idx", [-1, 2**31, None]),
@@ -134,6 +162,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("update", "values", [1, [], None, nested(16, "map"), {"k": nested(15)}]),
     ("update", "chunk", [1, [], [0], [0, 0], [1, 1], [-1, 2], [0, 2**32], [0, 1, 2], [True, 2]]),
     ("update", "checksum", [b"", b"x" * 65, "x", 1]),
+    ("update", "state", [b"", b"x" * 65, "x", 1, None]),
     ("ack", "status", [0, 4, True, "1", 1.0, None]),
     ("ack", "error_type", [1, "x" * 257]),
     ("ack", "error_text", [None, "x" * 4097]),
@@ -143,6 +172,17 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("release", "slot", [-1, 65535]),
     ("release", "serial", [-1, 2**63]),
     ("release", "retained", [1, None]),
+    ("challenge", "nonce", [b"", b"x" * 31, b"x" * 33, "x" * 32, 1, None]),
+    ("challenge", "required", [1, 0, None]),
+    ("proof", "nonce", [b"", b"x" * 31, b"x" * 33, "x" * 32, None]),
+    ("proof", "mac", [b"x" * 65, "", 0, None]),
+    ("resend", "epoch", [0, 2**63, None]),
+    ("resend", "version", [0, 2**63, None]),
+    ("resend", "chunk", [-1, 2**32, True, None]),
+    ("fetch", "min_version", [-1, 2**63, True, None]),
+    ("current", "epoch", [0, 2**63, None]),
+    ("current", "version", [-1, 2**63, None]),
+    ("status", "values", [1, [], None, nested(16, "map"), {"k": nested(15)}]),
 ]
 
 
@@ -296,6 +336,19 @@ def test_limits_bound_names() -> None:
         (Segment(1, 2, 0), "Segment.num_slots"),
         (Release(1, -1, 0), "Release.slot"),
         (ManifestMessage("manifest"), "ManifestMessage.manifest"),
+        (Hello("r", "m", 1, session=bytes(15)), "Hello.session"),
+        (Hello("r", "m", 1, partial_version=0), "Hello.partial_version"),
+        (Hello("r", "m", 1, partial_nbytes=None), "Hello.partial_nbytes"),
+        (Update(1, 1, DIGEST, state=b""), "Update.state"),
+        (Challenge(bytes(31)), "Challenge.nonce"),
+        (Challenge(bytes(32), None), "Challenge.required"),
+        (Proof(bytes(33), b""), "Proof.nonce"),
+        (Proof(bytes(32), bytes(65)), "Proof.mac"),
+        (Proof(bytes(32), bytearray(4)), "Proof.mac"),
+        (Resend(1, 1, 2**32), "Resend.chunk"),
+        (Fetch(-1), "Fetch.min_version"),
+        (Current(0, 1), "Current.epoch"),
+        (Status([1]), "Status.values"),
         ("hello", "str is not a message"),
     ],
 )
@@ -316,6 +369,51 @@ def test_an_error_text_travels_whatever_it_holds() -> None:
     message = make_ack(1, 1, AckStatus.NACK, ValueError("bad \ud800 text"))
     decoded, _ = decode_header(encode_header(message))
     assert decoded == Ack(1, 1, AckStatus.NACK, "ValueError", "bad ? text")
+
+
+# -- the short cut for counters ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunk": (0, 2)}, {"checksum": b"c" * 16}, {"state": b"s" * 16}, {"values": {"a": 1}}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_belongs_to_one_version_is_not_repeated(changes: dict[str, Any]) -> None:
+    message = Update(1, 2**62, DIGEST, **changes)
+    assert not message.is_plain
+    assert maker_of(message) is None
+    assert counted_frame(message) is None
+    # Before and after it was encoded, the next version has only what it was given.
+    encode_header(message)
+    plain = Update(1, 2**62 + 1, DIGEST)
+    assert plain.is_plain and maker_of(plain) is not None
+    assert decode_header(encode_header(plain))[0] == plain
+    other = dataclasses.replace(message, version=2**62 + 2)
+    assert decode_header(encode_header(other))[0] == other
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunk": [0, 2]}, {"checksum": b"c" * 16}, {"state": b"s" * 16}, {"values": {"a": 1}}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_decoder_does_not_remember_what_belongs_to_one_version(changes: dict[str, Any]) -> None:
+    # A peer may put the version last in any update.
+    fields = {"t": "update", "epoch": 1, "digest": DIGEST, **changes}
+    decoder = FrameDecoder()
+    repeats: list[int] = []
+    for version in (2**63 - 2, 2**63 - 1):
+        decoder.feed(raw_frame({**fields, "version": version}))
+        assert decoder.next_repeat() is None
+        event = decoder.next_event()
+        assert event.message.version == version
+        decoder.remember(repeats.append)
+    assert repeats == []
+
+
+def test_a_proof_does_not_show_its_code() -> None:
+    assert "secret" not in repr(Proof(bytes(32), b"secret"))
 
 
 # -- values ---------------------------------------------------------------------------------------

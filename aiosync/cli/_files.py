@@ -1,0 +1,325 @@
+"""Files of weights that ``aiosync push`` reads and ``aiosync pull`` writes.
+
+Safetensors files and PyTorch checkpoints. Nothing in a file is run: a checkpoint that needs more
+than ``weights_only`` allows is refused. This module must never import typer or rich.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from aiosync.errors import ConfigError
+from aiosync.wire import encode_values
+from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["SAFETENSORS", "TORCH", "check_target", "load_weights", "save_weights"]
+
+SAFETENSORS = (".safetensors",)
+"""Endings of safetensors files."""
+
+TORCH = (".pt", ".pth", ".bin", ".ckpt")
+"""Endings of PyTorch checkpoints."""
+
+_INSIDE = ("state_dict", "model", "model_state_dict")
+_ALIASES = "aiosync.aliases"
+_VALUES = "aiosync.values"
+_STORE = "aiosync.format"
+_ZIP = b"PK\x03\x04"
+
+
+def load_weights(
+    path: str | os.PathLike[str], *, note: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Read the tensors of a file onto the CPU.
+
+    The tensors may be views of the mapped file: do not change the file while they are used.
+
+    Args:
+        path: Ends in ``.safetensors``, or in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
+        note: Called with a sentence where there was a choice: which entry of a checkpoint
+            holds the weights.
+
+    Returns:
+        Tensors by dotted name, tied ones as one object under each name, and the values beside
+        them.
+
+    Raises:
+        ConfigError: No such file, an unknown ending, damaged, no weights in it, or a checkpoint
+            that could run code. The message says what to do.
+    """
+    path = os.fspath(path)
+    kind = _kind(path)
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(len(_ZIP))
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if kind == "safetensors":
+        return _load_safetensors(path)
+    return _find_weights(path, _load_torch(path, mapped=magic == _ZIP), note)
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    mapping: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file in one step: whatever happens, it is the old or the new one, complete.
+
+    A ``.ckpt`` file holds ``{"state_dict": mapping, "metadata": metadata}``; the other PyTorch
+    files hold the mapping alone, ready for ``load_state_dict()``. A safetensors file holds tied
+    tensors once, with their other names in its metadata.
+
+    Args:
+        path: As for :func:`load_weights`. A symbolic link is followed.
+        mapping: Tensors and plain values by dotted name. Read only.
+        metadata: Texts to keep beside them; not in ``.pt``, ``.pth`` and ``.bin`` files.
+
+    Raises:
+        ConfigError: An unknown ending, a missing folder, no permission, a full disk, or weights
+            that the format cannot hold. The old file, if there is one, stays.
+    """
+    path = os.path.realpath(path)
+    check_target(path)
+    tensors, values = _split(path, mapping)
+    texts = dict(metadata or {})
+    temporary = os.path.join(os.path.dirname(path), f".aiosync-{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with open(fd, "wb") as file:
+                if _kind(path) == "safetensors":
+                    mode = os.fstat(fd).st_mode
+                    _write_safetensors(path, temporary, tensors, values, texts)
+                    os.chmod(temporary, mode & 0o777)  # the package replaced it by a private one
+                else:
+                    _write_torch(path, file, {**tensors, **values}, texts)
+                    file.flush()
+            _sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it has become the file
+                os.unlink(temporary)
+        _sync(os.path.dirname(path))
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Make sure that weights can be saved there, before they are fetched rather than after.
+
+    Raises:
+        ConfigError: An unknown ending, a missing folder, a folder in its place, no permission,
+            or safetensors is not installed.
+    """
+    path = os.path.realpath(path)
+    if _kind(path) == "safetensors":
+        _safetensors()
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise ConfigError(f"{path}: this is a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: no permission to write in {folder}")
+
+
+def _kind(path: str) -> str:
+    ending = os.path.splitext(path)[1].lower()
+    if ending in SAFETENSORS:
+        return "safetensors"
+    if ending in TORCH:
+        return "torch"
+    known = ", ".join(SAFETENSORS + TORCH)
+    raise ConfigError(f"{path}: the name of the file must end in one of: {known}")
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _split(path: str, mapping: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the values of a mapping; equal tensors stay one object."""
+    tensors = {
+        name: value.detach() for name, value in mapping.items() if isinstance(value, torch.Tensor)
+    }
+    try:
+        values = encode_values({name: mapping[name] for name in mapping if name not in tensors})
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc}") from exc
+    return tensors, values
+
+
+# -- PyTorch ----------------------------------------------------------------------------------
+
+
+def _load_torch(path: str, *, mapped: bool) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that are refused in a moment
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+    except pickle.UnpicklingError as exc:
+        # torch's text advises to load the file all the same; only what it found is of use.
+        found = re.search(r"GLOBAL ([\w.]+)", str(exc))
+        raise ConfigError(
+            f"{path}: refused: it holds {found[1] if found else 'more'}, not only tensors and "
+            "plain values, and loading it could run code. Where it was made, save "
+            "model.state_dict() alone"
+        ) from exc
+    except Exception as exc:  # the user sees it: a damaged file raises nearly any type
+        why = f"{type(exc).__name__}: {exc}".splitlines()[0][:200]
+        raise ConfigError(f"{path}: no PyTorch checkpoint, or damaged: {why}") from exc
+
+
+def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) -> dict[str, Any]:
+    if isinstance(loaded, torch.Tensor) or not isinstance(loaded, Mapping):
+        raise ConfigError(
+            f"{path}: holds a {type(loaded).__name__}, not a state dict; save model.state_dict()"
+        )
+    for key in _INSIDE:
+        if isinstance(loaded.get(key), Mapping) and _is_state_dict(loaded[key]):
+            if note is not None:
+                note(f"{path}: used the state dict under {key!r}")
+            return dict(loaded[key])
+    if not _is_state_dict(loaded):
+        keys = ", ".join(repr(key)[:40] for key in list(loaded)[:8]) or "nothing"
+        raise ConfigError(
+            f"{path}: found no state dict, neither on top nor under {', '.join(_INSIDE)}; it has "
+            f"{keys}. Save model.state_dict()"
+        )
+    return dict(loaded)
+
+
+def _is_state_dict(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value) and any(
+        isinstance(item, torch.Tensor) for item in value.values()
+    )
+
+
+def _write_torch(path: str, file: BinaryIO, mapping: dict[str, Any], texts: dict[str, str]) -> None:
+    content: dict[str, Any] = mapping
+    if path.lower().endswith(".ckpt"):
+        content = {"state_dict": mapping, "metadata": texts}
+    try:
+        torch.save(content, file)
+    except (RuntimeError, pickle.PicklingError) as exc:
+        raise ConfigError(f"{path}: cannot be written: {str(exc)[:200]}") from exc
+
+
+# -- safetensors ------------------------------------------------------------------------------
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            ".safetensors files need safetensors: pip install 'aiosync[cli]'"
+        ) from exc
+    return safetensors
+
+
+def _load_safetensors(path: str) -> dict[str, Any]:
+    package = _safetensors()
+    try:
+        with package.safe_open(path, framework="pt", device="cpu") as file:
+            texts = file.metadata() or {}
+            if _STORE in texts:
+                raise ConfigError(
+                    f"{path}: this is a file of a weight server's store, which may hold more "
+                    "than safetensors can say; serve its folder and pull the weights"
+                )
+            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}
+    except ConfigError:
+        raise
+    except Exception as exc:  # the user sees it: the package and torch raise several types
+        raise ConfigError(f"{path}: no safetensors file, or damaged: {str(exc)[:200]}") from exc
+    try:
+        aliases = json.loads(texts.get(_ALIASES, "{}"))
+        values = unpack_header(base64.b64decode(texts[_VALUES])) if _VALUES in texts else {}
+        check_value(values, 2)
+        found |= {alias: found[name] for alias, name in aliases.items()}
+    except (InvalidData, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ConfigError(f"{path}: damaged: its aliases or values are not valid") from exc
+    return found | values
+
+
+def _write_safetensors(
+    path: str,
+    temporary: str,
+    tensors: dict[str, torch.Tensor],
+    values: dict[str, Any],
+    texts: dict[str, str],
+) -> None:
+    package = _safetensors()
+    own, aliases = _without_sharing(tensors)
+    _check_dtypes(path, package, own)
+    if aliases:
+        texts[_ALIASES] = json.dumps(aliases)
+    try:
+        if values:
+            texts[_VALUES] = base64.b64encode(pack_header(values, large=True)).decode()
+        package.torch.save_file(own, temporary, texts)
+    except (InvalidData, ValueError, RuntimeError, package.SafetensorError) as exc:
+        raise ConfigError(f"{path}: cannot be written: {str(exc)[:200]}") from exc
+
+
+def _without_sharing(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return dense CPU tensors that share no memory, and the other names of tied ones."""
+    own: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    storages = set()
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            what = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if what in first:
+                aliases[name] = first[what]
+                continue
+            first[what] = name
+            storage = tensor.device, tensor.untyped_storage().data_ptr()
+            if storage in storages:  # a view of the same memory, but not the same tensor
+                tensor = tensor.clone()
+            storages.add(storage)
+            tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        own[name] = tensor
+    return own, aliases
+
+
+def _check_dtypes(path: str, package: ModuleType, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse what this release of safetensors does not bring back as it was."""
+    refused = set()
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        try:
+            probe = {"probe": torch.empty(1, dtype=torch.uint8).expand(16).clone().view(dtype)}
+            if package.torch.load(package.torch.save(probe))["probe"].dtype != dtype:
+                refused.add(dtype)
+        except Exception:  # noqa: BLE001  # the user sees what follows from it, in the next line
+            refused.add(dtype)
+    if refused:
+        names = [name for name, tensor in tensors.items() if tensor.dtype in refused]
+        raise ConfigError(
+            f"{path}: safetensors cannot hold {', '.join(sorted(map(str, refused)))} (tensor "
+            f"{names[0]!r}{' and others' if names[1:] else ''}); write a .pt file instead"
+        )

@@ -1,0 +1,135 @@
+"""Reaching the other end of a stream, again and again if need be, but never in a tight loop.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+
+__all__ = ["Backoff", "Dialler"]
+
+_FIRST_SECONDS = 0.02
+_LONGEST_SECONDS = 2.0
+
+
+class Backoff:
+    """Pauses that double from 20 ms to 2 s, shortened at random: many must not come at once."""
+
+    def __init__(self) -> None:
+        self._pause = _FIRST_SECONDS
+
+    def reset(self) -> None:
+        """Begin with short pauses again."""
+        self._pause = _FIRST_SECONDS
+
+    async def wait(self) -> None:
+        """Pause."""
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_SECONDS)
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+
+class Dialler:
+    """Dials one address.
+
+    Args:
+        address: Whom.
+        credentials: Token and TLS.
+        limits: What the other end may announce.
+        keepalive: See :meth:`TCPTransport.connect`.
+        attempt_timeout: Seconds for one attempt, its handshakes included.
+        name: How errors call the other end.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        credentials: Credentials,
+        limits: Limits | None,
+        keepalive: float | None,
+        attempt_timeout: float,
+        name: str,
+    ) -> None:
+        self.address = address
+        self._credentials = credentials
+        self._limits = limits
+        self._keepalive = keepalive
+        self._attempt_timeout = attempt_timeout
+        self._name = name
+
+    async def dial(self) -> TCPTransport:
+        """One attempt; see :meth:`TCPTransport.connect`."""
+        return await TCPTransport.connect(
+            self.address,
+            credentials=self._credentials,
+            limits=self._limits,
+            keepalive=self._keepalive,
+            timeout=self._attempt_timeout,
+            name=f"{self._name} at {self.address}",
+        )
+
+    async def reach(
+        self,
+        timeout: float | None,
+        *,
+        greet: Callable[[TCPTransport], Awaitable[None]] | None = None,
+        backoff: Backoff | None = None,
+    ) -> TCPTransport:
+        """Dial until it works.
+
+        Args:
+            timeout: Seconds for all attempts; ``None`` for ever.
+            greet: Awaited with each link; another attempt follows if it fails.
+            backoff: Pauses between attempts.
+
+        Raises:
+            AuthError, ConfigError: The other end refused for good.
+            ConnectTimeout: Not in time; the last attempt's error is the cause.
+
+        Cancellation:
+            Class A.
+        """
+        backoff = backoff or Backoff()
+        last: AiosyncError | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    link: TCPTransport | None = None
+                    try:
+                        link = await self.dial()
+                        if greet is not None:
+                            await greet(link)
+                    except (AuthError, ConfigError):
+                        _abort(link)
+                        raise
+                    except AiosyncError as exc:
+                        _abort(link)
+                        last = exc
+                    except BaseException:  # cancelled, or a bug: raised again
+                        _abort(link)
+                        raise
+                    else:
+                        return link
+                    await backoff.wait()
+        except TimeoutError as exc:
+            if isinstance(exc, AiosyncError):
+                raise
+            reason = f"; the last attempt: {last}" if last is not None else ""
+            raise ConnectTimeout(
+                f"{self._name} at {self.address} was not reached within {timeout:g} s: it has to "
+                f"run init_on_sender() and connect(), or `aiosync serve`{reason}"
+            ) from (last or exc)
+
+
+def _abort(link: TCPTransport | None) -> None:
+    if link is not None:
+        link.abort()

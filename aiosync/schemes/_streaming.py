@@ -1,0 +1,254 @@
+"""The sender's half of a link whose payloads travel in the stream: chunks, checksums, deadlines.
+
+What was sent is kept until the worker answered, so that a chunk that arrived damaged can be sent
+again, and a transfer that was cut goes on where it stopped. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiosync.errors import AckTimeout, AiosyncError, ConfigError, RemoteProtocolError
+from aiosync.protocol import ChunkPlan
+from aiosync.schemes._snapshots import Snapshot
+from aiosync.transports.base import Transport
+from aiosync.wire import Hello, Resend, Update, checksum, state_checksum
+
+__all__ = ["StreamWriter", "Streaming"]
+
+_NOWAIT_NBYTES = 65536
+# Chunks that a worker may ask for again, beyond once each: a link worse than that is no use.
+_SPARE_RESENDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How payloads travel.
+
+    Attributes:
+        chunk_nbytes: Bytes of a chunk, a multiple of 64.
+        stall_timeout: Seconds without progress after which a worker that owes an answer is
+            dropped; ``None`` for never.
+
+    Raises:
+        ConfigError: One of them is not what it has to be.
+    """
+
+    chunk_nbytes: int = 4 * 2**20
+    stall_timeout: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        ChunkPlan(0, self.chunk_nbytes)
+        if self.stall_timeout is not None and not self.stall_timeout > 0:
+            raise ConfigError(
+                f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}"
+            )
+
+
+class StreamWriter:
+    """Writes updates to one worker's link, one at a time.
+
+    Args:
+        transport: The link.
+        streaming: How.
+        epoch: Epoch of the updates.
+        hello: What the worker said; it may have a part of an update already.
+        on_stall: Called with the error when the worker does not answer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        streaming: Streaming,
+        epoch: int,
+        hello: Hello,
+        *,
+        on_stall: Callable[[AiosyncError], None],
+    ) -> None:
+        self.resent = 0  # chunks that were damaged on the way
+        self.sent_nbytes = 0  # of payloads, those that were sent again included
+        self.resumed_nbytes = 0  # that did not have to be sent again
+        self.epoch = epoch
+        self._transport = transport
+        self._streaming = streaming
+        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        self._on_stall = on_stall
+        self._sent: Snapshot | None = None  # until the worker answered
+        self._damaged: deque[int] = deque()
+        self._resends_left = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress = (0, 0)  # as it was seen last
+
+    @property
+    def has_damaged(self) -> bool:
+        """Whether chunks have to be sent again."""
+        return bool(self._damaged) and self._sent is not None
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Another sender takes over; an update on its way goes on under its own epoch."""
+        self.answered()
+        self.epoch = epoch
+
+    def write_nowait(self, snapshot: Snapshot) -> bool:
+        """Write a small update at once; False when nothing was written."""
+        if snapshot.nbytes > _NOWAIT_NBYTES or snapshot.nbytes > self._streaming.chunk_nbytes:
+            return False
+        plan = self._begin(snapshot)
+        update, payload = self._part(self.epoch, snapshot, plan, 0)
+        if self._transport.send_nowait(update, payload):
+            self.sent_nbytes += snapshot.nbytes
+            return True
+        self.answered()
+        return False
+
+    async def write(self, snapshot: Snapshot) -> None:
+        """Write an update, from where the worker's part of it ends."""
+        epoch = self.epoch
+        plan = self._begin(snapshot)
+        first = 0
+        if self._partial[:2] == (epoch, snapshot.version):
+            # The last chunk always travels: the values are with it.
+            first = min(plan.index_at(self._partial[2]), plan.count - 1)
+            self.resumed_nbytes += plan.span(first)[0]
+        self._partial = (None, None, 0)
+        for index in range(first):
+            _checksum_of(snapshot, plan, index)
+            await asyncio.sleep(0)  # looking at much memory must not hold the loop
+        for index in range(first, plan.count):
+            await self._send_part(epoch, snapshot, plan, index)
+        await self.write_damaged()
+
+    async def write_damaged(self) -> None:
+        """Write once more what arrived damaged."""
+        while self._damaged and self._sent is not None:
+            snapshot = self._sent.retain()
+            try:
+                plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
+                index = self._damaged.popleft()
+                await self._send_part(self.epoch, snapshot, plan, index)
+                self.resent += 1
+            finally:
+                snapshot.release()
+
+    def _begin(self, snapshot: Snapshot) -> ChunkPlan:
+        self.answered()
+        self._sent = snapshot.retain()
+        plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
+        self._resends_left = plan.count + _SPARE_RESENDS
+        if len(snapshot.checksums) != plan.count:
+            snapshot.checksums = [None] * plan.count
+        timeout = self._streaming.stall_timeout
+        if timeout is not None and self._timer is None:
+            self._progress = self._progress_now()
+            self._look_later(timeout)
+        return plan
+
+    async def _send_part(self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int) -> None:
+        update, payload = self._part(epoch, snapshot, plan, index)
+        await self._transport.send(update, payload)
+        start, stop = plan.span(index)
+        self.sent_nbytes += stop - start
+
+    def _part(
+        self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int
+    ) -> tuple[Update, list[memoryview]]:
+        start, stop = plan.span(index)
+        own = _checksum_of(snapshot, plan, index)
+        update = Update(
+            epoch,
+            snapshot.version,
+            snapshot.layout.digest,
+            chunk=(index, plan.count) if plan.count > 1 else None,
+            checksum=own,
+        )
+        if index == plan.count - 1:
+            update = Update(
+                epoch,
+                snapshot.version,
+                snapshot.layout.digest,
+                values=snapshot.values,
+                chunk=update.chunk,
+                checksum=own,
+                state=self._state_of(snapshot) if plan.count > 1 else None,
+            )
+        return update, [snapshot.payload()[start:stop]] if stop > start else []
+
+    @staticmethod
+    def _state_of(snapshot: Snapshot) -> bytes:
+        sums = [each for each in snapshot.checksums if each is not None]
+        return state_checksum(snapshot.layout.digest, sums)
+
+    # -- what the worker says ------------------------------------------------------------------
+
+    def on_resend(self, message: Resend) -> None:
+        """A chunk arrived damaged.
+
+        Raises:
+            RemoteProtocolError: There is no such chunk, or the worker asks for too many.
+        """
+        snapshot = self._sent
+        if message.epoch != self.epoch or snapshot is None or message.version != snapshot.version:
+            return  # about a version that is done with
+        if message.chunk >= len(snapshot.checksums):
+            raise RemoteProtocolError(f"chunk {message.chunk} was asked for; there is none")
+        self._resends_left -= 1
+        if self._resends_left < 0:
+            raise RemoteProtocolError("too many chunks arrive damaged over this link")
+        self._damaged.append(message.chunk)
+
+    def answered(self) -> None:
+        """The worker has everything, or refused it: what was sent need not be kept."""
+        sent, self._sent = self._sent, None
+        self._damaged.clear()
+        if sent is not None:
+            sent.release()
+
+    def close(self) -> None:
+        """The link is gone."""
+        self.answered()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- deadlines -----------------------------------------------------------------------------
+
+    def _look_later(self, seconds: float) -> None:
+        # Left to run when the answer comes: making a timer is as dear as a small send.
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _progress_now(self) -> tuple[int, int]:
+        channel = getattr(self._transport, "channel", None)
+        written = 0 if channel is None else channel.written_nbytes
+        return written, 0 if self._sent is None else self._sent.version
+
+    def _look(self) -> None:
+        self._timer = None
+        timeout = self._streaming.stall_timeout
+        if self._sent is None or timeout is None:
+            return
+        progress = self._progress_now()
+        if progress != self._progress:
+            self._progress = progress
+            self._look_later(timeout)
+            return
+        self._on_stall(
+            AckTimeout(
+                f"the worker took nothing and said nothing for {timeout:g} s (stall_timeout); it "
+                "was dropped, and may connect again",
+                version=self._sent.version,
+            )
+        )
+
+
+def _checksum_of(snapshot: Snapshot, plan: ChunkPlan, index: int) -> bytes:
+    """Computed once for all workers."""
+    known = snapshot.checksums[index]
+    if known is None:
+        start, stop = plan.span(index)
+        known = snapshot.checksums[index] = checksum(snapshot.payload()[start:stop])
+    return known

@@ -1,0 +1,225 @@
+"""The side that listens on a URL: accepts, lets strangers prove who they are, hands on links.
+
+Strangers cost little and never for long: a deadline, 64 KiB, and a bounded number of them; when
+there are too many, the one that has taken longest is dropped. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.transports._fork import close_in_child
+from aiosync.transports.address import Address, bind
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+
+__all__ = ["ListenerCounts", "StreamListener"]
+
+_MAX_STRANGERS = 256
+_PAUSE_SECONDS = 0.1  # with no descriptors left, accepting again at once would only spin
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(slots=True)
+class ListenerCounts:
+    """What came to a listener.
+
+    Attributes:
+        accepted: Links that were handed on.
+        refused: Connections that were not, by the name of the error; ``"full"`` when there were
+            too many connections, ``"crowded out"`` when there were too many strangers.
+        ended: Links that ended with an error, by its name, where the owner counts them.
+    """
+
+    accepted: int = 0
+    ended: Counter[str] = field(default_factory=Counter[str])
+    refused: Counter[str] = field(default_factory=Counter[str])
+
+
+class StreamListener:
+    """Binds at once, accepts once :meth:`start` is called.
+
+    Args:
+        url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
+        credentials: Token and TLS that peers need.
+        limits: What peers may announce once they proved who they are.
+        max_connections: Links that may be open at a time, strangers included.
+        handshake_timeout: Seconds that a stranger has to prove who it is.
+        keepalive: See :meth:`TCPTransport.connect`.
+
+    Raises:
+        ConfigError: The address cannot be bound, a certificate file cannot be used, or other
+            hosts could connect without proving anything.
+    """
+
+    def __init__(
+        self,
+        url: str | Address,
+        *,
+        credentials: Credentials | None = None,
+        limits: Limits | None = None,
+        max_connections: int = 1024,
+        handshake_timeout: float = 10.0,
+        keepalive: float | None = 30.0,
+    ) -> None:
+        address = Address.parse(url)
+        self._credentials = credentials or Credentials()
+        if not address.is_local and self._credentials.token is None:
+            if self._credentials.tls is None:
+                raise ConfigError(
+                    f"listening on {address} would let every host that reaches it take and send "
+                    "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
+                    "listen on tcp://127.0.0.1:port or unix:///path"
+                )
+        self._context: ssl.SSLContext | None = self._credentials.listening_context()
+        self._limits = limits
+        self._max_connections = max_connections
+        self._handshake_timeout = handshake_timeout
+        self._keepalive = keepalive
+        self.counts: ListenerCounts = ListenerCounts()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_link: Callable[[TCPTransport], None] | None = None
+        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
+        self._open: set[TCPTransport] = set()
+        self._tasks: TaskOwner | None = None
+        self._sock, self._address = bind(address)
+        self._inode = self._own_inode()
+        close_in_child(self)
+
+    @property
+    def url(self) -> str:
+        """Where this listens, with the port that was bound."""
+        return str(self._address)
+
+    @property
+    def num_open(self) -> int:
+        """Links that are open."""
+        return len(self._open)
+
+    def start(
+        self, on_link: Callable[[TCPTransport], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Accept on the running loop.
+
+        Args:
+            on_link: Called with each link whose peer proved who it is; owns it from then on.
+            on_crash: Called if a handshake ends with an error that is no
+                :class:`~aiosync.errors.AiosyncError`: a bug.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._tasks = TaskOwner(on_crash)
+        self._on_link = on_link
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._tasks is not None
+        for _ in range(64):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                if exc.errno not in _NO_ROOM:
+                    raise
+                self.counts.refused["no room"] += 1
+                self._pause()
+                return
+            if len(self._open) + len(self._strangers) >= self._max_connections:
+                self.counts.refused["full"] += 1
+                sock.close()
+                continue
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self.counts.refused["crowded out"] += 1
+                next(iter(self._strangers.values())).cancel()
+            task = self._tasks.start(self._let_in(sock), "aiosync handshake of a stranger")
+            self._strangers[sock] = task
+            task.add_done_callback(lambda _, sock=sock: self._end_stranger(sock))  # type: ignore[misc]  # the default binds it
+
+    def _pause(self) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.call_later(_PAUSE_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._loop is not None and self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _end_stranger(self, sock: socket.socket) -> None:
+        task = self._strangers.pop(sock)
+        if task.cancelled():
+            sock.close()  # a task that never ran has not closed it
+
+    async def _let_in(self, sock: socket.socket) -> None:
+        try:
+            link = await TCPTransport.accept(
+                sock,
+                credentials=self._credentials,
+                context=self._context,
+                limits=self._limits,
+                name=_name_of(sock),
+                keepalive=self._keepalive,
+                timeout=self._handshake_timeout,
+            )
+        except AiosyncError as exc:
+            self.counts.refused[type(exc).__name__] += 1
+            return
+        except OSError:
+            self.counts.refused["ConnectError"] += 1  # it had gone before anything was set up
+            sock.close()
+            return
+        self.counts.accepted += 1
+        self._open.add(link)
+        link.channel.call_on_end(lambda: self._open.discard(link))
+        assert self._on_link is not None
+        self._on_link(link)
+
+    def close(self) -> None:
+        """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""
+        if self._sock.fileno() < 0:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+        if self._tasks is not None:
+            self._tasks.abort()
+        if self._inode is not None and self._inode == self._own_inode():
+            with contextlib.suppress(OSError):
+                os.unlink(self._address.path)
+        self._sock.close()
+
+    async def aclose(self) -> None:
+        """The same, and wait until nothing of it runs any more."""
+        self.close()
+        if self._tasks is not None:
+            await self._tasks.aclose()
+
+    def _own_inode(self) -> tuple[int, int] | None:
+        if self._address.scheme != "unix":
+            return None
+        try:
+            found = os.stat(self._address.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close this copy; the parent goes on listening."""
+        self._sock.close()
+
+
+def _name_of(sock: socket.socket) -> str:
+    try:
+        peer = sock.getpeername()
+    except OSError:
+        return "a peer"
+    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a peer on this host"

@@ -1,0 +1,317 @@
+"""One model of a weight server: its newest version, the trainer that brings it, its workers.
+
+The epoch and version of the trainer are passed on as they are: a worker cannot tell whether it
+got them from the trainer or from here. Must not import the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    RemoteProtocolError,
+    StaleVersion,
+    TransportError,
+)
+from aiosync.protocol import Inbox, Outcome, VersionClock
+from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._peer import Peer
+from aiosync.schemes._snapshots import Snapshot
+from aiosync.schemes._staging import Staged, Staging
+from aiosync.schemes._streaming import Streaming
+from aiosync.schemes._workers import Workers
+from aiosync.server._store import StoredUpdate, WeightStore
+from aiosync.tensors import Layout
+from aiosync.transports._link import without_frames
+from aiosync.transports.base import Received, make_ack
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import AckStatus
+from aiosync.wire import Hello, ManifestMessage, Message, Refuse, Resend, Update
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel:
+    """The newest version of one model, and everybody who has to do with it.
+
+    Args:
+        model_id: Name of the model.
+        strategy: Name of the strategy of whoever came first.
+        streaming: How updates travel to workers.
+        store: Where the newest version is kept across restarts; ``None`` for nowhere.
+        executor: Where the store writes.
+        on_crash: Told when a background task ends with an exception.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        strategy: str,
+        *,
+        streaming: Streaming,
+        store: WeightStore | None,
+        executor: Executor | None,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.model_id = model_id
+        self.strategy = strategy
+        self.updated_at: float | None = None  # seconds since the Unix epoch
+        self.versions = 0  # complete ones that came
+        self.workers = Workers(
+            model_id=model_id,
+            strategy=strategy,
+            num_workers=None,
+            clock=VersionClock(),
+            on_outcomes=_ignore,
+            on_crash=on_crash,
+            streaming=streaming,
+        )
+        self._store = store
+        self._executor = executor
+        self._session = secrets.token_bytes(16)
+        self._inbox = Inbox()
+        self._staging: Staging | None = None
+        self._trainer: TCPTransport | None = None
+        self._trainer_name = ""
+        self.received_nbytes = 0  # of complete versions
+        # Only the newest version is worth writing, so at most one waits.
+        self._to_save: tuple[TCPTransport, Snapshot, int] | None = None
+        self._saving: asyncio.Task[None] | None = None
+
+    # -- what there is -------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest complete version."""
+        return self.workers.snapshot_for(-1)
+
+    def restore(self, stored: StoredUpdate) -> None:
+        """Serve what an earlier process kept on disk."""
+        snapshot = Snapshot(stored.buffer, slot=None, release=_nothing)
+        snapshot.values = dict(stored.values)
+        self.strategy = self.workers.strategy = stored.strategy
+        self._inbox.offer(stored.epoch, stored.version)
+        self._inbox.applied(stored.epoch, stored.version)
+        self._publish(snapshot, stored.layout, stored.epoch, stored.version)
+
+    def _publish(self, snapshot: Snapshot, layout: Layout, epoch: int, version: int) -> None:
+        snapshot.layout, snapshot.version = layout, version
+        snapshot.nbytes = layout.nbytes
+        workers = self.workers
+        if epoch != workers.clock.epoch:
+            workers.clock = VersionClock(epoch)
+            for peer in list(workers.peers.values()):
+                peer.begin_epoch(epoch)
+        workers.remember(None, snapshot)
+        for peer in list(workers.peers.values()):
+            if peer.subscribes and not peer.has(version):
+                peer.offer(snapshot)
+        workers.answer_all()
+        self.updated_at = time.time()
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    async def receive_from(self, link: TCPTransport, hello: Hello) -> None:
+        """Take updates from a trainer until its link ends. Owns the link.
+
+        Raises:
+            ConfigError: Another trainer is connected; this one was told.
+        """
+        if self._trainer is not None and not self._trainer.channel.ended:
+            error = ConfigError(
+                f"{self._trainer_name} pushes model {self.model_id!r} already: end it first, or "
+                "push under another model_id"
+            )
+            await link.send(Refuse("ConfigError", str(error)), timeout=HANDSHAKE_SECONDS)
+            await link.aclose()
+            raise error
+        if not self.workers.peers and self.newest is None:
+            self.strategy = self.workers.strategy = hello.strategy
+        self._trainer, self._trainer_name = link, link.channel.name
+        if self._staging is None:
+            self._staging = Staging(link)
+        try:
+            partial = self._staging.resume() or (None, None, 0)
+            has = self._inbox.version > 0
+            await greet(
+                link,
+                Hello(
+                    role="receiver",
+                    model_id=self.model_id,
+                    pid=os.getpid(),
+                    strategy=self.strategy,
+                    session=self._session,
+                    epoch=self._inbox.epoch if has else None,
+                    version=self._inbox.version if has else None,
+                    partial_epoch=partial[0],
+                    partial_version=partial[1],
+                    partial_nbytes=partial[2],
+                ),
+                timeout=HANDSHAKE_SECONDS,
+            )
+            self._staging.next_link(link)
+            link.subscribe(lambda received: self._on_message(link, received))
+            while True:
+                self._on_message(link, await link.recv(into=self._staging.lend))
+        finally:
+            if self._trainer is link:
+                self._trainer = None
+            link.abort()
+
+    def _on_message(self, link: TCPTransport, received: Received) -> None:
+        message = received.message
+        assert self._staging is not None
+        if isinstance(message, ManifestMessage):
+            self._staging.learn(message.manifest)
+        elif isinstance(message, Update):
+            part = self._staging.take_part(received)
+            if isinstance(part, Resend):
+                self._say(link, part)
+            elif part is not None:
+                self._take(link, part)
+        else:
+            raise RemoteProtocolError(f"a trainer sent an unexpected {type(message).__name__}")
+
+    def _take(self, link: TCPTransport, staged: Staged) -> None:
+        epoch, version = staged.epoch, staged.version
+        try:
+            self._inbox.offer(epoch, version)
+        except StaleVersion as exc:
+            staged.give_back()
+            known = (self._inbox.epoch, self._inbox.version) == (epoch, version)
+            status = AckStatus.APPLIED if known else AckStatus.NACK
+            self._say(link, make_ack(epoch, version, status, None if known else exc))
+            return
+        self._inbox.applied(epoch, version)
+        self.versions += 1
+        self.received_nbytes += staged.layout.nbytes
+        snapshot = Snapshot(staged.flat, slot=None, release=staged.give_back)
+        snapshot.values = dict(staged.values)
+        keep = snapshot.retain() if self._store is not None else None
+        self._publish(snapshot, staged.layout, epoch, version)
+        if keep is None:
+            self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
+            return
+        self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
+        self._save_later(link, keep, epoch)
+
+    def _say(self, link: TCPTransport, message: Message) -> None:
+        try:
+            if not link.send_nowait(message):
+                self.workers.tasks.start(_send(link, message), "aiosync answer to a trainer")
+        except TransportError:
+            return  # it has gone; its next Hello is answered with what is here
+
+    # -- the disk ------------------------------------------------------------------------------
+
+    def _save_later(self, link: TCPTransport, snapshot: Snapshot, epoch: int) -> None:
+        replaced, self._to_save = self._to_save, (link, snapshot, epoch)
+        if replaced is not None:
+            replaced[1].release()
+        if self._saving is None:
+            self._saving = self.workers.tasks.start(self._save(), "aiosync store")
+
+    async def _save(self) -> None:
+        try:
+            while self._to_save is not None:
+                (link, snapshot, epoch), self._to_save = self._to_save, None
+                update = StoredUpdate(
+                    epoch=epoch,
+                    version=snapshot.version,
+                    strategy=self.strategy,
+                    layout=snapshot.layout,
+                    buffer=snapshot.buffer,
+                    values=snapshot.values,
+                )
+                error: AiosyncError | None = None
+                try:
+                    await self._write(update)
+                except AiosyncError as exc:
+                    error = without_frames(exc)  # served from memory, but the trainer is told
+                finally:
+                    snapshot.release()
+                status = AckStatus.APPLIED if error is None else AckStatus.NACK
+                self._say(link, make_ack(epoch, update.version, status, error))
+        finally:
+            self._saving = None
+
+    async def _write(self, update: StoredUpdate) -> None:
+        assert self._store is not None
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._executor, self._store.save, self.model_id, update)
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})  # its memory must not be reused meanwhile
+            raise
+
+    async def drain(self) -> None:
+        """Let the newest version reach the disk."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
+
+    async def aclose(self) -> None:
+        """Close every link of this model."""
+        if self._trainer is not None:
+            self._trainer.abort()
+        self.workers.end()
+        await self.workers.tasks.aclose()
+        if self._to_save is not None:
+            self._to_save[1].release()
+            self._to_save = None
+        if self._staging is not None:
+            self._staging.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What ``aiosync status`` shows of this model."""
+        newest = self.newest
+        return {
+            "model_id": self.model_id,
+            "strategy": self.strategy,
+            "epoch": 0 if newest is None else self.workers.clock.epoch,
+            "version": 0 if newest is None else newest.version,
+            "nbytes": 0 if newest is None else newest.nbytes,
+            "tensors": 0 if newest is None else len(newest.layout.manifest.leaves),
+            "updates": self.versions,
+            "updated_at": self.updated_at,
+            "trainer": None if self._trainer is None else self._trainer_name,
+            "received_nbytes": self.received_nbytes,
+            "workers": [
+                {
+                    "worker_idx": idx,
+                    "name": peer.name,
+                    "pid": peer.pid,
+                    "version": peer.outbox.applied,
+                    "lag": 0 if newest is None else max(0, newest.version - peer.outbox.applied),
+                    "subscribes": peer.subscribes,
+                    "skipped": peer.outbox.skipped,
+                    "sent_nbytes": peer.sent_nbytes,
+                    "resent_chunks": 0 if peer.stream is None else peer.stream.resent,
+                    "connected_seconds": round(peer.age, 3),
+                }
+                for idx, peer in sorted(self.workers.peers.items())
+            ],
+        }
+
+
+async def _send(link: TCPTransport, message: Message) -> None:
+    try:
+        await link.send(message, timeout=HANDSHAKE_SECONDS)
+    except AiosyncError:
+        link.abort()  # it does not read: its link is of no use
+
+
+def _ignore(peer: Peer, outcomes: Sequence[Outcome]) -> None:
+    """Nobody waits for workers of a server; the status shows what became of versions."""
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,261 @@
+"""The weight server: trainers push to it, workers pull from it or subscribe to it.
+
+Keeps the newest version of each model in memory, and on disk if it is given a directory. Must
+not import the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from aiosync._version import __version__
+from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, RemoteProtocolError
+from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.schemes._streaming import Streaming
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.schemes.listening import StreamListener
+from aiosync.server._model import ServedModel
+from aiosync.server._store import WeightStore
+from aiosync.transports.credentials import TLS, Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+from aiosync.wire import Hello, Refuse, Status
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["WeightServer"]
+
+
+class WeightServer:
+    """Serves the newest version of any number of models.
+
+    Trainers connect with ``TCPWeightSyncScheme(url, dial="both")``, and so do workers; a
+    worker's ``pull()`` asks, and a subscriber gets each version as it comes. Binds at once;
+    serves between :meth:`start` and :meth:`aclose`.
+
+    Args:
+        url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
+        token: A secret that peers prove to have; it never travels.
+        tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that listens.
+        model_ids: Models that are served; ``None`` for any.
+        store: Directory for the newest version of each model; read at the start. ``None`` keeps
+            them in memory only.
+        limits: What a peer may announce.
+        chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
+        stall_timeout: Seconds without progress after which a worker that owes an answer is
+            dropped; ``None`` for never.
+        handshake_timeout: Seconds that a peer has to prove who it is.
+        max_connections: Links at a time.
+        max_models: Models at a time, where any are served.
+
+    Raises:
+        ConfigError: An option is wrong, the address cannot be bound, or others could connect
+            without proving anything.
+        StoreError: A file of the store is damaged.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | bytes | None = None,
+        tls: TLS | ssl.SSLContext | None = None,
+        model_ids: Sequence[str] | None = None,
+        store: str | os.PathLike[str] | None = None,
+        limits: Limits | None = None,
+        chunk_nbytes: int = 4 * 2**20,
+        stall_timeout: float | None = 60.0,
+        handshake_timeout: float = 10.0,
+        max_connections: int = 1024,
+        max_models: int = 64,
+    ) -> None:
+        self._streaming = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
+        self._model_ids = None if model_ids is None else frozenset(model_ids)
+        self._max_models = max_models
+        self._store = None if store is None else WeightStore(store)
+        self._executor: ThreadPoolExecutor | None = None
+        self._listener = StreamListener(
+            url,
+            credentials=Credentials(token=token, tls=tls),
+            limits=limits,
+            handshake_timeout=handshake_timeout,
+            max_connections=max_connections,
+        )
+        self._models: dict[str, ServedModel] = {}
+        self._tasks: TaskOwner | None = None
+        self._ended: asyncio.Event | None = None
+        self._crash: BaseException | None = None
+        self._closed = False
+        self._started_at = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        """Where this listens, with the port that was bound."""
+        return self._listener.url
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "not started" if self._tasks is None else "serving"
+        return f"<WeightServer at {self.url}: {state}, {len(self._models)} models>"
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the store and accept on the running loop.
+
+        Raises:
+            StoreError: A file of the store is damaged; nothing is served.
+            LocalProtocolError: Called twice, or after :meth:`aclose`.
+        """
+        if self._closed or self._tasks is not None:
+            raise LocalProtocolError("a WeightServer starts once")
+        self._tasks = TaskOwner(self._on_crash)
+        self._ended = asyncio.Event()
+        self._started_at = time.monotonic()
+        try:
+            await self._load()
+        except BaseException:  # raised again: the caller sees it
+            await self.aclose()
+            raise
+        self._listener.start(self._on_link, self._on_crash)
+
+    async def _load(self) -> None:
+        if self._store is None:
+            return
+        self._executor = ThreadPoolExecutor(1, "aiosync-store")
+        loop = asyncio.get_running_loop()
+        for model_id in self._store.model_ids():
+            if self._model_ids is not None and model_id not in self._model_ids:
+                continue
+            stored = await loop.run_in_executor(self._executor, self._store.load, model_id)
+            if stored is not None:
+                self._new_model(model_id, stored.strategy).restore(stored)
+
+    async def wait_closed(self) -> None:
+        """Wait until the server was closed.
+
+        Raises:
+            LocalProtocolError: It was not started.
+            BaseException: What ended a background task of the server: a bug.
+        """
+        if self._ended is None:
+            raise LocalProtocolError("the server was not started: await server.start()")
+        await self._ended.wait()
+        if self._crash is not None:
+            raise self._crash
+
+    async def aclose(self) -> None:
+        """Stop serving: write what is not on disk yet, then close every link. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._listener.aclose()
+            for model in self._models.values():
+                await model.drain()
+        finally:
+            if self._tasks is not None:
+                for model in self._models.values():
+                    await model.aclose()
+                await self._tasks.aclose()
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+            if self._ended is not None:
+                self._ended.set()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _on_crash(self, error: BaseException) -> None:
+        self._crash = self._crash or error
+        if self._ended is not None:
+            self._ended.set()
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _on_link(self, link: TCPTransport) -> None:
+        assert self._tasks is not None
+        self._tasks.start(self._serve(link), "aiosync link of the server")
+
+    async def _serve(self, link: TCPTransport) -> None:
+        """Find out what a peer wants. A peer that does wrong ends its own link and no more."""
+        try:
+            hello = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
+            if not isinstance(hello, Hello):
+                raise RemoteProtocolError(f"expected Hello, got {type(hello).__name__}")
+            if hello.role == "status":
+                await link.send(Status(self.status()), timeout=HANDSHAKE_SECONDS)
+                await link.aclose()
+                return
+            if hello.role not in ("sender", "receiver"):
+                raise RemoteProtocolError("the role of a Hello is none that a server knows")
+            try:
+                model = self._model_for(hello)
+            except ConfigError as exc:
+                await link.send(Refuse("ConfigError", str(exc)), timeout=HANDSHAKE_SECONDS)
+                raise
+            if hello.role == "sender":
+                await model.receive_from(link, hello)
+            else:
+                model.workers.welcome(link, None, hello)
+        except AiosyncError as exc:
+            self._listener.counts.ended[type(exc).__name__] += 1
+            await link.aclose()
+        except BaseException:  # cancelled, or a bug that _on_crash() is told
+            link.abort()
+            raise
+
+    def _model_for(self, hello: Hello) -> ServedModel:
+        model = self._models.get(hello.model_id)
+        if model is not None:
+            return model
+        if self._model_ids is not None and hello.model_id not in self._model_ids:
+            known = ", ".join(sorted(self._model_ids))
+            raise ConfigError(f"this server serves no model {hello.model_id!r}; it serves: {known}")
+        if len(self._models) >= self._max_models:
+            raise ConfigError(f"this server has {self._max_models} models, and takes no more")
+        return self._new_model(hello.model_id, hello.strategy)
+
+    def _new_model(self, model_id: str, strategy: str) -> ServedModel:
+        model = self._models[model_id] = ServedModel(
+            model_id,
+            strategy,
+            streaming=self._streaming,
+            store=self._store,
+            executor=self._executor,
+            on_crash=self._on_crash,
+        )
+        return model
+
+    # -- what is going on ----------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What is served, by whom and to whom; only plain values, without secrets."""
+        counts = self._listener.counts
+        return {
+            "aiosync": __version__,
+            "url": self.url,
+            "uptime_seconds": round(time.monotonic() - self._started_at, 3),
+            "connections": self._listener.num_open,
+            "accepted": counts.accepted,
+            "refused": dict(counts.refused),
+            "ended": dict(counts.ended),
+            "store": self._store is not None,
+            "models": [model.describe() for _, model in sorted(self._models.items())],
+        }

@@ -1,0 +1,179 @@
+"""Where a stream link starts: ``tcp://host:port`` and ``unix:///path``.
+
+Parsing and binding only; nothing here knows the wire format, the event loop or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from aiosync.errors import ConfigError
+
+__all__ = ["Address", "bind"]
+
+_BACKLOG = 1024
+_MAX_PATH_NBYTES = 107  # of sockaddr_un on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed URL.
+
+    Attributes:
+        scheme: ``"tcp"`` or ``"unix"``.
+        host: Host name or IP address, without brackets; empty for ``unix``.
+        port: TCP port; 0 lets the system choose one when it is bound.
+        path: Path of the socket file; empty for ``tcp``.
+    """
+
+    scheme: Literal["tcp", "unix"]
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, url: str | Address) -> Address:
+        """Read ``tcp://host:port``, ``tcp://[::1]:port`` or ``unix:///path``.
+
+        Raises:
+            ConfigError: It is none of them.
+        """
+        if isinstance(url, Address):
+            return url
+        if not isinstance(url, str):
+            raise ConfigError(f"an address is a string such as 'tcp://host:7000', not {url!r}")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"{_shown(url)} is not an address: {exc}") from exc
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError("an address holds no credentials: pass token= or tls= beside it")
+        if parts.query or parts.fragment:
+            raise ConfigError(f"{_shown(url)} is not an address: it has a query or a fragment")
+        if parts.scheme == "tcp":
+            if not parts.hostname or port is None or parts.path not in ("", "/"):
+                raise ConfigError(f"{_shown(url)} is not of the form tcp://host:port")
+            return cls("tcp", host=parts.hostname, port=port)
+        if parts.scheme == "unix":
+            if parts.netloc or not parts.path.startswith("/") or parts.path == "/":
+                raise ConfigError(f"{_shown(url)} is not of the form unix:///path/of/the/socket")
+            if len(os.fsencode(parts.path)) > _MAX_PATH_NBYTES:
+                raise ConfigError(
+                    f"the path of a Unix socket has at most {_MAX_PATH_NBYTES} bytes: "
+                    f"{_shown(parts.path)} is longer"
+                )
+            return cls("unix", path=parts.path)
+        raise ConfigError(
+            f"{_shown(url)} is not an address: it starts with neither tcp:// nor unix://"
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host can reach it: a Unix socket or a loopback address."""
+        if self.scheme == "unix" or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return False  # a name; whatever it means, it may mean something else tomorrow
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+def _shown(text: str) -> str:
+    # Credentials may be in there by mistake, so what stands before an @ is not repeated.
+    before, at, after = text.rpartition("@")
+    text = f"{before.partition('://')[0]}://...@{after}" if at else text
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """Bind and listen. Blocking only to look up a host name.
+
+    A Unix socket that a dead process left behind is replaced; only the same user may open the
+    new one.
+
+    Returns:
+        The non-blocking listening socket, and the address with the port that was bound.
+
+    Raises:
+        ConfigError: The address is in use, not of this host, or not allowed.
+    """
+    try:
+        if address.scheme == "unix":
+            return _bind_unix(address.path), address
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, proto, _name, where = found[0]
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(_BACKLOG)
+            sock.setblocking(False)
+        except BaseException:  # raised again: the caller sees it
+            sock.close()
+            raise
+    except OSError as exc:
+        reason = "another process or scheme listens there" if _in_use(exc) else str(exc)
+        raise ConfigError(f"cannot listen on {address}: {reason}") from exc
+    return sock, Address("tcp", host=address.host, port=sock.getsockname()[1])
+
+
+def _in_use(exc: OSError) -> bool:
+    return exc.errno == errno.EADDRINUSE
+
+
+def _bind_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            _bind_private(sock, path)
+        except OSError as exc:
+            if not _in_use(exc) or not _is_stale(path):
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            _bind_private(sock, path)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:  # raised again: the caller sees it
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_private(sock: socket.socket, path: str) -> None:
+    # The mode of the socket object becomes that of the file, so that there is no moment in which
+    # others may connect. A umask would be process-wide.
+    os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+    sock.bind(path)
+    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+
+
+def _is_stale(path: str) -> bool:
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

@@ -1,0 +1,198 @@
+"""What the two ends of a stream link prove to each other: a shared token, certificates.
+
+Secrets are in no repr, no error and no log, and not legible in a pickle. Must not import torch
+or the event loop.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiosync.errors import ConfigError
+
+__all__ = ["TLS", "Credentials", "Secret"]
+
+
+class Secret:
+    """Bytes that do not show: not in a repr, and not in the text of a pickle.
+
+    A pickle carries them masked, which keeps them out of logs and not from whoever has the
+    pickle.
+
+    Args:
+        value: The secret; text becomes UTF-8.
+
+    Raises:
+        ConfigError: It is empty, or neither text nor bytes.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        if not isinstance(data, bytes):
+            raise ConfigError(f"a token is text or bytes, not {type(value).__name__}")
+        if not data:
+            raise ConfigError(
+                "the token is empty: make one with "
+                "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
+            )
+        self._value = data
+
+    @property
+    def value(self) -> bytes:
+        """The bytes."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        mask = secrets.token_bytes(len(self._value))
+        return (_unmask, (mask, bytes(a ^ b for a, b in zip(mask, self._value, strict=True))))
+
+
+def _unmask(mask: bytes, masked: bytes) -> Secret:
+    return Secret(bytes(a ^ b for a, b in zip(mask, masked, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TLS:
+    """Certificates for a link, as files, so that it can be pickled into workers.
+
+    The side that listens shows ``cert``; the side that dials checks it against ``ca`` and the
+    host name. With ``verify_clients`` it is mutual: the side that dials has to show a
+    certificate, too, which the side that listens checks against ``ca``. One object may serve
+    both sides.
+
+    Attributes:
+        cert: PEM file of this end's certificate, followed by its chain.
+        key: PEM file of its private key; ``None`` if it is in ``cert``.
+        ca: PEM file of the authorities to trust; ``None`` trusts those of the system.
+        verify_clients: The side that listens refuses peers without a certificate of ``ca``.
+        hostname: Name that the certificate of the other end has to have; ``None`` takes the
+            host that was dialled, ``localhost`` for Unix sockets.
+        password: Of an encrypted key.
+    """
+
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    ca: str | os.PathLike[str] | None = None
+    verify_clients: bool = False
+    hostname: str | None = None
+    password: Secret | str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.password, str):
+            object.__setattr__(self, "password", Secret(self.password))
+        if self.key is not None and self.cert is None:
+            raise ConfigError("TLS(key=...) without cert=: the key belongs to a certificate")
+        if self.verify_clients and self.ca is None:
+            raise ConfigError(
+                "TLS(verify_clients=True) needs ca=: whose certificates may clients show?"
+            )
+
+    def listening_context(self) -> ssl.SSLContext:
+        """The context of the side that listens.
+
+        Raises:
+            ConfigError: There is no certificate, or a file cannot be used.
+        """
+        if self.cert is None:
+            raise ConfigError("the side that listens needs TLS(cert=..., key=...)")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        if self.verify_clients:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def dialling_context(self) -> ssl.SSLContext:
+        """The context of the side that dials.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.ca is None:
+            context.load_default_certs()
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        password = self.password.value if isinstance(self.password, Secret) else b""
+        name: object = self.cert
+        try:
+            if self.cert is not None:
+                # Without a callback OpenSSL would ask on the terminal, and wait.
+                context.load_cert_chain(self.cert, self.key, password=lambda: password)
+            name = self.ca
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            raise ConfigError(f"the certificate file {name} cannot be used: {exc}") from exc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What one end of a link has to prove itself with, and asks of the other.
+
+    Attributes:
+        token: Both ends have to have the same; it never travels. Use at least 16 random bytes.
+        tls: Encrypts the link: certificates as files, or an ``ssl.SSLContext``, which cannot be
+            pickled.
+
+    Raises:
+        ConfigError: The token is empty, or something is of another type.
+    """
+
+    token: Secret | str | bytes | None = field(default=None, repr=False)
+    tls: TLS | ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not isinstance(self.token, Secret):
+            object.__setattr__(self, "token", Secret(self.token))
+        if self.tls is not None and not isinstance(self.tls, TLS | ssl.SSLContext):
+            raise ConfigError(
+                f"tls is aiosync.TLS(...) or an ssl.SSLContext, not {type(self.tls).__name__}"
+            )
+
+    def __repr__(self) -> str:
+        token = "token" if self.token is not None else "no token"
+        return f"<Credentials: {token}, {'TLS' if self.tls is not None else 'no TLS'}>"
+
+    @property
+    def token_bytes(self) -> bytes | None:
+        """The token, for the handshake."""
+        return self.token.value if isinstance(self.token, Secret) else None
+
+    def listening_context(self) -> ssl.SSLContext | None:
+        """TLS for the side that listens, or ``None``."""
+        return self.tls.listening_context() if isinstance(self.tls, TLS) else self.tls
+
+    def dialling_context(self) -> ssl.SSLContext | None:
+        """TLS for the side that dials, or ``None``."""
+        return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
+
+    def __getstate__(self) -> list[Any]:
+        if isinstance(self.tls, ssl.SSLContext):
+            raise ConfigError(
+                "an ssl.SSLContext cannot travel into another process: pass "
+                "tls=aiosync.TLS(cert=..., key=..., ca=...) with the names of files"
+            )
+        return [self.token, self.tls]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for name, value in zip(("token", "tls"), state, strict=True):
+            object.__setattr__(self, name, value)

@@ -1,0 +1,346 @@
+"""Links over stream sockets: TCP between hosts, Unix sockets within one, with or without TLS.
+
+The event loop drives the sockets: bytes go straight from the sender's buffers and land straight
+in the buffers that the receiver lends. Must not import torch or schemes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from typing import ClassVar
+
+from aiosync.errors import (
+    AiosyncError,
+    AuthError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    PeerClosed,
+    RecvTimeout,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+)
+from aiosync.transports._framed import FramedTransport
+from aiosync.transports._io import ByteIo, StreamIo, widen_socket
+from aiosync.transports._tls import PlainPeer, TlsIo
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.types import Cancellation, Capabilities, Limits
+from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse, encode_frame
+
+__all__ = ["TCP_LIMITS", "TCPTransport"]
+
+TCP_LIMITS = Limits(max_payload_nbytes=2**36)
+"""What a peer may announce once it has proved who it is; 64 GiB for one payload."""
+
+# Before that. A stranger gets a link no memory but the decoder's 64 KiB.
+_STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
+_NO_CREDENTIALS = Credentials()
+_KEEPALIVE_SECONDS = 30.0
+
+
+class TCPTransport(FramedTransport):
+    """A link over a connected stream socket. Takes ownership of it.
+
+    Use :meth:`connect` on the side that dials and :meth:`accept` on the side that listens: they
+    do the handshakes, with deadlines. The constructor does none.
+
+    Args:
+        io: A connected socket, or the byte stream over one.
+        limits: What the peer may announce.
+        name: How errors and reprs call the peer.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="tcp",
+        cross_host=True,
+        send_cancellation=Cancellation.BREAKS_LINK,
+        recv_cancellation=Cancellation.BREAKS_LINK,
+    )
+
+    def __init__(
+        self,
+        io: socket.socket | ByteIo,
+        *,
+        limits: Limits | None = None,
+        name: str = "the peer",
+    ) -> None:
+        stream = StreamIo(io) if isinstance(io, socket.socket) else io
+        super().__init__(stream, limits=limits or TCP_LIMITS, name=name)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def pair(
+        cls, *, limits: Limits | None = None
+    ) -> AsyncIterator[tuple[TCPTransport, TCPTransport]]:
+        """Two ends of a loopback connection in this process, closed when the context ends."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            left = socket.create_connection(listening.getsockname())
+            right, _ = listening.accept()
+        for sock in (left, right):
+            _prepare(sock, _KEEPALIVE_SECONDS)
+        async with (
+            cls(left, limits=limits, name="the right end") as one,
+            cls(right, limits=limits, name="the left end") as two,
+        ):
+            yield one, two
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str | Address,
+        *,
+        credentials: Credentials | None = None,
+        limits: Limits | None = None,
+        name: str | None = None,
+        keepalive: float | None = _KEEPALIVE_SECONDS,
+        timeout: float | None = 30.0,
+    ) -> TCPTransport:
+        """Dial, and prove to each other who is there. One attempt.
+
+        Args:
+            url: ``tcp://host:port`` or ``unix:///path``.
+            credentials: Token and TLS; the same as on the other side.
+            limits: What the peer may announce afterwards.
+            name: How errors call the peer; its address by default.
+            keepalive: Seconds after which the kernel asks an idle TCP peer whether it is there;
+                one that does not answer is lost after twice that time. ``None`` for never.
+            timeout: Seconds for the whole call; ``None`` waits for ever.
+
+        Raises:
+            ConnectError: Nobody listens there, or the other end refused.
+            AuthError: The tokens or certificates do not fit.
+            ConnectTimeout: Not in time.
+            ConfigError: Not an address, or a certificate file cannot be used.
+
+        Cancellation:
+            Class A.
+        """
+        address = Address.parse(url)
+        credentials = credentials or _NO_CREDENTIALS
+        context = credentials.dialling_context()
+        name = name or str(address)
+        try:
+            async with asyncio.timeout(timeout):
+                sock = await _open(address, keepalive)
+                io = await _secured(
+                    sock, context, server_side=False, hostname=_hostname(credentials, address)
+                )
+                transport = cls(io, limits=_STRANGER_LIMITS, name=name)
+                try:
+                    await _prove_as_dialer(transport, credentials)
+                except BaseException:  # raised again: the caller sees it
+                    transport.abort()
+                    raise
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
+        transport.channel.set_limits(limits or TCP_LIMITS)
+        return transport
+
+    @classmethod
+    async def accept(
+        cls,
+        sock: socket.socket,
+        *,
+        credentials: Credentials | None = None,
+        context: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+        name: str = "a peer",
+        keepalive: float | None = _KEEPALIVE_SECONDS,
+        timeout: float | None = 10.0,
+    ) -> TCPTransport:
+        """The listening side's half of :meth:`connect`, for a socket that was accepted.
+
+        Takes ownership of ``sock``. Until the peer has proved who it is it gets no memory but a
+        read-ahead of 64 KiB.
+
+        Args:
+            sock: From ``accept()``.
+            credentials: As for :meth:`connect`.
+            context: TLS of this side; made from ``credentials`` when left out.
+            limits: What the peer may announce afterwards.
+            name: How errors call the peer.
+            keepalive: As for :meth:`connect`.
+            timeout: Seconds for the whole call; ``None`` waits for ever.
+
+        Raises:
+            AuthError: The tokens or certificates do not fit; the peer was told.
+            ConnectError: The peer went away, or does not speak TLS.
+            RemoteProtocolError: It does not speak aiosync.
+            ConnectTimeout: Not in time.
+
+        Cancellation:
+            Closes the socket.
+        """
+        credentials = credentials or _NO_CREDENTIALS
+        try:
+            if context is None:
+                context = credentials.listening_context()
+            _prepare(sock, keepalive)
+        except BaseException:  # raised again: the caller sees it
+            sock.close()
+            raise
+        try:
+            async with asyncio.timeout(timeout):
+                io = await _secured(sock, context, server_side=True)
+                transport = cls(io, limits=_STRANGER_LIMITS, name=name)
+                try:
+                    await _prove_as_listener(transport, credentials)
+                except BaseException:  # raised again: the caller sees it
+                    transport.abort()
+                    raise
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"{name} did not prove who it is in {timeout:g} s") from exc
+        transport.channel.set_limits(limits or TCP_LIMITS)
+        return transport
+
+
+# -- sockets ----------------------------------------------------------------------------------
+
+
+async def _open(address: Address, keepalive: float | None) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    try:
+        places = await _look_up(address)
+    except OSError as exc:
+        raise ConnectError(f"{address} cannot be looked up: {exc}") from exc
+    failures: list[OSError] = []
+    for family, where in places:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, where)
+            _prepare(sock, keepalive)
+        except OSError as exc:
+            sock.close()
+            failures.append(exc)
+            continue
+        except BaseException:  # cancelled: raised again
+            sock.close()
+            raise
+        return sock
+    reason = "; ".join(str(exc) for exc in failures) or "it has no address"
+    raise ConnectError(f"{address} cannot be reached: {reason}") from (
+        failures[0] if failures else None
+    )
+
+
+async def _look_up(address: Address) -> list[tuple[int, tuple[str, int] | str]]:
+    if address.scheme == "unix":
+        return [(socket.AF_UNIX, address.path)]
+    try:  # numbers need no resolver, which would need a thread
+        flags = 0 if address.host == "localhost" else socket.AI_NUMERICHOST
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    except socket.gaierror:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [(family, where) for family, _kind, _proto, _name, where in found]  # type: ignore[misc]  # typeshed allows for other families
+
+
+def _prepare(sock: socket.socket, keepalive: float | None) -> None:
+    """Options of a connected socket; those that its family lacks are left out."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        widen_socket(sock.fileno())
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if keepalive is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = 3
+    for option, value in (
+        ("TCP_KEEPIDLE", max(1, round(keepalive))),
+        ("TCP_KEEPINTVL", max(1, round(keepalive / probes))),
+        ("TCP_KEEPCNT", probes),
+        ("TCP_USER_TIMEOUT", max(1000, round(2000 * keepalive))),  # milliseconds
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+# -- handshakes -------------------------------------------------------------------------------
+
+
+def _hostname(credentials: Credentials, address: Address) -> str:
+    return getattr(credentials.tls, "hostname", None) or address.host or "localhost"
+
+
+async def _secured(
+    sock: socket.socket,
+    context: ssl.SSLContext | None,
+    *,
+    server_side: bool,
+    hostname: str | None = None,
+) -> ByteIo:
+    """The byte stream over ``sock``, with TLS if there is a context. Owns the socket."""
+    if context is None:
+        return StreamIo(sock)
+    try:
+        io = TlsIo(sock, context, server_side=server_side, hostname=hostname)
+    except (ssl.SSLError, ValueError) as exc:
+        sock.close()
+        raise ConfigError(f"this SSL context does not fit: {exc}") from exc
+    try:
+        await io.handshake()
+    except PlainPeer:
+        # It can be told in words that it understands.
+        refuse = Refuse("ConfigError", "this address speaks TLS: pass tls= on this side, too")
+        with contextlib.suppress(OSError):
+            sock.send(encode_frame(refuse))
+        io.close()
+        raise
+    except BaseException:  # raised again: the caller sees it
+        io.close()
+        raise
+    return io
+
+
+async def _prove_as_dialer(transport: TCPTransport, credentials: Credentials) -> None:
+    auth = DialerAuth(credentials.token_bytes)
+    try:
+        # The first word, so that a side that expects TLS notices at once.
+        greeting = Challenge(secrets.token_bytes(32), credentials.token is not None)
+        await transport.send(greeting)
+        challenge = (await transport.recv()).message
+        _check_refused(challenge)
+        await transport.send(auth.answer(challenge))
+        auth.verify((await transport.recv()).message)
+    except (PeerClosed, TransportBroken) as exc:
+        raise ConnectError(
+            f"{transport.channel.name} closed the link during the handshake: it may be at its "
+            "limit of connections, want TLS, or be something else than aiosync"
+        ) from exc
+
+
+async def _prove_as_listener(transport: TCPTransport, credentials: Credentials) -> None:
+    auth = ListenerAuth(credentials.token_bytes)
+    try:
+        await transport.send(auth.challenge())
+        greeting = (await transport.recv()).message
+        if not isinstance(greeting, Challenge):
+            raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
+        if greeting.required and credentials.token is None:
+            raise AuthError(
+                "the dialer has a token and the listener has none: give the listener token=..."
+            )
+        answer = (await transport.recv()).message
+        await transport.send(auth.verify(answer))
+    except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
+        raise ConnectError(f"{transport.channel.name} went away during the handshake") from exc
+    except AiosyncError as exc:
+        if not transport.channel.ended:
+            with contextlib.suppress(AiosyncError):  # it is refused anyway
+                await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=1.0)
+        raise
+
+
+def _check_refused(message: object) -> None:
+    if isinstance(message, Refuse) and message.error_type == ConfigError.__name__:
+        text = ascii(message.error_text[:200])  # of somebody who proved nothing
+        raise ConfigError(f"the listener refused the link: {text}")

@@ -1,0 +1,188 @@
+"""The table of all messages: their names on the wire and their fields. Internal to the package.
+
+The messages are written down in ``docs/topics/wire-format.md``. This module must never import
+asyncio, anyio or torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aiosync.wire._fields import (
+    MAX_ERROR_TEXT_NBYTES,
+    MAX_ERROR_TYPE_NBYTES,
+    REQUIRED,
+    Convert,
+    Field,
+    bool_field,
+    bytes_field,
+    chunk_field,
+    clipped_field,
+    int_field,
+    manifest_field,
+    status_field,
+    str_field,
+    values_field,
+)
+from aiosync.wire._message_types import (
+    Ack,
+    Challenge,
+    Current,
+    Fetch,
+    Hello,
+    ManifestMessage,
+    Proof,
+    Refuse,
+    Release,
+    Resend,
+    Segment,
+    Status,
+    Update,
+    Welcome,
+)
+from aiosync.wire.manifest import DIGEST_NBYTES
+
+__all__ = [
+    "FIELDS",
+    "MAX_CHECKSUM_NBYTES",
+    "MAX_MAC_NBYTES",
+    "NONCE_NBYTES",
+    "SESSION_NBYTES",
+    "SPECS",
+    "Spec",
+]
+
+MAX_CHECKSUM_NBYTES = 64
+"""Bytes of a payload's checksum."""
+
+MAX_MAC_NBYTES = 64
+"""Bytes of an authentication code."""
+
+NONCE_NBYTES = 32
+"""Bytes of a nonce."""
+
+SESSION_NBYTES = 16
+"""Bytes of a session's name."""
+
+_U32 = 2**32 - 1
+_IDX = 2**31 - 1
+_SLOTS = 65535
+
+_EPOCH = int_field("epoch", 1)
+_VERSION = int_field("version", 1)
+_NONCE = bytes_field("nonce", NONCE_NBYTES, NONCE_NBYTES)
+
+
+def _checksum(name: str) -> Field:
+    return bytes_field(name, 1, MAX_CHECKSUM_NBYTES, None)
+
+
+FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
+    Hello: (
+        "hello",
+        (
+            str_field("role"),
+            str_field("model_id", empty=True),
+            int_field("pid", 0, _U32),
+            int_field("worker_idx", 0, _IDX, default=None),
+            str_field("strategy", "tensordict"),
+            bool_field("has_target", True),
+            int_field("epoch", 1, default=None),
+            int_field("version", 0, default=None),
+            bytes_field("session", SESSION_NBYTES, SESSION_NBYTES, None),
+            bool_field("subscribe", True),
+            int_field("partial_epoch", 1, default=None),
+            int_field("partial_version", 1, default=None),
+            int_field("partial_nbytes", 0, default=0),
+        ),
+    ),
+    Welcome: (
+        "welcome",
+        (
+            _EPOCH,
+            int_field("version", 0),
+            int_field("worker_idx", 0, _IDX),
+            int_field("num_workers", 0, _IDX, default=None),
+        ),
+    ),
+    Refuse: (
+        "refuse",
+        (
+            clipped_field("error_type", MAX_ERROR_TYPE_NBYTES),
+            clipped_field("error_text", MAX_ERROR_TEXT_NBYTES),
+        ),
+    ),
+    ManifestMessage: ("manifest", (manifest_field("manifest"),)),
+    Update: (
+        "update",
+        (
+            _EPOCH,
+            _VERSION,
+            bytes_field("digest", DIGEST_NBYTES, DIGEST_NBYTES),
+            str_field("codec", "dense"),
+            values_field("values"),
+            chunk_field("chunk"),
+            _checksum("checksum"),
+            _checksum("state"),
+        ),
+    ),
+    Ack: (
+        "ack",
+        (
+            _EPOCH,
+            _VERSION,
+            status_field("status"),
+            clipped_field("error_type", MAX_ERROR_TYPE_NBYTES, ""),
+            clipped_field("error_text", MAX_ERROR_TEXT_NBYTES, ""),
+        ),
+    ),
+    Segment: (
+        "segment",
+        (
+            int_field("segment_id", 0),
+            int_field("slot_nbytes", 0),
+            int_field("num_slots", 1, _SLOTS),
+        ),
+    ),
+    Release: (
+        "release",
+        (
+            int_field("segment_id", 0),
+            int_field("slot", 0, _SLOTS - 1),
+            int_field("serial", 0),
+            bool_field("retained", False),
+        ),
+    ),
+    Challenge: ("challenge", (_NONCE, bool_field("required", True))),
+    Proof: ("proof", (_NONCE, bytes_field("mac", 0, MAX_MAC_NBYTES))),
+    Resend: ("resend", (_EPOCH, _VERSION, int_field("chunk", 0, _U32, 0))),
+    Fetch: ("fetch", (int_field("min_version", 0),)),
+    Current: ("current", (_EPOCH, int_field("version", 0))),
+    Status: ("status", (values_field("values"),)),
+}
+"""For each message its name on the wire, and its fields in the order of the constructor."""
+
+
+class Spec(NamedTuple):
+    """How a message is read.
+
+    Attributes:
+        cls: The message's type.
+        loads: For each field, what checks and converts it.
+        required: Fields without a default.
+    """
+
+    cls: type
+    loads: dict[str, Convert]
+    required: frozenset[str]
+
+
+SPECS: dict[str, Spec] = {
+    name: Spec(
+        cls,
+        {each.name: each.load for each in fields},
+        frozenset(each.name for each in fields if each.default is REQUIRED),
+    )
+    for cls, (name, fields) in FIELDS.items()
+}
+"""For each name on the wire, how to read the message."""

@@ -1,0 +1,189 @@
+"""Two ends of a link prove to each other that they have the same token, which never travels.
+
+Whoever accepted the link (the listener) sends a :class:`~aiosync.wire.Challenge`; whoever opened
+it (the dialer) answers with a :class:`~aiosync.wire.Proof`, and gets one back. Each proof covers
+random bytes of both sides and the role of who made it, so that neither an old proof nor one of
+our own is worth anything. No I/O. This module must never import asyncio, anyio or torch.
+
+Without TLS this says who was there when the link was opened, and no more: whoever can change the
+bytes on the way can wait for the proofs and then take over. See ``docs/topics/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import NoReturn
+
+from aiosync.errors import (
+    AuthError,
+    ConfigError,
+    ConnectError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from aiosync.wire._message_types import Challenge, Message, Proof, Refuse
+from aiosync.wire._specs import NONCE_NBYTES
+
+__all__ = ["DialerAuth", "ListenerAuth"]
+
+_PREFIX = b"aiosync-auth-1\0"
+_DIALER = b"dialer"
+_LISTENER = b"listener"
+_MAX_TEXT = 200
+
+
+class ListenerAuth:
+    """The side that accepted one link. Not for a second link.
+
+    Args:
+        token: What both sides have to know; ``None`` lets in who has none either.
+
+    Raises:
+        ConfigError: The token is no bytes, or empty.
+    """
+
+    __slots__ = ("_nonce", "_token")
+
+    def __init__(self, token: bytes | None) -> None:
+        self._token = _checked(token)
+        self._nonce: bytes | None = None
+
+    def challenge(self) -> Challenge:
+        """Make the first message of the link."""
+        self._nonce = secrets.token_bytes(NONCE_NBYTES)
+        return Challenge(self._nonce, required=self._token is not None)
+
+    def verify(self, message: Message) -> Proof:
+        """Check the dialer's answer. A challenge is good for one call.
+
+        Returns:
+            What the dialer gets back.
+
+        Raises:
+            AuthError: The two sides do not share a token. The dialer should get a ``Refuse``
+                with the name and text of this error, and the link be closed.
+            RemoteProtocolError: The peer sent something else than a proof.
+            LocalProtocolError: There is no challenge that was not answered.
+        """
+        nonce, self._nonce = self._nonce, None
+        if nonce is None:
+            raise LocalProtocolError("there is no challenge that waits for an answer")
+        if not isinstance(message, Proof):
+            _unexpected("dialer", message, "Proof")
+        if self._token is None:
+            if message.mac:
+                raise AuthError(
+                    "the dialer has a token and the listener has none: give the listener token=..."
+                )
+            return Proof(nonce, b"")
+        if not message.mac:
+            raise AuthError(
+                "the listener has a token and the dialer has none: give the dialer token=..."
+            )
+        # With one nonce for both sides the dialer would have drawn nothing itself.
+        fresh = not hmac.compare_digest(message.nonce, nonce)
+        expected = _mac(self._token, _DIALER, nonce, message.nonce)
+        if not hmac.compare_digest(message.mac, expected) or not fresh:
+            raise AuthError("the dialer does not have the token of the listener")
+        return Proof(nonce, _mac(self._token, _LISTENER, nonce, message.nonce))
+
+
+class DialerAuth:
+    """The side that opened one link. Not for a second link.
+
+    Args:
+        token: What both sides have to know; ``None`` when there is none.
+
+    Raises:
+        ConfigError: The token is no bytes, or empty.
+    """
+
+    __slots__ = ("_challenge", "_nonce", "_token")
+
+    def __init__(self, token: bytes | None) -> None:
+        self._token = _checked(token)
+        self._challenge: Challenge | None = None
+        self._nonce = b""
+
+    def answer(self, message: Message) -> Proof:
+        """Answer the listener's first message.
+
+        A side without a token answers too: it is the listener that refuses it, and both know why.
+
+        Raises:
+            ConnectError: The listener refused the link at once.
+            RemoteProtocolError: The peer sent something else than a challenge.
+        """
+        if isinstance(message, Refuse):
+            _refused(message)
+        if not isinstance(message, Challenge):
+            _unexpected("listener", message, "Challenge")
+        self._challenge = message
+        self._nonce = secrets.token_bytes(NONCE_NBYTES)
+        if self._token is None:
+            return Proof(self._nonce, b"")
+        return Proof(self._nonce, _mac(self._token, _DIALER, message.nonce, self._nonce))
+
+    def verify(self, message: Message) -> None:
+        """Check the listener's proof. An answer is good for one call.
+
+        Raises:
+            AuthError: The two sides do not share a token.
+            ConnectError: The listener refused the link for another reason.
+            RemoteProtocolError: The peer sent something else than a proof or a refusal.
+            LocalProtocolError: There is no answer that was not checked.
+        """
+        challenge, self._challenge = self._challenge, None
+        if challenge is None:
+            raise LocalProtocolError("there is no answer that waits for a proof")
+        if isinstance(message, Refuse):
+            if message.error_type != AuthError.__name__:
+                _refused(message)
+        elif not isinstance(message, Proof):
+            _unexpected("listener", message, "Proof")
+        if self._token is None:
+            if challenge.required or (isinstance(message, Proof) and message.mac):
+                raise AuthError(
+                    "the listener has a token and the dialer has none: give the dialer token=..."
+                )
+        elif not challenge.required or (isinstance(message, Proof) and not message.mac):
+            raise AuthError(
+                "the dialer has a token and the listener has none: give the listener token=..."
+            )
+        if isinstance(message, Refuse):
+            if self._token is None:
+                _refused(message)  # although it asks for no token
+            # The peer's text is not needed here, and may hold anything.
+            raise AuthError("the listener refused the dialer: their tokens are not the same")
+        same = hmac.compare_digest(message.nonce, challenge.nonce)
+        expected = b""
+        if self._token is not None:
+            expected = _mac(self._token, _LISTENER, challenge.nonce, self._nonce)
+        if not hmac.compare_digest(message.mac, expected) or not same:
+            raise AuthError("the listener does not have the token of the dialer")
+
+
+def _checked(token: bytes | None) -> bytes | None:
+    if token is not None and type(token) is not bytes:
+        raise ConfigError(f"token is a {type(token).__name__}; it must be bytes, or None")
+    if token is not None and not token:
+        raise ConfigError("token is empty; it must have bytes, or be None")
+    return token
+
+
+def _mac(token: bytes, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:
+    data = _PREFIX + role + b"\0" + listener_nonce + dialer_nonce
+    return hmac.digest(token, data, "sha256")
+
+
+def _unexpected(who: str, message: Message, expected: str) -> NoReturn:
+    raise RemoteProtocolError(
+        f"the {who} sent a {type(message).__name__} where a {expected} was expected"
+    )
+
+
+def _refused(message: Refuse) -> NoReturn:
+    # A peer that proved nothing wrote this: short, and without control characters.
+    text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])
+    raise ConnectError(f"the listener refused the link: {text}")

@@ -1,0 +1,62 @@
+"""Certificates for tests, made once per process: an authority, a server, a client, a stranger."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+from aiosync import TLS
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Ready-made sides.
+
+    Attributes:
+        folder: Where the files are.
+        listening: Shows a certificate for localhost and 127.0.0.1.
+        dialling: Trusts the authority.
+        both: One object for both sides, which show and check certificates.
+        expired: As ``listening``, but the certificate has expired.
+        foreign: Trusts, and has a certificate of, another authority.
+    """
+
+    folder: Path
+    listening: TLS
+    dialling: TLS
+    both: TLS
+    expired: TLS
+    foreign: TLS
+
+
+@functools.cache
+def certificates() -> Certificates:
+    folder = Path(tempfile.mkdtemp(prefix="aiosync-certificates-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    authority, other = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    other.cert_pem.write_to_path(folder / "other-ca.pem")
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    issued = {
+        "good": authority.issue_cert("localhost", "127.0.0.1"),
+        "expired": authority.issue_cert("localhost", "127.0.0.1", not_after=yesterday),
+        "foreign": other.issue_cert("localhost", "127.0.0.1"),
+    }
+    for name, cert in issued.items():
+        cert.private_key_and_cert_chain_pem.write_to_path(folder / f"{name}.pem")
+    ca = folder / "ca.pem"
+    return Certificates(
+        folder=folder,
+        listening=TLS(cert=folder / "good.pem"),
+        dialling=TLS(ca=ca),
+        both=TLS(cert=folder / "good.pem", ca=ca, verify_clients=True),
+        expired=TLS(cert=folder / "expired.pem"),
+        foreign=TLS(cert=folder / "foreign.pem", ca=folder / "other-ca.pem"),
+    )

@@ -1,0 +1,376 @@
+"""The files that ``aiosync push`` reads and ``aiosync pull`` writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("safetensors")
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from aiosync.cli._files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
+from aiosync.errors import ConfigError
+from aiosync.tensors import collect, torch_dtype
+from aiosync.wire import DTYPE_NBYTES
+from tests.tensors._models import Tied, bits, filled, packed
+
+ENDINGS = SAFETENSORS + TORCH
+every_ending = pytest.mark.parametrize("ending", ENDINGS)
+
+
+def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
+    assert set(found) == set(saved)
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert found[name].shape == value.shape
+            assert bits(found[name]) == bits(value)
+        else:
+            assert found[name] == value
+            assert type(found[name]) is type(value)
+
+
+# -- there and back ---------------------------------------------------------------------------
+
+
+@every_ending
+def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    saved = {
+        "a.weight": torch.randn(3, 4),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3, dtype=torch.float16),
+        "_extra_state": {"n": [1, 2.5, None, True, "ü"], "b": b"\0\xff"},
+        "count": 3,
+    }
+    save_weights(path, saved, metadata={"version": "3"})
+    assert_same(load_weights(path), saved)
+    save_weights(str(path), {"other": torch.ones(1)})  # replaces it
+    assert_same(load_weights(str(path)), {"other": torch.ones(1)})
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@every_ending
+def test_a_model_goes_through_a_file(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    source, target = nn.Linear(3, 4), nn.Linear(3, 4)
+    save_weights(path, source.state_dict())
+    target.load_state_dict(load_weights(path))
+    assert bits(target.weight) == bits(source.weight)
+    assert all(not tensor.requires_grad for tensor in load_weights(path).values())
+
+
+@every_ending
+def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    tied = Tied().state_dict()
+    big = torch.randn(1000, 100)
+    save_weights(path, {**tied, "x": big, "y": big})
+    found = load_weights(path)
+    assert_same(found, {**tied, "x": big, "y": big})
+    assert path.stat().st_size < 1.5 * big.nbytes
+    assert found["x"].data_ptr() == found["y"].data_ptr()
+    assert {leaf.aliases for leaf in collect(found).leaves} == {("head.weight",), ("y",)}
+
+
+@every_ending
+def test_views_of_one_memory_come_back(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    base = torch.randn(4, 6)
+    saved = {"base": base, "row": base[1], "turned": base.t(), "part": base[:, 1:3]}
+    save_weights(path, saved)
+    assert_same(load_weights(path), saved)
+    layout, flat, _ = packed({f"t{i}": torch.randn(5) for i in range(3)})
+    views = {f"t{i}": view for i, view in enumerate(layout.views(flat.tensor))}
+    save_weights(path, views)
+    assert_same(load_weights(path), views)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype(tmp_path: Path, dtype: str) -> None:
+    saved = {f"t{i}": filled(torch_dtype(dtype), shape) for i, shape in enumerate([(), (3, 2)])}
+    save_weights(tmp_path / "x.pt", saved)
+    assert_same(load_weights(tmp_path / "x.pt"), saved)
+    try:
+        save_weights(tmp_path / "x.safetensors", saved)
+    except ConfigError as exc:
+        assert f"cannot hold torch.{dtype} (tensor 't0' and others); write a .pt" in str(exc)
+        assert dtype.startswith(("complex", "float8"))
+        assert os.listdir(tmp_path) == ["x.pt"]
+    else:
+        assert_same(load_weights(tmp_path / "x.safetensors"), saved)
+
+
+def test_other_tools_read_what_is_written(tmp_path: Path) -> None:
+    saved = nn.Linear(2, 3).state_dict()
+    save_weights(tmp_path / "x.safetensors", saved, metadata={"version": "3"})
+    assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), saved)
+    with safetensors.safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"version": "3"}
+    save_weights(tmp_path / "x.pt", saved, metadata={"version": "3"})
+    assert_same(torch.load(tmp_path / "x.pt", weights_only=True), saved)
+    save_weights(tmp_path / "x.ckpt", saved, metadata={"version": "3"})
+    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert content["metadata"] == {"version": "3"}
+    assert_same(content["state_dict"], saved)
+
+
+@every_ending
+def test_files_have_the_usual_permissions(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    old = os.umask(0o027)
+    try:
+        save_weights(path, {"a": torch.ones(1)})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real" / "x.pt")
+    save_weights(tmp_path / "link.pt", {"a": torch.ones(1)})
+    assert (tmp_path / "link.pt").is_symlink()
+    assert_same(load_weights(tmp_path / "real" / "x.pt"), {"a": torch.ones(1)})
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+def test_a_state_dict_inside_of_a_checkpoint_is_found(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "x.pt"
+    weights = nn.Linear(2, 3).state_dict()
+    optimizer = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
+    loss = torch.tensor(0.5)
+    torch.save({"epoch": 3, "loss": loss, "optimizer": optimizer, key: weights}, path)
+    notes: list[str] = []
+    found = load_weights(path, note=notes.append)
+    assert_same(found, dict(weights))
+    assert notes == [f"{path}: used the state dict under {key!r}"]
+    assert_same(load_weights(path), dict(weights))
+
+
+def test_a_plain_state_dict_needs_no_note(tmp_path: Path) -> None:
+    notes: list[str] = []
+    torch.save({"model.weight": torch.ones(2), "model": "a name"}, tmp_path / "x.pt")
+    found = load_weights(tmp_path / "x.pt", note=notes.append)
+    assert set(found) == {"model.weight", "model"}
+    assert notes == []
+
+
+def test_an_old_checkpoint_is_read(tmp_path: Path) -> None:
+    saved = {"a": torch.randn(3)}
+    torch.save(saved, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
+    assert_same(load_weights(tmp_path / "x.pth"), saved)
+
+
+def test_a_checkpoint_is_mapped_not_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(1000)}, tmp_path / "x.pt")
+    found = load_weights(tmp_path / "x.pt")
+    assert str(tmp_path / "x.pt") in Path("/proc/self/maps").read_text()
+    del found
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Path(os.environ["PYTEST_MARKER"])),)
+
+
+@pytest.mark.parametrize("how", ["zip", "old", "pickle"])
+def test_a_pickle_that_could_run_code_is_refused(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "it ran"
+    monkeypatch.setenv("PYTEST_MARKER", str(marker))
+    path = tmp_path / "x.pt"
+    content = {"a": torch.ones(2), "b": RunsCode()}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=how == "zip")
+    with pytest.raises(ConfigError, match=r"x\.pt: refused: .*could run code") as caught:
+        load_weights(path)
+    assert "weights_only" not in str(caught.value)  # no advice to load it all the same
+    assert "mkdir" in str(caught.value) or how == "pickle"
+    assert not marker.exists()
+
+
+def test_a_whole_module_is_refused_with_advice(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"modules\.linear\.Linear.*save model\.state_dict\(\)"):
+        load_weights(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (torch.ones(2), "holds a Tensor, not a state dict"),
+        ([torch.ones(2)], "holds a list, not a state dict"),
+        ({}, "no state dict, neither on top nor under .*it has nothing"),
+        ({"epoch": 3}, "it has 'epoch'. Save"),
+        ({0: torch.ones(2)}, "it has 0. Save"),
+        ({"model": {"inner": {"w": torch.ones(1)}}}, "it has 'model'"),
+        (OrderedDict(state_dict=[torch.ones(2)]), "it has 'state_dict'"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(tmp_path: Path, content: Any, why: str) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=why):
+        load_weights(tmp_path / "x.pt")
+
+
+# -- damage and mistakes ----------------------------------------------------------------------
+
+
+@every_ending
+def test_a_damaged_file_is_refused(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"x{ending}"
+    save_weights(path, {"a": torch.randn(100), "n": 3})
+    whole = path.read_bytes()
+    for content in [whole[: len(whole) * part // 16] for part in range(16)] + [
+        b"hello world" * 20,
+        bytes(200),
+        b"\xff" * 200,
+        b"PK\x03\x04" + bytes(200),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"x\{ending}: (no |damaged|refused)"):
+            load_weights(path)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"aiosync.aliases": "["},
+        {"aiosync.aliases": "[1]"},
+        {"aiosync.aliases": '{"b": "missing"}'},
+        {"aiosync.aliases": '{"b": {}}'},
+        {"aiosync.aliases": "[" * 100_000},
+        {"aiosync.values": "!"},
+        {"aiosync.values": "wQ=="},
+    ],
+)
+def test_damaged_metadata_is_refused(tmp_path: Path, texts: dict[str, str]) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, texts)
+    with pytest.raises(ConfigError, match="damaged: its aliases or values"):
+        load_weights(path)
+
+
+def test_a_file_of_a_store_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"aiosync.format": "1"})
+    with pytest.raises(ConfigError, match="weight server's store"):
+        load_weights(path)
+
+
+@pytest.mark.parametrize("name", ["weights.zip", "weights", ".pt", "weights.pt.gz"])
+def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
+    known = r"must end in one of: \.safetensors, \.pt, \.pth, \.bin, \.ckpt"
+    for call in (load_weights, check_target, lambda path: save_weights(path, {})):
+        with pytest.raises(ConfigError, match=known):
+            call(tmp_path / name)
+
+
+@every_ending
+def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_weights(tmp_path / f"x{ending}")
+    (tmp_path / f"folder{ending}").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_weights(tmp_path / f"folder{ending}")
+    for path, why in [
+        (tmp_path / "nowhere" / f"x{ending}", "there is no folder .*nowhere"),
+        (tmp_path / f"folder{ending}", "this is a folder"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            check_target(path)
+        with pytest.raises(ConfigError, match=why):
+            save_weights(path, {"a": torch.ones(1)})
+
+
+@every_ending
+def test_a_folder_without_permission_is_refused(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="no permission to write"):
+        save_weights(tmp_path / f"x{ending}", {"a": torch.ones(1)})
+
+
+@every_ending
+def test_values_that_cannot_travel_are_refused(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(ConfigError, match="'bad' is a object"):
+        save_weights(tmp_path / f"x{ending}", {"bad": object()})
+    assert os.listdir(tmp_path) == []
+
+
+@every_ending
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_disk_leaves_the_old_file(
+    tmp_path: Path, ending: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"x{ending}"
+    save_weights(path, {"old": torch.ones(1)})
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            save_weights(path, {"new": torch.ones(1)})
+    assert set(load_weights(path)) == {"old"}
+    assert os.listdir(tmp_path) == [path.name]
+
+
+FULL = """
+import resource, sys, torch
+from aiosync.cli._files import save_weights
+from aiosync.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+for path in sys.argv[1:]:
+    try:
+        save_weights(path, {"new": torch.ones(2**20)})
+    except ConfigError as exc:
+        print(exc)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    paths = [tmp_path / f"x{ending}" for ending in (".safetensors", ".pt")]
+    for path in paths:
+        save_weights(path, {"old": torch.ones(1)})
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *map(str, paths)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cannot be written") == 2, done.stdout
+    for path in paths:
+        assert set(load_weights(path)) == {"old"}
+    assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in paths)
+
+
+def test_without_safetensors_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_weights(tmp_path / "x.safetensors", {"a": torch.ones(1)})
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for call in (load_weights, check_target):
+        with pytest.raises(ConfigError, match=r"pip install 'aiosync\[cli\]'"):
+            call(tmp_path / "x.safetensors")

@@ -1,0 +1,668 @@
+"""The store of the weight server: what was saved comes back bit for bit, or an error does."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.server import StoredUpdate, StoreError, WeightStore
+from aiosync.server._format import encode_header
+from aiosync.tensors import FlatBuffer, Layout, torch_dtype
+from aiosync.types import Limits
+from aiosync.wire import DTYPE_NBYTES, plan_manifest
+
+Entry = tuple[str, str, tuple[int, ...], str, tuple[str, ...]]
+
+
+def update_of(entries: list[Entry], *, seed: int = 0, **fields: Any) -> StoredUpdate:
+    """An update of random bytes; its padding is random as well."""
+    layout = Layout(plan_manifest(entries))
+    buffer = FlatBuffer(layout.nbytes)
+    buffer.array[:] = np.random.default_rng(seed).integers(0, 256, layout.nbytes, np.uint8)
+    options = {"epoch": 7, "version": 3, "strategy": "state_dict", "values": {}} | fields
+    return StoredUpdate(layout=layout, buffer=buffer, **options)
+
+
+def small(seed: int = 0, **fields: Any) -> StoredUpdate:
+    return update_of(
+        [
+            ("body.weight", "float32", (3, 5), "param", ("head.weight",)),
+            ("body.count", "int64", (), "buffer", ()),
+            ("body.mask", "bool", (3,), "buffer", ()),
+        ],
+        seed=seed,
+        **fields,
+    )
+
+
+def leaf_bytes(update: StoredUpdate) -> list[bytes]:
+    memory = update.buffer.memoryview()
+    return [bytes(memory[x.offset :][: x.nbytes]) for x in update.layout.manifest.leaves]
+
+
+def assert_same(found: StoredUpdate | None, saved: StoredUpdate) -> None:
+    assert found is not None
+    assert (found.epoch, found.version, found.strategy) == (
+        saved.epoch,
+        saved.version,
+        saved.strategy,
+    )
+    assert found.values == saved.values
+    assert found.layout.manifest == saved.layout.manifest
+    assert leaf_bytes(found) == leaf_bytes(saved)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "store")
+
+
+def the_file(store: WeightStore) -> Path:
+    (name,) = os.listdir(store.directory)
+    return Path(store.directory, name)
+
+
+# -- what comes back --------------------------------------------------------------------------
+
+VALUES = {"_extra_state": {"n": 1, "x": [1.5, None, True, "ü\0"], "b": b"\0\xff"}, "e": {}}
+
+
+def test_an_update_comes_back_bit_for_bit(store: WeightStore) -> None:
+    saved = small(epoch=2**63 - 1, version=2**40, strategy="tensordict", values=VALUES)
+    store.save("policy", saved)
+    found = store.load("policy")
+    assert_same(found, saved)
+    assert found is not None
+    assert found.layout.manifest.leaves[0].aliases == ("head.weight",)
+    for start, end in found.layout.padding():
+        assert not found.buffer.array[start:end].any()
+    first, second = found.buffer.views(found.layout)[:2]
+    assert first.shape == (3, 5)
+    assert second.shape == ()
+
+
+def test_a_model_that_was_never_saved_is_none(store: WeightStore) -> None:
+    assert store.load("policy") is None
+    assert store.model_ids() == []
+
+
+def test_the_newest_save_is_what_comes_back(store: WeightStore) -> None:
+    for seed in range(3):
+        store.save("policy", small(seed=seed, version=seed + 1))
+    assert_same(store.load("policy"), small(seed=2, version=3))
+    assert_same(WeightStore(store.directory).load("policy"), small(seed=2, version=3))
+    the_file(store)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
+def test_every_dtype_and_shape(store: WeightStore, dtype: str) -> None:
+    shapes = [(), (0,), (1,), (3, 5), (2, 0, 3), (17,)]
+    saved = update_of([(f"t{i}", dtype, shape, "param", ()) for i, shape in enumerate(shapes)])
+    store.save("m", saved)
+    assert_same(store.load("m"), saved)
+
+
+def test_all_dtypes_in_one_file_are_what_safetensors_reads(store: WeightStore) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    saved = update_of(
+        [(name, name, (3,), "param", (f"tied.{name}",)) for name in sorted(DTYPE_NBYTES)]
+        + [("__metadata__", "float32", (2, 2), "param", ()), ("ü\n", "int8", (), "buffer", ())]
+    )
+    store.save("m", saved)
+    assert_same(store.load("m"), saved)
+    views = dict(
+        zip(
+            (leaf.name for leaf in saved.layout.manifest.leaves),
+            saved.buffer.views(saved.layout),
+            strict=True,
+        )
+    )
+    with safetensors.safe_open(the_file(store), framework="pt") as file:
+        assert file.metadata()["aiosync.version"] == "3"
+        assert set(file.keys()) == set(views) - {"__metadata__"} | {"__metadata__."}
+        for name, view in views.items():
+            found = file.get_tensor("__metadata__." if name == "__metadata__" else name)
+            if name in ("complex32", "complex64", "complex128") or name.startswith("float8_e8"):
+                assert found.dtype == torch.uint8
+                found = found.view(torch_dtype(name))
+            assert (
+                found.reshape(-1).view(torch.uint8).tolist()
+                == view.reshape(-1).view(torch.uint8).tolist()
+            )
+
+
+@pytest.mark.parametrize("entries", [[], [("empty", "complex128", (0,), "param", ())]])
+def test_nothing_to_store_is_stored(store: WeightStore, entries: list[Entry]) -> None:
+    calls: list[tuple[int, int]] = []
+    saved = update_of(entries, values={"only": "a value"})
+    store.save("m", saved, lambda done, total: calls.append((done, total)))
+    assert_same(store.load("m"), saved)
+    assert calls == []
+
+
+def test_a_buffer_larger_than_the_layout_is_fine_and_a_smaller_one_is_not(
+    store: WeightStore,
+) -> None:
+    base = small()
+    large = FlatBuffer(base.layout.nbytes + 128)
+    large.array[: base.layout.nbytes] = base.buffer.array
+    store.save("m", StoredUpdate(7, 3, "state_dict", base.layout, large, {}))
+    assert_same(store.load("m"), base)
+    with pytest.raises(ConfigError, match="the buffer has 64 bytes, the layout needs 192"):
+        store.save("n", StoredUpdate(7, 3, "state_dict", base.layout, FlatBuffer(64), {}))
+    assert store.model_ids() == ["m"]
+
+
+def test_values_that_cannot_travel_are_refused_before_anything_is_written(
+    store: WeightStore,
+) -> None:
+    store.save("m", small(version=1))
+    with pytest.raises(ConfigError, match="'bad' is a object"):
+        store.save("m", small(values={"bad": object()}))
+    with pytest.raises(ConfigError, match="not valid Unicode"):
+        store.save("m", small(strategy="\ud800"))
+    assert_same(store.load("m"), small(version=1))
+
+
+def test_progress_reaches_the_total(store: WeightStore) -> None:
+    saved = update_of([(f"t{i}", "uint8", (12 * 2**20,), "param", ()) for i in range(3)])
+    calls: list[tuple[int, int]] = []
+    store.save("m", saved, lambda done, total: calls.append((done, total)))
+    total = 36 * 2**20
+    assert [of for _, of in calls] == [total] * len(calls)
+    assert [done for done, _ in calls] == [24 * 2**20, total]
+
+
+def test_progress_can_end_a_save(store: WeightStore) -> None:
+    store.save("m", small(version=1))
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save("m", small(version=2), stop)
+    assert_same(store.load("m"), small(version=1))
+    the_file(store)
+
+
+# -- names ------------------------------------------------------------------------------------
+
+IDS = [
+    "policy",
+    "",
+    "%",
+    "~",
+    ".",
+    "..",
+    "../escape",
+    "../../../../tmp/escape",
+    "/etc/passwd",
+    "a/b",
+    "a%2Fb",
+    "a\0b",
+    "\0",
+    ".hidden",
+    ".aiosync-0123456789abcdef.tmp",
+    "model.v2",
+    "model.safetensors",
+    "Grüße 🙂\n",
+    "con\\..\\x",
+    "-rf *",
+    "x" * 200,
+    "x" * 201,
+    "x" * 5000,
+    "x" * 4999 + "y",
+    "../" * 300,
+    "é" * 100,
+]
+
+
+def test_any_id_stays_inside_and_is_found_again(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "inner" / "store")
+    for version, model_id in enumerate(IDS, 1):
+        store.save(model_id, small(seed=version, version=version))
+    assert os.listdir(tmp_path) == ["inner"]
+    assert os.listdir(tmp_path / "inner") == ["store"]
+    assert len(os.listdir(store.directory)) == len(IDS)
+    assert WeightStore(store.directory).model_ids() == sorted(IDS)
+    for version, model_id in enumerate(IDS, 1):
+        assert_same(store.load(model_id), small(seed=version, version=version))
+
+
+@pytest.mark.parametrize("model_id", ["\ud800", b"policy", None, Path("x")])
+def test_what_is_no_text_is_refused(store: WeightStore, model_id: Any) -> None:
+    with pytest.raises(ConfigError, match=r"not valid Unicode|is a str"):
+        store.save(model_id, small())
+    with pytest.raises(ConfigError, match=r"not valid Unicode|is a str"):
+        store.load(model_id)
+
+
+def test_other_files_are_not_models(store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.save("x" * 300, small())
+    damaged = the_file(store)
+    store.save("policy", small())
+    for name in ["notes.txt", "a b.safetensors", "%FF.safetensors", "%61.safetensors", "~.x"]:
+        Path(store.directory, name).write_bytes(b"x")
+    damaged.write_bytes(b"short")
+    Path(store.directory, "a~b.safetensors").symlink_to("/etc/passwd")
+    assert store.model_ids() == ["policy"]
+    assert f"{damaged} is left out: " in caplog.text
+
+
+def test_a_file_of_another_model_is_refused(store: WeightStore) -> None:
+    store.save("a", small())
+    os.rename(Path(store.directory, "a.safetensors"), Path(store.directory, "b.safetensors"))
+    with pytest.raises(StoreError, match=r"b\.safetensors: it is of the model 'a'"):
+        store.load("b")
+
+
+# -- damage -----------------------------------------------------------------------------------
+
+
+def test_a_file_cut_at_any_sixteenth_is_refused(store: WeightStore) -> None:
+    store.save("m", small(values=VALUES))
+    path = the_file(store)
+    whole = path.read_bytes()
+    cuts = {len(whole) * part // 16 for part in range(16)} | {1, 7, 8, 9, len(whole) - 1}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(StoreError, match=r"m\.safetensors: ") as caught:
+            store.load("m")
+        assert "cut short" in str(caught.value) or "bytes instead of" in str(caught.value)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(StoreError, match=f"{len(whole) + 1} bytes instead of {len(whole)}"):
+        store.load("m")
+    path.write_bytes(whole)
+    assert store.load("m") is not None
+
+
+@pytest.mark.slow
+def test_any_flipped_bit_is_noticed(store: WeightStore) -> None:
+    store.save("m", small(values=VALUES))
+    path = the_file(store)
+    whole = path.read_bytes()
+    for index in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[index] ^= 1 << index % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StoreError, match=r"m\.safetensors: "):
+            store.load("m")
+
+
+def test_damaged_tensors_are_named(store: WeightStore) -> None:
+    store.save("m", small())
+    path = the_file(store)
+    flipped = bytearray(path.read_bytes())
+    flipped[-1] ^= 0x80
+    path.write_bytes(flipped)
+    with pytest.raises(StoreError, match="its tensors are damaged: the checksum differs"):
+        store.load("m")
+
+
+def _rewritten(path: Path, **changes: str | None) -> None:
+    """Change metadata of a file as somebody would who does not know the header's checksum."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    table = json.loads(whole[8 : 8 + length])
+    for key, value in changes.items():
+        table["__metadata__"][f"aiosync.{key}"] = value
+        if value is None:
+            del table["__metadata__"][f"aiosync.{key}"]
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % 64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"format": "2"}, "format version '2'; only '1'"),
+        ({"format": None}, "no store of aiosync wrote it"),
+        ({"version": "4"}, "its header is damaged"),
+        ({"version": "4" * 5000}, "its header is not valid"),
+        ({"epoch": "x"}, "its header is not valid"),
+        ({"epoch": None}, "'aiosync.epoch' is missing"),
+        ({"strategy": "\ud800"}, "its header is not valid"),
+        ({"manifest": "AAAA"}, "its header is not valid: invalid manifest"),
+        ({"manifest": "!"}, "its header is not valid"),
+        ({"values": "wQ=="}, "its header is not valid"),
+        ({"values": "kA=="}, "its header is not valid"),
+        ({"checksum": "0" * 32}, "its header is damaged"),
+        ({"header_checksum": "0" * 32}, "its header is damaged"),
+        ({"more": "x"}, "its header is damaged"),
+    ],
+)
+def test_a_header_that_lies_is_refused(
+    store: WeightStore, changes: dict[str, str | None], why: str
+) -> None:
+    store.save("m", small())
+    _rewritten(the_file(store))
+    assert store.load("m") is not None  # rewriting alone changes nothing
+    _rewritten(the_file(store), **changes)
+    with pytest.raises(StoreError, match=why):
+        store.load("m")
+
+
+def _foreign(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04K\x01.",
+        b"PK\x03\x04" * 20,
+        bytes(100),
+        b"\xff" * 100,
+        _foreign(b"[]"),
+        _foreign(b"{}"),
+        _foreign(b"\xff\xff"),
+        _foreign(b"[" * 100_000),
+        _foreign(b"9" * 100_000),
+        _foreign(b'{"__metadata__":[]}'),
+        _foreign(b'{"__metadata__":{"aiosync.format":1}}'),
+        _foreign(b'{"__metadata__":{"aiosync.format":"1"}}'),
+        _foreign(b'{"__metadata__":{"aiosync.format":"1","aiosync.model_id":"m"}}'),
+        _foreign(b'{"t":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
+    ],
+)
+def test_a_foreign_file_is_refused(store: WeightStore, content: bytes) -> None:
+    Path(store.directory, "m.safetensors").write_bytes(content)
+    with pytest.raises(StoreError, match=r"m\.safetensors: "):
+        store.load("m")
+
+
+def test_a_file_that_announces_much_allocates_nothing(store: WeightStore) -> None:
+    layout = Layout(plan_manifest([("t", "uint8", (2**38,), "param", ())]))
+    header = encode_header(
+        "m", StoredUpdate(1, 1, "state_dict", layout, FlatBuffer(0), {}), "0" * 32
+    )
+    Path(store.directory, "m.safetensors").write_bytes(_foreign(header) + bytes(64))
+    with pytest.raises(StoreError, match=f"instead of {2**38 + 8 + len(header)}"):
+        store.load("m")
+    with open(Path(store.directory, "m.safetensors"), "wb") as file:
+        file.truncate(200 * 2**30)
+        file.write((2**37).to_bytes(8, "little"))
+    with pytest.raises(StoreError, match="not a safetensors file"):
+        store.load("m")
+
+
+def test_limits_are_respected(store: WeightStore) -> None:
+    store.save("m", small())
+    for limits, why in [
+        (Limits(max_payload_nbytes=128), "192 payload bytes; at most 128"),
+        (Limits(max_tensors=2), "3 tensors; at most 2"),
+        (Limits(max_name_nbytes=5), "not valid"),
+    ]:
+        with pytest.raises(StoreError, match=why):
+            WeightStore(store.directory, limits=limits).load("m")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
+def test_something_else_in_the_place_of_a_file(store: WeightStore, kind: str) -> None:
+    path = Path(store.directory, "m.safetensors")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/etc/passwd")
+    with pytest.raises(StoreError, match=r"m\.safetensors: "):
+        store.load("m")
+    if kind == "folder":
+        with pytest.raises(StoreError, match="cannot be saved: .*directory"):
+            store.save("m", small())
+        assert os.listdir(store.directory) == ["m.safetensors"]
+    else:
+        store.save("m", small())  # takes the place of the link, does not follow it
+        assert_same(store.load("m"), small())
+        assert Path("/etc/passwd").stat().st_size
+
+
+# -- the directory ----------------------------------------------------------------------------
+
+
+def _mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def test_permissions_are_for_this_user_only(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = WeightStore(tmp_path / "a" / "b")
+        store.save("m", small())
+    finally:
+        os.umask(old)
+    assert _mode(tmp_path / "a") == 0o700
+    assert _mode(tmp_path / "a" / "b") == 0o700
+    assert _mode(the_file(store)) == 0o600
+
+
+def test_a_directory_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    WeightStore(tmp_path)
+    assert _mode(tmp_path) == 0o750
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in [tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300)]:
+        with pytest.raises(ConfigError, match="the store .* cannot be used"):
+            WeightStore(path)
+    assert issubclass(StoreError, AiosyncError)
+
+
+def test_it_stays_in_its_directory_after_chdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = WeightStore("store")
+    monkeypatch.chdir("/")
+    store.save("m", small())
+    assert the_file(store).parent == tmp_path / "store"
+
+
+def test_stale_temporary_files_are_removed_and_others_are_not(store: WeightStore) -> None:
+    stale = Path(store.directory, ".aiosync-0123456789abcdef.tmp")
+    writing = Path(store.directory, ".aiosync-1123456789abcdef.tmp")
+    other = Path(store.directory, ".aiosync-notes.tmp")
+    for path in (stale, writing, other):
+        path.write_bytes(b"x")
+    with writing.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        WeightStore(store.directory)
+    assert sorted(os.listdir(store.directory)) == sorted([writing.name, other.name])
+
+
+def test_opening_a_store_leaves_a_save_of_another_alone(store: WeightStore) -> None:
+    opened = []
+
+    def open_another(done: int, total: int) -> None:
+        opened.append(WeightStore(store.directory))
+
+    store.save("m", small(), open_another)
+    assert opened
+    assert_same(store.load("m"), small())
+
+
+def test_saves_from_several_threads_leave_one_of_them(store: WeightStore) -> None:
+    threads = [
+        threading.Thread(target=store.save, args=("m", small(seed=seed, version=seed)))
+        for seed in range(1, 9)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = store.load("m")
+    assert found is not None
+    assert_same(found, small(seed=found.version, version=found.version))
+    the_file(store)
+
+
+# -- a disk that fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_failing_disk_leaves_the_old_file(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store.save("m", small(version=1))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StoreError, match=r"m\.safetensors: cannot be saved: .*No space"):
+            store.save("m", small(version=2))
+    assert_same(store.load("m"), small(version=1))
+    the_file(store)
+
+
+def test_the_order_is_data_then_name_then_directory(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(fd: int) -> None:
+        directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+        done.append("directory" if directory else f"file of {os.fstat(fd).st_size}")
+        fsync(fd)
+
+    def noted_replace(old: str, new: str) -> None:
+        done.append("replace")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    store.save("m", small())
+    assert done == [f"file of {the_file(store).stat().st_size}", "replace", "directory"]
+
+
+FULL = """
+import resource, sys
+from aiosync.server import StoreError, WeightStore
+from tests.server.test_store import assert_same, small, update_of
+store = WeightStore(sys.argv[1])
+store.save("m", small())
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+try:
+    store.save("m", update_of([("t", "uint8", (2**24,), "param", ())]))
+except StoreError as exc:
+    print(exc)
+assert_same(store.load("m"), small())
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_file(store: WeightStore) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, store.directory], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "m.safetensors: cannot be saved: [Errno 27]" in done.stdout
+    the_file(store)
+
+
+# -- killed while it saves --------------------------------------------------------------------
+
+SAVE_FOREVER = """
+import sys
+from aiosync.server import WeightStore
+from tests.server.test_store import big
+store = WeightStore(sys.argv[1])
+updates = [big(version) for version in (1, 2)]
+def report(done, total):
+    print(done, flush=True)
+while True:
+    for update in updates:
+        store.save("m", update, report)
+"""
+
+
+def big(version: int) -> StoredUpdate:
+    entries: list[Entry] = [(f"t{i}", "float32", (3 * 2**20,), "param", ()) for i in range(3)]
+    return update_of(entries, seed=version, version=version)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_saves_leaves_a_complete_version(
+    store: WeightStore,
+) -> None:
+    """Killed at varying progress of varying saves, by a signal from outside."""
+    expected = {version: leaf_bytes(big(version)) for version in (1, 2)}
+    store.save("m", big(2))
+    cut_short = 0
+    for lines in (1, 2, 5):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, store.directory], stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(lines):
+                assert process.stdout.readline()
+            os.kill(process.pid, signal.SIGKILL)
+        cut_short += any(name.endswith(".tmp") for name in os.listdir(store.directory))
+        found = WeightStore(store.directory).load("m")
+        the_file(store)
+        assert found is not None
+        assert leaf_bytes(found) == expected[found.version]
+    assert cut_short, "no kill came in the middle of a save: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("call", "when", "left"),
+    [
+        ("progress", "before", "old"),
+        ("fsync", "before", "old"),
+        ("fsync", "after", "old"),
+        ("replace", "before", "old"),
+        ("replace", "after", "new"),
+        ("unlink", "before", "new"),
+    ],
+)
+def test_a_kill_at_each_step(store: WeightStore, call: str, when: str, left: str) -> None:
+    versions = {"old": small(seed=1, version=1), "new": small(seed=2, version=2)}
+    store.save("m", versions["old"])
+    pid = os.fork()
+    if pid == 0:
+        die = _killer(call, when)
+        store.save("m", versions["new"], die if call == "progress" else None)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    stale = [name for name in os.listdir(store.directory) if name.endswith(".tmp")]
+    assert len(stale) == (left == "old")
+    assert_same(store.load("m"), versions[left])
+    again = WeightStore(store.directory)
+    the_file(again)
+    again.save("m", versions["new"])
+    assert_same(again.load("m"), versions["new"])
+
+
+def _killer(call: str, when: str) -> Any:
+    real = getattr(os, call, lambda *args: None)
+
+    def die(*args: Any) -> None:
+        if when == "after":
+            real(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if call != "progress":
+        setattr(os, call, die)
+    return die
