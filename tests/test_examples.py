@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +32,13 @@ def run(name: str) -> str:
 
 def test_every_example_is_tested_and_says_what_it_shows() -> None:
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["async_trainer.py", "bare_schemes.py", "classic_trainer.py"]
+    assert names == [
+        "async_trainer.py",
+        "bare_schemes.py",
+        "classic_trainer.py",
+        "tcp_trainer.py",
+        "tcp_worker.py",
+    ]
     for name in names:
         first_line = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()[0]
         assert first_line.startswith('"""Shows ')
@@ -59,3 +69,92 @@ def test_bare_schemes() -> None:
     matches = re.findall(pattern, out)
     assert sorted(worker for worker, _ in matches) == ["0", "1"]
     assert len({text for _, text in matches}) == 1  # the same weights in both
+
+
+# -- a trainer and workers that know nothing of each other but an address and a token ---------
+
+
+@contextmanager
+def started(name: str, *args: str, token: str | None = None) -> Iterator[subprocess.Popen[str]]:
+    env = {key: value for key, value in os.environ.items() if key != "AIOSYNC_TOKEN"}
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / name, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env if token is None else env | {"AIOSYNC_TOKEN": token},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str) -> tuple[re.Match[str], list[str]]:
+    """The first line of stdout that matches, and those before it."""
+    assert process.stdout is not None
+    before: list[str] = []
+    for line in process.stdout:
+        match = re.search(pattern, line)
+        if match is not None:
+            return match, before
+        before.append(line)
+    assert process.stderr is not None
+    raise AssertionError(f"no line like {pattern!r} in {before}; stderr: {process.stderr.read()}")
+
+
+def free_port() -> int:
+    """Below those that the system gives to clients, so that it stays free between two trainers."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    token_file = tmp_path / "token"
+    token_file.write_text("a token of this test\n")
+    worker = ["tcp_worker.py", url, "--patience", "100"]
+    trainer = ["--listen", url, "--workers", "2", "--pause", "0", "--steps"]
+    with (
+        started(*worker, token="a token of this test") as one,  # they dial before it listens
+        started(*worker, "--token-file", str(token_file)) as two,
+    ):
+        trainers = set()
+        for steps in (3, 5):
+            with started(
+                "tcp_trainer.py", *trainer, str(steps), token="a token of this test"
+            ) as process:
+                out, err = process.communicate(timeout=100)
+            assert (process.returncode, err) == (0, "")
+            assert out.startswith(f"listening on {url}\n")
+            last = rf"step {steps}: loss \d+\.\d+, version {steps + 1} applied by \[0, 1\]\n$"
+            assert re.search(last, out)
+            # The pipe keeps what they said; both say the same of the same weights.
+            seen = rf"^trainer (\w{{4}}), version {steps + 1}: (policy\(1\) = .*)$"
+            matches = [wait_for(each, seen)[0] for each in (one, two)]
+            assert matches[0].groups() == matches[1].groups()
+            trainers.add(matches[0][1])
+        assert len(trainers) == 2
+        assert one.poll() is None and two.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
+    with started("tcp_trainer.py", "--listen", "tcp://127.0.0.1:0", token="one token") as trainer:
+        match, _ = wait_for(trainer, r"^listening on (tcp://127\.0\.0\.1:\d+)$")
+        with started("tcp_worker.py", match[1], token="another token") as worker:
+            out, err = worker.communicate(timeout=100)
+    assert out == ""
+    assert worker.returncode == 1
+    assert "AuthError: the listener refused the dialer: their tokens are not the same" in err

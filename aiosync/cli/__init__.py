@@ -1,4 +1,4 @@
-"""The ``aiosync`` command: ``aiosync demo``, ``aiosync doctor``, ``aiosync --version``.
+"""The ``aiosync`` command: ``aiosync demo``, ``doctor``, ``serve``, ``push``, ``pull``, ``status``.
 
 This package may import every other part of aiosync; no other part imports it. This file
 imports the standard library only, so that a missing extra ends in advice and not in a traceback.
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib"})
+_EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib", "safetensors"})
+_SMALL_COMMANDS = frozenset({"serve", "push", "pull", "status"})
+"""Commands that need the extra ``cli`` and not all of ``demo``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -35,9 +37,11 @@ def main(args: Sequence[str] | None = None) -> int:
         package = (exc.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
             raise
+        given = sys.argv[1:] if args is None else args
+        extra = "cli" if given and given[0] in _SMALL_COMMANDS else "demo"
         sys.stderr.write(
             f"aiosync: this command needs {package}, which is not installed.\n"
             "Install it with everything else that the command line needs:\n"
-            "    pip install 'aiosync[demo]'\n"
+            f"    pip install 'aiosync[{extra}]'\n"
         )
         return 1

@@ -19,14 +19,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from aiosync.cli._options import (
+    INTERRUPTED,
+    Connection,
+    ModelId,
+    Timeout,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    UseTls,
+    errors_to,
+    failing,
+    read_token,
+    tls_of,
+)
 from aiosync.errors import AiosyncError, ConfigError
 
 if TYPE_CHECKING:
     from aiosync.cli._demo import DemoOptions
 
-__all__ = ["app", "demo", "doctor", "run_app"]
-
-_INTERRUPTED = 130
+__all__ = ["app", "demo", "doctor", "pull", "push", "run_app", "serve", "status"]
 
 app = typer.Typer(
     name="aiosync",
@@ -114,7 +127,7 @@ def _run_demo(options: DemoOptions, *, plot: Path | None, json_to: str | None) -
     from aiosync.cli._pool import WorkerDied
     from aiosync.cli._view import check_plot_path, final_line, save_plot, showing
 
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = errors_to()
     console = errors if json_to == "-" else Console(highlight=False, soft_wrap=True)
     title = (
         f"aiosync demo: CartPole-v1, {options.num_workers} workers, {options.transport}, "
@@ -138,7 +151,7 @@ def _run_demo(options: DemoOptions, *, plot: Path | None, json_to: str | None) -
         return 1
     except KeyboardInterrupt:
         errors.print("Stopped by Ctrl-C; every worker has ended.")
-        return _INTERRUPTED
+        return INTERRUPTED
     console.print(final_line(progress))
     if plot is not None:
         save_plot(progress, plot, title)
@@ -181,3 +194,184 @@ def doctor() -> None:
         console.print(f"Not as it should be: {', '.join(failed)}.")
         raise typer.Exit(1)
     console.print("Everything that aiosync needs is here.")
+
+
+@app.command()
+def serve(
+    listen: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Where: tcp://host:port (0: any port) or unix:///path."),
+    ],
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_verify_clients: Annotated[
+        bool,
+        typer.Option(
+            "--tls-verify-clients", help="Refuse peers without a certificate of --tls-ca."
+        ),
+    ] = False,
+    model_id: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", show_default=False, help="Serve only this model; repeatable."),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Keep the newest versions there, across restarts.",
+        ),
+    ] = None,
+    max_connections: Annotated[int, typer.Option(min=1, help="Links at a time.")] = 1024,
+) -> None:
+    """Run a weight server: trainers push to it, workers pull from it.
+
+    Prints its address as one line, then serves until Ctrl-C or SIGTERM; a second one ends it at
+    once. Without a token or TLS it listens on this host only.
+    """
+    errors = errors_to()
+    with failing("serve", errors):
+        import aiosync
+        from aiosync.cli._serve import run_server
+        from aiosync.server import WeightServer
+
+        token = read_token(token_file, errors)
+        tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
+
+        def make() -> WeightServer:
+            return WeightServer(
+                listen,
+                token=token,
+                tls=tls,
+                model_ids=model_id or None,
+                store=store,
+                max_connections=max_connections,
+            )
+
+        console = Console(highlight=False)
+        raise typer.Exit(aiosync.run(run_server(make, console, errors)))
+
+
+def _needs_safetensors(path: Path) -> None:
+    if path.suffix.lower() == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+
+
+@app.command()
+def push(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth or .ckpt")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
+    model_id: ModelId = "policy",
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Send the weights of a file to a weight server, as a new version.
+
+    Every worker of that model gets it, whatever its strategy. It counts as a restarted trainer:
+    version 1 of a new epoch.
+    """
+    _needs_safetensors(file)
+    errors = errors_to()
+    with failing("push", errors) as status:
+        token = read_token(token_file, errors)
+        certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
+        connection = Connection(url, token, certificates)
+        connection.check()
+        from aiosync.cli._transfer import check_source, push_file, transfer_bar
+
+        check_source(file)
+        status[0] = 1
+        with transfer_bar(errors, f"push {model_id}") as show:
+            done = push_file(
+                file,
+                connection,
+                model_id=model_id,
+                timeout=timeout,
+                show=show,
+                note=lambda text: errors.print(f"Note: {text}", markup=False),
+            )
+        typer.echo(done.describe("Pushed"))
+
+
+@app.command()
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A weight server, or a trainer.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth or .ckpt")],
+    model_id: ModelId = "policy",
+    min_version: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Wait until there is at least this version.")
+    ] = 0,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Get the newest weights of a model and write them to a file.
+
+    Waits for a first version. The file is replaced in one step, once everything is there.
+    """
+    _needs_safetensors(file)
+    errors = errors_to()
+    with failing("pull", errors) as status:
+        token = read_token(token_file, errors)
+        certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
+        connection = Connection(url, token, certificates)
+        connection.check()
+        from aiosync.cli._files import check_target
+        from aiosync.cli._transfer import pull_file, transfer_bar
+
+        check_target(file)
+        status[0] = 1
+        with transfer_bar(errors, f"pull {model_id}") as show:
+            done = pull_file(
+                file,
+                connection,
+                model_id=model_id,
+                min_version=min_version,
+                timeout=timeout,
+                show=show,
+            )
+        typer.echo(done.describe("Pulled"))
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the values as JSON instead of tables.")
+    ] = False,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Show what a weight server serves, by whom and to whom."""
+    errors = errors_to()
+    with failing("status", errors) as exit_status:
+        token = read_token(token_file, errors)
+        certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
+        connection = Connection(url, token, certificates)
+        connection.check()
+        import aiosync
+        from aiosync.cli._status import show_status
+        from aiosync.server import WeightClient
+
+        exit_status[0] = 1
+        client = WeightClient(url, token=token, tls=certificates)
+        values = aiosync.run(client.status(timeout=timeout))
+        if as_json:
+            sys.stdout.write(json.dumps(values, indent=2, default=str) + "\n")
+            sys.stdout.flush()
+        else:
+            width = None if sys.stdout.isatty() else 200  # a pipe has no width; keep rows whole
+            Console(highlight=False, width=width).print(show_status(values))

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 __all__ = ["Check", "examine"]
 
 _REQUIRED = ("torch", "tensordict", "anyio", "msgpack", "numpy")
-_OPTIONAL = ("uvloop", "typer", "rich", "gymnasium", "matplotlib", "torchrl", "ray", "vllm")
+_OPTIONAL = (
+    "uvloop",
+    "typer",
+    "rich",
+    "safetensors",
+    "gymnasium",
+    "matplotlib",
+    "torchrl",
+    "ray",
+    "vllm",
+)
 
 
 @dataclass(frozen=True, slots=True)

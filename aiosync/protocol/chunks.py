@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from aiosync.wire import ALIGNMENT, Update, checksum, state_checksum
+from aiosync.wire import ALIGNMENT, RunningChecksum, Update, checksum, state_checksum
 
 __all__ = ["Assembly", "ChunkPlan", "Verdict"]
 
@@ -233,12 +233,15 @@ class Assembly:
         start = index * size
         return start, start + nbytes
 
-    def arrived(self, update: Update, data: memoryview) -> Verdict:
+    def arrived(
+        self, update: Update, data: memoryview, running: RunningChecksum | None = None
+    ) -> Verdict:
         """Register that the bytes of a chunk are where :meth:`place` said.
 
         Args:
             update: What announced it.
             data: These bytes, contiguous; empty for an empty payload. Read before this returns.
+            running: Has looked at the first bytes of ``data`` already, as they came.
 
         Raises:
             RemoteProtocolError: As for :meth:`place`; the chunk was damaged more than
@@ -249,7 +252,12 @@ class Assembly:
         index, count = update.chunk or (0, 1)
         found: bytes | None = None
         if update.checksum is not None:
-            found = checksum(data)
+            if running is None:
+                found = checksum(data)
+            else:
+                if running.nbytes < data.nbytes:
+                    running.update(data[running.nbytes :])
+                found = running.digest()
             if found != update.checksum:
                 self._damaged[index] += 1
                 if self._damaged[index] > self._max_damaged:

@@ -52,10 +52,14 @@ async def admit(
         The Hello, and the index that the worker has from now on.
 
     Raises:
-        ConnectError: The worker was refused, with the reason it was told.
+        ConnectError: The worker was refused, with the reason it was told; or a side that was
+            dialled refused this one.
+        ConfigError: It did so because the two are set up differently.
         AiosyncError: The link failed.
     """
     message = hello or (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
+    if isinstance(message, Refuse):
+        raise _refusal("the other side refused this trainer", message)
     try:
         if not isinstance(message, Hello) or message.role != "receiver":
             raise RemoteProtocolError("expected the Hello of a receiver")
@@ -136,6 +140,11 @@ def _taken(
     )
 
 
+def _refusal(what: str, message: Refuse) -> AiosyncError:
+    kind = ConfigError if message.error_type == "ConfigError" else ConnectError
+    return kind(f"{what}: {message.error_text}")
+
+
 async def greet(transport: Transport, hello: Hello, *, timeout: float | None) -> Welcome:
     """Receiver's half: send Hello, read the answer.
 
@@ -154,9 +163,7 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
             f"the trainer did not answer within {timeout:g} s: it has to call connect(), too"
         ) from exc
     if isinstance(message, Refuse):
-        if message.error_type == "ConfigError":
-            raise ConfigError(f"the trainer refused this worker: {message.error_text}")
-        raise ConnectError(f"the trainer refused this worker: {message.error_text}")
+        raise _refusal("the trainer refused this worker", message)
     if not isinstance(message, Welcome):
         raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
     return message

@@ -120,7 +120,7 @@ class Peer:
         except AiosyncError as exc:
             self.lose(exc)
             return
-        self._words.append(message)
+        self._words = [message]  # the newest says it all, however often a worker asks
         self._pump()
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -202,22 +202,27 @@ class Peer:
             snapshot.release()
             return
         self._writing = True
-        self._tasks.start(self._write(snapshot), f"aiosync send to worker {self.worker_idx}")
+        # The epoch of now: another sender may take over before the task begins.
+        self._tasks.start(
+            self._write(snapshot, self.epoch), f"aiosync send to worker {self.worker_idx}"
+        )
 
-    def _failed(self, version: int, error: AiosyncError) -> None:
+    def _failed(self, version: int, error: AiosyncError, epoch: int | None = None) -> None:
         if isinstance(error, LocalProtocolError):  # it cannot be said; the link is as it was
+            if epoch not in (None, self.epoch):
+                return  # nobody waits for it any more
             outcomes = self.outbox.give_up(version, error)
             self._answered()
             self._settle(outcomes)
         else:
             self.lose(error)
 
-    def _messages(self, snapshot: Snapshot) -> tuple[Message | None, Update]:
+    def _messages(self, snapshot: Snapshot, epoch: int) -> tuple[Message | None, Update]:
         digest = snapshot.layout.digest
         manifest = None
         if digest != self._digest:
             manifest = ManifestMessage(snapshot.layout.manifest)
-        return manifest, Update(self.epoch, snapshot.version, digest, values=snapshot.values)
+        return manifest, Update(epoch, snapshot.version, digest, values=snapshot.values)
 
     def _write_now(self, snapshot: Snapshot) -> bool:
         slot, digest, publisher = snapshot.slot, snapshot.layout.digest, self._publisher
@@ -225,7 +230,7 @@ class Peer:
             return publisher.publish_plain_nowait(
                 self.epoch, snapshot.version, digest, slot, snapshot.nbytes
             )
-        manifest, update = self._messages(snapshot)
+        manifest, update = self._messages(snapshot, self.epoch)
         if manifest is not None:
             if not self.transport.send_nowait(manifest):
                 return False
@@ -236,21 +241,21 @@ class Peer:
             return publisher.publish_nowait(update, slot, snapshot.nbytes)
         return self.transport.send_nowait(update, self._payload(snapshot))
 
-    async def _write(self, snapshot: Snapshot) -> None:
+    async def _write(self, snapshot: Snapshot, epoch: int) -> None:
         try:
-            manifest, update = self._messages(snapshot)
+            manifest, update = self._messages(snapshot, epoch)
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
             if self.stream is not None:
-                await self.stream.write(snapshot)
+                await self.stream.write(snapshot, epoch)
                 await self._say_words()
             elif snapshot.slot is not None and self._publisher:
                 await self._publisher.publish(update, snapshot.slot, snapshot.nbytes)
             else:
                 await self.transport.send(update, self._payload(snapshot))
         except AiosyncError as exc:
-            self._failed(snapshot.version, exc)
+            self._failed(snapshot.version, exc, epoch)
         finally:
             snapshot.release()
             self._writing = False

@@ -27,7 +27,7 @@ from aiosync.schemes.handles import AppliedUpdate
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
 from aiosync.transports.base import Transport
-from aiosync.wire import Hello
+from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
 
@@ -115,7 +115,7 @@ class ReceivingScheme(SchemeCore):
         )
         receiver.prepare_target()
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
-        welcome = await greet(transport, self._hello(), timeout=left)
+        welcome = await self._introduce(receiver, left)
         self._worker_idx = welcome.worker_idx
         receiver.start()
         if welcome.version == 0 or not self._subscribes:
@@ -149,6 +149,10 @@ class ReceivingScheme(SchemeCore):
             strategy=self.strategy_str,
             has_target=self._resolve_target() is not None and self.apply == "auto",
         )
+
+    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
+        """The handshake on the link of ``receiver``."""
+        return await greet(receiver.transport, self._hello(), timeout=timeout)
 
     async def _reach(self, timeout: float | None) -> Transport:
         if isinstance(self._pipe, Transport):

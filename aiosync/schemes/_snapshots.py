@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol
 
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared
+from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, LiveBytes, Prepared
 from aiosync.transports._incoming import LAZY_NBYTES
 from aiosync.transports._segment import Arena, Slot
 
@@ -35,7 +35,9 @@ class Snapshot:
         "buffer",
         "checksums",
         "layout",
+        "live",
         "nbytes",
+        "planned",
         "slot",
         "values",
         "version",
@@ -55,12 +57,21 @@ class Snapshot:
         self.version: int = 0
         self.nbytes: int = 0  # of the payload
         self.checksums: list[bytes | None] = []  # of its chunks, where a link needs them
+        # Until it is copied, links send from the tensors themselves.
+        self.live: LiveBytes | None = None
+        self.planned: Planned | None = None
         self._refs = 1
         self._release = release
 
     def payload(self) -> memoryview:
         """The payload, for links that carry bytes."""
         return self.buffer.memoryview()[: self.nbytes]
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Some bytes of the payload, as pieces in order; none for none."""
+        if self.live is not None:
+            return self.live.views(start, stop)
+        return [self.buffer.memoryview()[start:stop]] if stop > start else []
 
     def retain(self) -> Snapshot:
         """Add a reference."""
@@ -74,6 +85,7 @@ class Snapshot:
             # An exception that somebody keeps may keep this object: it must not keep the memory.
             release, self._release = self._release, _nothing
             self.buffer, self.slot = _no_buffer, None
+            self.live = self.planned = None
             release()
 
 
@@ -218,6 +230,7 @@ class SnapshotMaker:
         self._store = store
         self._extract_as = extract_as
         self._flatteners: dict[int, Flattener] = {}
+        self._closed = False
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
 
@@ -258,17 +271,55 @@ class SnapshotMaker:
         snapshot = await self._store.acquire(nbytes)
         if nbytes <= _INLINE_NBYTES:
             return self._fill(snapshot, planned)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
-            self._pool = CopyPool()
-        loop = asyncio.get_running_loop()
-        copying = loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
+        copying = self._start_copy(snapshot, planned)
         try:
             await asyncio.shield(copying)
         except BaseException:  # goes on to the caller of send()
             copying.add_done_callback(lambda done: _after_cancel(done, snapshot))
             raise
         return self._describe(snapshot, planned)
+
+    async def borrow(self, planned: Planned) -> Snapshot:
+        """As :meth:`take`, but leave the bytes of large tensors where they are.
+
+        The tensors must not change until :meth:`copy` was awaited.
+        """
+        layout = planned.prepared.layout
+        live = None
+        if layout.nbytes > _INLINE_NBYTES:
+            live = LiveBytes.of(layout, planned.prepared.tensors)
+        if live is None:
+            return await self.take(planned)
+        snapshot = self._describe(await self._store.acquire(layout.nbytes), planned)
+        snapshot.live, snapshot.planned = live, planned
+        return snapshot
+
+    async def copy(self, snapshot: Snapshot) -> None:
+        """Copy what was borrowed; the tensors may change afterwards.
+
+        Cancellation: waits for the copy all the same, and is raised then.
+        """
+        planned = snapshot.planned
+        if snapshot.live is None or planned is None or self._closed:
+            return
+        copying = self._start_copy(snapshot, planned)
+        cancelled: asyncio.CancelledError | None = None
+        while not copying.done():
+            try:
+                await asyncio.wait({copying})
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        copying.result()
+        snapshot.live = snapshot.planned = None
+        if cancelled is not None:
+            raise cancelled
+
+    def _start_copy(self, snapshot: Snapshot, planned: Planned) -> asyncio.Future[None]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
+            self._pool = CopyPool()
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
 
     def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
         try:
@@ -291,6 +342,7 @@ class SnapshotMaker:
 
     def close(self) -> None:
         """Join the copying threads and give the memory back."""
+        self._closed = True
         if self._executor is not None and self._pool is not None:
             self._executor.shutdown(wait=True)
             self._pool.close()

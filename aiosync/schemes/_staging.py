@@ -16,7 +16,7 @@ from aiosync.protocol import Assembly, Verdict
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Manifest, Message, Resend, Update
+from aiosync.wire import Manifest, Message, Resend, RunningChecksum, Update
 
 __all__ = ["Staged", "Staging"]
 
@@ -51,6 +51,8 @@ class Staging:
         self._assembly: Assembly | None = None  # of the update that comes in parts
         self.checks: bool = transport.capabilities.cross_host  # every part has a checksum
         self.damaged = 0  # parts that were not what was sent
+        self._part = memoryview(b"")  # what is landing
+        self._running: RunningChecksum | None = None
         self._mapped: dict[tuple[int, int], FlatBuffer] = {}
         self._held: list[Staged] = []  # left by the module, but still used by something else
 
@@ -78,7 +80,9 @@ class Staging:
         if self.checks:
             assembly, landing = self._assembly_for(message)
             start, stop = assembly.place(cast("Update", message), nbytes)
-            return [landing.memoryview()[start:stop]]
+            self._part = landing.memoryview()[start:stop]
+            self._running = RunningChecksum()
+            return [self._part]
         layout = self._layout_of(message, nbytes)
         self._landing = self._new_landing(layout)
         return [self._landing.memoryview()]
@@ -88,7 +92,12 @@ class Staging:
             if flat.nbytes == layout.nbytes:
                 return self._spare.pop(index)
         self._spare.clear()
-        return FlatBuffer(layout.nbytes)
+        try:
+            return FlatBuffer(layout.nbytes)
+        except MemoryError as exc:
+            raise RemoteProtocolError(
+                f"there is no memory for an update of {layout.nbytes} bytes"
+            ) from exc
 
     # -- updates in checked parts --------------------------------------------------------------
 
@@ -123,7 +132,8 @@ class Staging:
         assert isinstance(message, Update)
         assembly, landing = self._assembly_for(message)
         start, stop = assembly.place(message, received.nbytes)
-        verdict = assembly.arrived(message, landing.memoryview()[start:stop])
+        running, self._running = self._running, None
+        verdict = assembly.arrived(message, landing.memoryview()[start:stop], running)
         if verdict is Verdict.DAMAGED:
             self.damaged += 1
             index = message.chunk[0] if message.chunk is not None else 0
@@ -154,7 +164,13 @@ class Staging:
     @property
     def lender(self) -> Callable[[Message, int], list[memoryview]] | None:
         """What ``recv(into=...)`` gets: nothing where the link lends its own memory."""
-        return None if self._transport.capabilities.zero_copy_recv else self.lend
+        return None if self._transport.capabilities.zero_copy_recv else _Lender(self)
+
+    def landed(self, nbytes: int) -> None:
+        """So many bytes of the part that is on its way are in place: look while they are hot."""
+        running = self._running
+        if running is not None and nbytes > running.nbytes:
+            running.update(self._part[running.nbytes : nbytes])
 
     def _layout_of(self, message: Message, nbytes: int | None) -> Layout:
         if not isinstance(message, Update):
@@ -228,9 +244,23 @@ class Staging:
         self.sweep()
         self._held.clear()
         self._spare.clear()
-        self._assembly = self._landing = None
+        self._assembly = self._landing = self._running = None
+        self._part = memoryview(b"")
         self._mapped.clear()
         self._layouts.clear()
+
+
+class _Lender:
+    """Lends, and looks at what has landed; see :data:`aiosync.transports.base.Lender`."""
+
+    __slots__ = ("_staging", "landed")
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self.landed = staging.landed if staging.checks else None
+
+    def __call__(self, message: Message, nbytes: int) -> list[memoryview]:
+        return self._staging.lend(message, nbytes)
 
 
 def _unknown_manifest() -> RemoteProtocolError:

@@ -15,7 +15,7 @@ from aiosync.errors import AckTimeout, AiosyncError, ConfigError, RemoteProtocol
 from aiosync.protocol import ChunkPlan
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.transports.base import Transport
-from aiosync.wire import Hello, Resend, Update, checksum, state_checksum
+from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
 
 __all__ = ["StreamWriter", "Streaming"]
 
@@ -77,6 +77,7 @@ class StreamWriter:
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
         self._on_stall = on_stall
         self._sent: Snapshot | None = None  # until the worker answered
+        self._sent_epoch = epoch
         self._damaged: deque[int] = deque()
         self._resends_left = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -91,14 +92,13 @@ class StreamWriter:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over; an update on its way goes on under its own epoch."""
-        self.answered()
         self.epoch = epoch
 
     def write_nowait(self, snapshot: Snapshot) -> bool:
         """Write a small update at once; False when nothing was written."""
         if snapshot.nbytes > _NOWAIT_NBYTES or snapshot.nbytes > self._streaming.chunk_nbytes:
             return False
-        plan = self._begin(snapshot)
+        plan = self._begin(snapshot, self.epoch)
         update, payload = self._part(self.epoch, snapshot, plan, 0)
         if self._transport.send_nowait(update, payload):
             self.sent_nbytes += snapshot.nbytes
@@ -106,10 +106,9 @@ class StreamWriter:
         self.answered()
         return False
 
-    async def write(self, snapshot: Snapshot) -> None:
+    async def write(self, snapshot: Snapshot, epoch: int) -> None:
         """Write an update, from where the worker's part of it ends."""
-        epoch = self.epoch
-        plan = self._begin(snapshot)
+        plan = self._begin(snapshot, epoch)
         first = 0
         if self._partial[:2] == (epoch, snapshot.version):
             # The last chunk always travels: the values are with it.
@@ -130,14 +129,14 @@ class StreamWriter:
             try:
                 plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
                 index = self._damaged.popleft()
-                await self._send_part(self.epoch, snapshot, plan, index)
+                await self._send_part(self._sent_epoch, snapshot, plan, index)
                 self.resent += 1
             finally:
                 snapshot.release()
 
-    def _begin(self, snapshot: Snapshot) -> ChunkPlan:
+    def _begin(self, snapshot: Snapshot, epoch: int) -> ChunkPlan:
         self.answered()
-        self._sent = snapshot.retain()
+        self._sent, self._sent_epoch = snapshot.retain(), epoch
         plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
         self._resends_left = plan.count + _SPARE_RESENDS
         if len(snapshot.checksums) != plan.count:
@@ -149,9 +148,9 @@ class StreamWriter:
         return plan
 
     async def _send_part(self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int) -> None:
+        start, stop = plan.span(index)
         update, payload = self._part(epoch, snapshot, plan, index)
         await self._transport.send(update, payload)
-        start, stop = plan.span(index)
         self.sent_nbytes += stop - start
 
     def _part(
@@ -176,7 +175,7 @@ class StreamWriter:
                 checksum=own,
                 state=self._state_of(snapshot) if plan.count > 1 else None,
             )
-        return update, [snapshot.payload()[start:stop]] if stop > start else []
+        return update, snapshot.views(start, stop)
 
     @staticmethod
     def _state_of(snapshot: Snapshot) -> bytes:
@@ -192,7 +191,10 @@ class StreamWriter:
             RemoteProtocolError: There is no such chunk, or the worker asks for too many.
         """
         snapshot = self._sent
-        if message.epoch != self.epoch or snapshot is None or message.version != snapshot.version:
+        if snapshot is None or (message.epoch, message.version) != (
+            self._sent_epoch,
+            snapshot.version,
+        ):
             return  # about a version that is done with
         if message.chunk >= len(snapshot.checksums):
             raise RemoteProtocolError(f"chunk {message.chunk} was asked for; there is none")
@@ -249,6 +251,8 @@ def _checksum_of(snapshot: Snapshot, plan: ChunkPlan, index: int) -> bytes:
     """Computed once for all workers."""
     known = snapshot.checksums[index]
     if known is None:
-        start, stop = plan.span(index)
-        known = snapshot.checksums[index] = checksum(snapshot.payload()[start:stop])
+        running = RunningChecksum()
+        for view in snapshot.views(*plan.span(index)):
+            running.update(view)
+        known = snapshot.checksums[index] = running.digest()
     return known

@@ -6,12 +6,14 @@ Must not import the receiver, nor know what a send is.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
     AiosyncError,
+    ConfigError,
     ConnectError,
     ConnectTimeout,
     PartialSyncError,
@@ -135,6 +137,8 @@ class Workers:
             self._arriving.pop(transport, None)
             self._refused = [*self._refused[-2:], str(exc)]  # the last ones, for the error
             await transport.aclose()
+            if isinstance(exc, ConfigError) and expected_idx is not None:
+                self.not_reached(expected_idx, exc)  # it was dialled, and refused for good
             self.notify()
             return
         except BaseException:  # cancelled, or a bug that _crashed() is told
@@ -150,6 +154,11 @@ class Workers:
         self.lost.pop(worker_idx, None)
         self._failures.pop(worker_idx, None)
         self.unreported.discard(worker_idx)
+        snapshot = self.snapshot_for(worker_idx)
+        newest = max(self.clock.current, 0 if snapshot is None else snapshot.version)
+        if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
+            # Nobody can have it: not to be believed, or send() would find it newer than its own.
+            hello = dataclasses.replace(hello, epoch=None, version=None)
         peer = Peer(
             worker_idx,
             transport,
@@ -164,7 +173,6 @@ class Workers:
         self.peers[worker_idx] = peer
         watch_process(transport, hello.pid)
         peer.start()
-        snapshot = self.snapshot_for(worker_idx)
         if snapshot is not None and peer.subscribes and not peer.has(snapshot.version):
             peer.offer(snapshot)
         self.notify()
@@ -227,7 +235,9 @@ class Workers:
         self.waiting.discard(peer)
         if self.peers.get(peer.worker_idx) is peer:
             del self.peers[peer.worker_idx]
-            if not self.closed:
+            if not self.closed and not peer.subscribes:
+                self._failures[peer.worker_idx] = error  # no send misses it; connect() may
+            elif not self.closed:
                 self.lost[peer.worker_idx] = error
                 self.unreported.add(peer.worker_idx)
         peer.transport.abort()

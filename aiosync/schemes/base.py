@@ -146,7 +146,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
     # -- versions ------------------------------------------------------------------------------
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
-        """Wait until the model has at least ``version`` (sender: until every worker has).
+        """Wait until the model has at least ``version`` (sender: until every subscriber has).
 
         Args:
             version: Version of the current epoch.
@@ -177,9 +177,10 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         if self._receiver is not None:
             waits = self._receiver.has_staged and self._resolve_target() is None
             return self._receiver.inbox.version > 0 or waits
-        expected = self._sources.num_workers or 0
-        versions = self.worker_versions
-        return len(versions) >= max(1, expected) and all(versions.values())
+        if self._sender is None:
+            return False
+        enough = len(self._sender.peers) >= max(1, self._sources.num_workers or 0)
+        return enough and all(peer.outbox.applied for peer in self._sender.subscribers)
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)

@@ -62,7 +62,7 @@ class Ready:
     """The condition that there is a complete version: ``if scheme.ready``, ``await scheme.ready``.
 
     On a receiver: the model has one, or one is staged and waits for a model. On a sender: every
-    connected worker, and every expected one, has one.
+    expected worker is connected, and each that subscribes has one.
     """
 
     def __init__(

@@ -130,21 +130,23 @@ class StreamListener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                if exc.errno not in _NO_ROOM:
-                    raise
-                self.counts.refused["no room"] += 1
+                # Of the network below (one connection had a fault already), or no descriptors.
+                name = "no room" if exc.errno in _NO_ROOM else "ConnectError"
+                self.counts.refused[name] += 1
                 self._pause()
                 return
-            if len(self._open) + len(self._strangers) >= self._max_connections:
+            full = len(self._open) + len(self._strangers) >= self._max_connections
+            if full and not self._strangers:
                 self.counts.refused["full"] += 1
                 sock.close()
                 continue
-            if len(self._strangers) >= _MAX_STRANGERS:
+            if full or len(self._strangers) >= _MAX_STRANGERS:
+                # Forgotten at once: its task ends later, and the next one has to go, too.
                 self.counts.refused["crowded out"] += 1
-                next(iter(self._strangers.values())).cancel()
+                self._strangers.pop(next(iter(self._strangers))).cancel()
             task = self._tasks.start(self._let_in(sock), "aiosync handshake of a stranger")
             self._strangers[sock] = task
-            task.add_done_callback(lambda _, sock=sock: self._end_stranger(sock))  # type: ignore[misc]  # the default binds it
+            task.add_done_callback(lambda task, sock=sock: self._end_stranger(sock, task))  # type: ignore[misc]  # the default binds it
 
     def _pause(self) -> None:
         assert self._loop is not None
@@ -155,8 +157,8 @@ class StreamListener:
         if self._loop is not None and self._sock.fileno() >= 0:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
-    def _end_stranger(self, sock: socket.socket) -> None:
-        task = self._strangers.pop(sock)
+    def _end_stranger(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(sock, None)
         if task.cancelled():
             sock.close()  # a task that never ran has not closed it
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,9 +20,9 @@ from aiosync.errors import (
     StaleVersion,
     SyncTimeout,
     TransportClosed,
-    TransportError,
 )
 from aiosync.schemes._applying import Applying
+from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
@@ -31,7 +30,7 @@ from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Current, Fetch, ManifestMessage, Message, Resend, Update
+from aiosync.wire import Ack, Current, Fetch, ManifestMessage, Resend, Update
 
 __all__ = ["WeightReceiver"]
 
@@ -82,18 +81,19 @@ class WeightReceiver(Applying):
         self.transport = transport
         self.error: BaseException | None = None
         self.reconnects = 0
-        self.progress = 0  # messages that made sense
+        self.progress = 0  # parts of updates that arrived, and answers
         self.answers = 0  # times that the trainer said that this is the newest version
-        self.wanted: int | None = None  # what a pull() asks for
+        self._wants: list[int] = []  # the least versions that pull() asked for, until they come
+        self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
+        self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
         self._relink = relink
         self._on_applied = on_applied
         self._staging = Staging(transport)
-        self._outgoing: deque[Message] = deque()
-        self._flushing = False
         self._answered: tuple[int, int] | None = None
         self._changed = asyncio.Event()
         self._waited_for = False
         self._tasks = TaskOwner(self.fail)
+        self._outgoing = Outgoing(transport, self._tasks)
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -125,16 +125,22 @@ class WeightReceiver(Applying):
                 self.fail(lost)
                 return
             self.transport.abort()
-            self._outgoing.clear()
             try:
-                self.transport = await self._relink(lost)
+                link = await self._relink(lost)
             except AiosyncError as exc:
                 self.fail(exc)
                 return
-            self._staging.next_link(self.transport)
+            self.use_link(link)
             self.reconnects += 1
-            if self.wanted is not None:
-                self._say(Fetch(self.wanted))
+            self._promised = None
+            if self._wants:
+                self._outgoing.say(Fetch(min(self._wants)))
+
+    def use_link(self, transport: Transport) -> None:
+        """Go on with another link, after its handshake."""
+        self.transport = transport
+        self._staging.next_link(transport)
+        self._outgoing.use_link(transport)
 
     async def _receive(self) -> None:
         """Take messages until the link ends, which raises why."""
@@ -143,17 +149,18 @@ class WeightReceiver(Applying):
         transport.subscribe(self._on_message)
         while True:
             self._on_message(await transport.recv(into=lender))
-            if self._outgoing:
-                await self._flush()
+            await self._outgoing.flush()
 
     def _on_message(self, received: Received) -> Again | None:
         message = received.message
-        self.progress += 1
+        self._outgoing.check()
         if isinstance(message, Update) and self._staging.checks:
             part = self._staging.take_part(received)
             if isinstance(part, Resend):
-                self._say(part)
-            elif part is not None:
+                self._outgoing.say(part)
+                return None
+            self.progress += 1
+            if part is not None:
                 self._stage(part)
         elif isinstance(message, Update):
             staged = self._staging.take(received)
@@ -164,9 +171,8 @@ class WeightReceiver(Applying):
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Current):
-            self.answers += 1
-            self.wanted = None
-            self._notify()
+            self.progress += 1
+            self._on_current(message)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
         return None
@@ -191,10 +197,11 @@ class WeightReceiver(Applying):
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
             self._staging.drop(staged)
-            self._say(self._answer_to_stale(staged, exc))
+            self._outgoing.say(self._answer_to_stale(staged, exc))
+            self._has_come(staged.epoch, staged.version)
             return
-        if self.wanted is not None and staged.version >= self.wanted:
-            self.wanted = None
+        if self._wants:
+            self._has_come(staged.epoch, staged.version)
         if self._staged is not None:
             self._withdraw()
         self._staged = staged
@@ -203,7 +210,7 @@ class WeightReceiver(Applying):
         if self._answered != (staged.epoch, staged.version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
             received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
-            self._say(received)
+            self._outgoing.say(received)
         if self._waited_for:
             self._notify()
 
@@ -215,7 +222,33 @@ class WeightReceiver(Applying):
         waiting = self._staged
         if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
             return make_ack(epoch, version, AckStatus.RECEIVED, None)
+        if self._refusal is not None and self._refusal[:2] == (epoch, version):
+            return make_ack(epoch, version, AckStatus.NACK, self._refusal[2])
         return make_ack(epoch, version, AckStatus.NACK, error)
+
+    def _on_current(self, message: Current) -> None:
+        inbox = self.inbox
+        if message.version and (
+            message.epoch != inbox.newest_epoch or message.version > inbox.newest
+        ):
+            # The word overtook the update, which pull() waits for; a lost link may swallow it.
+            self._promised = (message.epoch, message.version)
+        else:
+            self._promised = None  # the latest word counts
+            self._has_come(message.epoch, message.version)
+
+    def _has_come(self, epoch: int, version: int) -> None:
+        """What pull() may have asked for is here, or the model refused it before."""
+        if self._promised is None or (epoch == self._promised[0] and version >= self._promised[1]):
+            self._promised = None
+            self.answers += 1
+        if self._refusal is not None and self._refusal[:2] == (epoch, version):
+            self.refused = self._refusal[1:]
+        left = [each for each in self._wants if each > version]
+        if left and len(left) < len(self._wants):
+            self._outgoing.say(Fetch(min(left)))  # the trainer knows of one wish at a time
+        self._wants = left
+        self._notify()
 
     def _withdraw(self) -> None:
         """A newer update takes the place of one that was not applied yet."""
@@ -240,12 +273,14 @@ class WeightReceiver(Applying):
         self._answered = (epoch, version)
         if error is not None:
             self._refuse(version, error)
-            self._say(make_ack(epoch, version, AckStatus.NACK, error))
+            self._refusal = (epoch, version, error)
+            self._outgoing.say(make_ack(epoch, version, AckStatus.NACK, error))
             self._staging.drop(staged)
         else:
             if self._copy:
                 old = staged
-            self._acknowledge_applied(epoch, version)
+            if not self._outgoing.say_applied_now(epoch, version):
+                self._outgoing.say(make_ack(epoch, version, AckStatus.APPLIED, None))
             # The trainer does not wait while the old memory is looked at and unmapped.
             if old is not None:
                 self._loop.call_soon(self._leave, old)
@@ -259,16 +294,7 @@ class WeightReceiver(Applying):
         else:
             self._staging.retire(old)
 
-    # -- acknowledging -------------------------------------------------------------------------
-
-    def _acknowledge_applied(self, epoch: int, version: int) -> None:
-        if not self._outgoing and not self._flushing:
-            try:
-                if self.transport.ack_nowait(epoch, version, AckStatus.APPLIED):
-                    return
-            except TransportError:
-                return  # the link has ended: the receiving task reports it
-        self._say(make_ack(epoch, version, AckStatus.APPLIED, None))
+    # -- asking --------------------------------------------------------------------------------
 
     def resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and bytes of an update of which the lost link brought a part."""
@@ -281,32 +307,8 @@ class WeightReceiver(Applying):
 
     def fetch(self, min_version: int) -> None:
         """Ask the trainer for its newest version, once it is at least this one."""
-        self.wanted = min_version
-        self._say(Fetch(min_version))
-
-    def _say(self, message: Message) -> None:
-        self._outgoing.append(message)
-        try:
-            while self._outgoing and self.transport.send_batch_nowait(list(self._outgoing)):
-                self._outgoing.clear()
-        except TransportError:
-            self._outgoing.clear()  # the link has ended: the receiving task reports it
-            return
-        if self._outgoing and not self._flushing:
-            self._tasks.start(self._flush(), "aiosync acks")
-
-    async def _flush(self) -> None:
-        if self._flushing:
-            return
-        self._flushing = True
-        try:
-            while self._outgoing:
-                message = self._outgoing.popleft()
-                await self.transport.send(message)
-        except TransportError:
-            self._outgoing.clear()  # the link has ended: the receiving task reports it
-        finally:
-            self._flushing = False
+        self._wants.append(min_version)
+        self._outgoing.say(Fetch(min(self._wants)))
 
     # -- waiting -------------------------------------------------------------------------------
 

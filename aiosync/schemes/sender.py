@@ -21,6 +21,7 @@ from aiosync.errors import (
     SyncTimeout,
 )
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
+from aiosync.schemes._awake import Awake
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
 from aiosync.schemes._streaming import Streaming
@@ -31,11 +32,7 @@ from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
-# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as
-# much as the whole round trip (docs/topics/shared-memory.md). Long enough for an answer that is
-# as quick as the last ones were; only briefly where those took longer than that.
-_AWAKE_SECONDS = (50e-6, 250e-6)
-_AWAKE_NBYTES = 2**20
+_AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +42,7 @@ class _Send:
     started: float
     nbytes: int
     lost: Mapping[int, AiosyncError]
+    borrowed: Sequence[Snapshot] = ()  # whose bytes are still the caller's
     timeout: float = math.inf
     deadline: float = math.inf  # on the loop's clock
 
@@ -93,12 +91,17 @@ class WeightSender:
         self._snapshot_lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None  # one for all sends under way
         self._timer_at = math.inf
-        self._recent = 0.0  # seconds that sends took lately
+        self._awake = Awake(self._loop)
 
     @property
     def peers(self) -> Mapping[int, Peer]:
         """The connected workers, by index."""
         return self.workers.peers
+
+    @property
+    def subscribers(self) -> list[Peer]:
+        """The connected workers that get every update, and not only what they ask for."""
+        return [peer for peer in self.workers.peers.values() if peer.subscribes]
 
     def _on_crash(self, error: BaseException) -> None:
         for send in list(self._sends.values()):
@@ -192,7 +195,7 @@ class WeightSender:
                 send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if not send.future.done():
             if send.nbytes <= _AWAKE_NBYTES:
-                self._stay_awake(send.future, self._awake_until())
+                self._awake.wait_for(send.future)
             if timeout is not None:
                 self._limit(send, timeout)
         try:
@@ -202,14 +205,23 @@ class WeightSender:
             if send.future.done() and not send.future.cancelled():
                 send.future.exception()  # seen by nobody, on purpose
             raise
-        self._recent += (report.elapsed - self._recent) / 8
+        finally:
+            for snapshot in send.borrowed:  # for who joins later, or is not done yet
+                try:
+                    await self.maker.copy(snapshot)
+                finally:
+                    snapshot.release()
+        self._awake.note(report.elapsed)
         return report
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
+        # Links that carry bytes take them from the tensors, which must not change meanwhile.
+        streams = self.workers.streaming is not None
+        take = self.maker.borrow if streams else self.maker.take
         try:
             for key, plan in planned.items():
-                snapshots[key] = await self.maker.take(plan)
+                snapshots[key] = await take(plan)
         except BaseException:  # goes on to the caller of send()
             for snapshot in snapshots.values():
                 snapshot.release()
@@ -232,15 +244,6 @@ class WeightSender:
             self._limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
 
-    def _awake_until(self) -> float:
-        least, most = _AWAKE_SECONDS
-        return time.perf_counter() + (most if self._recent < 2 * most else least)
-
-    def _stay_awake(self, future: asyncio.Future[SendReport], until: float) -> None:
-        # A callback that is always ready keeps the loop from sleeping.
-        if not future.done() and time.perf_counter() < until:
-            self._loop.call_soon(self._stay_awake, future, until)
-
     def _dispatch(
         self,
         snapshots: Mapping[int | None, Snapshot],
@@ -258,6 +261,7 @@ class WeightSender:
         future = self._loop.create_future()
         send = _Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
         self._sends[version] = send
+        send.borrowed = [each.retain() for each in snapshots.values() if each.live is not None]
         for idx in sorted(targets):
             peer = workers.peers.get(idx)
             if peer is None:
@@ -346,13 +350,13 @@ class WeightSender:
     async def wait_for_version(
         self, version: int, *, timeout: float | None, late: SyncTimeout
     ) -> int:
-        """Wait until every connected worker has applied at least ``version``."""
+        """Wait until every subscriber has applied at least ``version``."""
 
         def reached() -> bool:
-            return all(peer.outbox.applied >= version for peer in self.peers.values())
+            return all(peer.outbox.applied >= version for peer in self.subscribers)
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        applied = (peer.outbox.applied for peer in self.peers.values())
+        applied = (peer.outbox.applied for peer in self.subscribers)
         return min(applied, default=self.clock.current)
 
     async def wait_until(

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from aiosync.errors import (
-    AiosyncError,
-    AuthError,
-    ConfigError,
-    ConnectTimeout,
-    PeerClosed,
-    RemoteProtocolError,
-)
+from aiosync.errors import AiosyncError, ConfigError
 from aiosync.schemes._dialling import Backoff, Dialler
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
+from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes._streaming import Streaming
-from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.schemes.sender import WeightSender
@@ -41,7 +33,7 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 
-class TCPWeightSyncScheme(WeightSyncScheme):
+class TCPWeightSyncScheme(StreamReceiving):
     """Sends weights to workers on any host, over TCP or Unix sockets.
 
     The sender listens and workers dial its address at any time: before the first update, in the
@@ -137,29 +129,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._max_connections = max_connections
         self._limits = limits
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._session = secrets.token_bytes(16)
-        self._arrived: asyncio.Queue[Transport] | None = None
-        self._lost_at: float | None = None
-        self._progress_then = -1
-        self._pauses = Backoff()
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        for name in ("_session", "_arrived", "_lost_at", "_progress_then", "_pauses"):
-            del state[name]
-        return state
-
     # -- what it is ----------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """Where the side that listens does so; with the port once it is bound."""
-        if isinstance(self._listener, StreamListener):
-            return self._listener.url
-        idx = (self._worker_idx or 0) if self._dial == "sender" else 0
-        return str(self._addresses[min(idx, len(self._addresses) - 1)])
 
     @property
     def reconnects(self) -> int:
@@ -202,33 +172,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     def _streaming(self) -> Streaming:
         return self._options
-
-    def _listen(self, address: Address) -> StreamListener:
-        listener = StreamListener(
-            address,
-            credentials=self._credentials,
-            limits=self._limits,
-            max_connections=self._max_connections,
-            handshake_timeout=self._handshake_timeout,
-            keepalive=self._keepalive,
-        )
-        self._listener = listener
-        return listener
-
-    def _dialler(self, address: Address, name: str) -> Dialler:
-        if address.scheme == "tcp" and address.port == 0:
-            raise ConfigError(
-                f"{address} names no port to dial: pickle or copy the scheme after "
-                "init_on_sender(), which binds one, or choose a port"
-            )
-        return Dialler(
-            address,
-            credentials=self._credentials,
-            limits=self._limits,
-            keepalive=self._keepalive,
-            attempt_timeout=self._handshake_timeout,
-            name=name,
-        )
 
     # -- the sender ----------------------------------------------------------------------------
 
@@ -283,139 +226,3 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             if self.reconnect == 0:
                 return
             patience = self.reconnect
-
-    # -- the receiver --------------------------------------------------------------------------
-
-    @property
-    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
-        return self._wants_updates
-
-    def _hello(self) -> Hello:
-        receiver = self._receiver
-        inbox = None if receiver is None else receiver.inbox
-        has = inbox is not None and inbox.version > 0
-        partial = (None if receiver is None else receiver.resume()) or (None, None, 0)
-        plain = super()._hello()
-        return Hello(
-            role="receiver",
-            model_id=plain.model_id,
-            pid=plain.pid,
-            worker_idx=plain.worker_idx,
-            strategy=plain.strategy,
-            has_target=plain.has_target,
-            epoch=inbox.epoch if inbox is not None and has else None,
-            version=inbox.version if inbox is not None and has else None,
-            session=self._session,
-            subscribe=self._wants_updates,
-            partial_epoch=partial[0],
-            partial_version=partial[1],
-            partial_nbytes=partial[2],
-        )
-
-    async def _reach(self, timeout: float | None) -> Transport:
-        if self._pipe is not None:
-            return await super()._reach(timeout)
-        if self._dial == "sender":
-            return await self._next_arrival(timeout)
-        return await self._dialler(self._addresses[0], "the trainer").reach(timeout)
-
-    async def _next_arrival(self, timeout: float | None) -> Transport:
-        """Wait for the sender to dial."""
-        if self._arrived is None:
-            self._arrived = asyncio.Queue()
-            idx = self._worker_idx or 0
-            if idx >= len(self._addresses):
-                raise ConfigError(
-                    f"there is no address for worker {idx}: with dial='sender' the scheme needs "
-                    "one address for each worker, in the order of their worker_idx"
-                )
-            self._listen(self._addresses[idx]).start(self._on_sender, self._on_listener_crash)
-        try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    link = await self._arrived.get()
-                    try:
-                        await self._check_sender(link)
-                    except AiosyncError:
-                        link.abort()  # it was told, or has gone; the next one may be right
-                        continue
-                    except BaseException:  # cancelled: raised again
-                        link.abort()
-                        raise
-                    return link
-        except TimeoutError as exc:
-            raise ConnectTimeout(f"no trainer dialled {self.address} in {timeout:g} s") from exc
-
-    def _on_sender(self, link: TCPTransport) -> None:
-        assert self._arrived is not None
-        self._arrived.put_nowait(link)  # their number is bounded by the listener
-
-    def _on_listener_crash(self, error: BaseException) -> None:
-        if self._receiver is not None:
-            self._receiver.fail(error)
-
-    async def _check_sender(self, link: Transport) -> None:
-        message = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
-        if not isinstance(message, Hello) or message.role != "sender":
-            raise RemoteProtocolError("expected the Hello of a sender")
-
-    async def _relink(self, lost: AiosyncError) -> Transport:
-        receiver = self._receiver
-        assert receiver is not None
-        loop = asyncio.get_running_loop()
-        if self._pipe is not None or self.reconnect == 0:
-            raise lost
-        if receiver.progress != self._progress_then:  # the last link was of some use
-            self._progress_then = receiver.progress
-            self._lost_at = loop.time()
-            self._pauses.reset()
-        assert self._lost_at is not None
-        while True:
-            left: float | None = None
-            if self.reconnect is not None:
-                left = self._lost_at + self.reconnect - loop.time()
-                if left <= 0:
-                    raise _gave_up(lost, self.reconnect) from lost
-            try:
-                await self._pauses.wait()
-                link = await self._reach(left)
-            except (AuthError, ConfigError):
-                raise
-            except ConnectTimeout as exc:
-                raise _gave_up(lost, self.reconnect or 0.0) from exc
-            try:
-                welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
-            except ConfigError:
-                link.abort()
-                raise
-            except AiosyncError as exc:
-                link.abort()
-                lost = exc
-                continue
-            except BaseException:  # cancelled: raised again
-                link.abort()
-                raise
-            self._worker_idx = welcome.worker_idx
-            return link
-
-    # -- closing -------------------------------------------------------------------------------
-
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`."""
-        listener = self._listener
-        try:
-            await super().aclose()
-        finally:
-            if isinstance(listener, StreamListener) and self._pid == os.getpid():
-                await listener.aclose()
-
-    def _abort_unused_links(self) -> None:
-        super()._abort_unused_links()
-        while self._arrived is not None and not self._arrived.empty():
-            self._arrived.get_nowait().abort()
-
-
-def _gave_up(lost: AiosyncError, seconds: float) -> PeerClosed:
-    return PeerClosed(
-        f"the trainer's link was lost ({lost}), and it was not reached again within {seconds:g} s"
-    )

@@ -19,10 +19,10 @@ from aiosync.errors import (
     ConfigError,
     RemoteProtocolError,
     StaleVersion,
-    TransportError,
 )
 from aiosync.protocol import Inbox, Outcome, VersionClock
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
@@ -81,10 +81,14 @@ class ServedModel:
         self._staging: Staging | None = None
         self._trainer: TCPTransport | None = None
         self._trainer_name = ""
+        self._trainer_epoch: int | None = None
+        self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
         # Only the newest version is worth writing, so at most one waits.
         self._to_save: tuple[TCPTransport, Snapshot, int] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._kept: tuple[int, int] | None = None  # epoch and version that are on disk
+        self._ending = False
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -93,6 +97,19 @@ class ServedModel:
         """The newest complete version."""
         return self.workers.snapshot_for(-1)
 
+    @property
+    def _here(self) -> tuple[int, int] | None:
+        """Epoch and version of the newest one."""
+        epoch = self._inbox.epoch
+        return None if epoch is None else (epoch, self._inbox.version)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether there is no version, no trainer and no worker."""
+        workers = self.workers
+        anybody = self._trainer is not None or workers.peers or workers._arriving
+        return not anybody and self.newest is None
+
     def restore(self, stored: StoredUpdate) -> None:
         """Serve what an earlier process kept on disk."""
         snapshot = Snapshot(stored.buffer, slot=None, release=_nothing)
@@ -100,6 +117,7 @@ class ServedModel:
         self.strategy = self.workers.strategy = stored.strategy
         self._inbox.offer(stored.epoch, stored.version)
         self._inbox.applied(stored.epoch, stored.version)
+        self._kept = self._here
         self._publish(snapshot, stored.layout, stored.epoch, stored.version)
 
     def _publish(self, snapshot: Snapshot, layout: Layout, epoch: int, version: int) -> None:
@@ -125,7 +143,10 @@ class ServedModel:
         Raises:
             ConfigError: Another trainer is connected; this one was told.
         """
-        if self._trainer is not None and not self._trainer.channel.ended:
+        old = self._trainer
+        if old is not None and hello.epoch is not None and hello.epoch == self._trainer_epoch:
+            old.abort()  # the same trainer: its old link broke in the middle
+        elif old is not None and not old.channel.ended:
             error = ConfigError(
                 f"{self._trainer_name} pushes model {self.model_id!r} already: end it first, or "
                 "push under another model_id"
@@ -133,14 +154,18 @@ class ServedModel:
             await link.send(Refuse("ConfigError", str(error)), timeout=HANDSHAKE_SECONDS)
             await link.aclose()
             raise error
-        if not self.workers.peers and self.newest is None:
+        if self.is_unused:
             self.strategy = self.workers.strategy = hello.strategy
         self._trainer, self._trainer_name = link, link.channel.name
+        self._trainer_epoch = hello.epoch
+        self._answers[link] = Outgoing(link, self.workers.tasks)
         if self._staging is None:
             self._staging = Staging(link)
         try:
+            # What is said to be here need not be sent again, so it has to be on disk.
+            await self.drain()
             partial = self._staging.resume() or (None, None, 0)
-            has = self._inbox.version > 0
+            has = self._kept if self._store is not None else self._here
             await greet(
                 link,
                 Hello(
@@ -149,21 +174,24 @@ class ServedModel:
                     pid=os.getpid(),
                     strategy=self.strategy,
                     session=self._session,
-                    epoch=self._inbox.epoch if has else None,
-                    version=self._inbox.version if has else None,
+                    epoch=None if has is None else has[0],
+                    version=None if has is None else has[1],
                     partial_epoch=partial[0],
                     partial_version=partial[1],
                     partial_nbytes=partial[2],
                 ),
                 timeout=HANDSHAKE_SECONDS,
             )
+            # The two agree, or one of them takes any: what is served from now on is the trainer's.
+            self.strategy = self.workers.strategy = hello.strategy
             self._staging.next_link(link)
             link.subscribe(lambda received: self._on_message(link, received))
             while True:
-                self._on_message(link, await link.recv(into=self._staging.lend))
+                self._on_message(link, await link.recv(into=self._staging.lender))
         finally:
             if self._trainer is link:
                 self._trainer = None
+            del self._answers[link]
             link.abort()
 
     def _on_message(self, link: TCPTransport, received: Received) -> None:
@@ -182,13 +210,14 @@ class ServedModel:
 
     def _take(self, link: TCPTransport, staged: Staged) -> None:
         epoch, version = staged.epoch, staged.version
+        if self._ending:
+            staged.give_back()  # no answer: the trainer sees that the link ends
+            return
         try:
             self._inbox.offer(epoch, version)
         except StaleVersion as exc:
             staged.give_back()
-            known = (self._inbox.epoch, self._inbox.version) == (epoch, version)
-            status = AckStatus.APPLIED if known else AckStatus.NACK
-            self._say(link, make_ack(epoch, version, status, None if known else exc))
+            self._answer_to_stale(link, epoch, version, exc)
             return
         self._inbox.applied(epoch, version)
         self.versions += 1
@@ -203,12 +232,22 @@ class ServedModel:
         self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
         self._save_later(link, keep, epoch)
 
+    def _answer_to_stale(
+        self, link: TCPTransport, epoch: int, version: int, error: StaleVersion
+    ) -> None:
+        newest = self.newest
+        if (epoch, version) != self._here or newest is None:
+            self._say(link, make_ack(epoch, version, AckStatus.NACK, error))
+        elif self._store is None or self._kept == self._here:
+            self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
+        else:  # the disk refused it, or its link was lost before it was on disk
+            self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
+            self._save_later(link, newest.retain(), epoch)
+
     def _say(self, link: TCPTransport, message: Message) -> None:
-        try:
-            if not link.send_nowait(message):
-                self.workers.tasks.start(_send(link, message), "aiosync answer to a trainer")
-        except TransportError:
-            return  # it has gone; its next Hello is answered with what is here
+        answers = self._answers.get(link)
+        if answers is not None:  # else it has gone; its next Hello is answered with what is here
+            answers.say(message)
 
     # -- the disk ------------------------------------------------------------------------------
 
@@ -234,6 +273,7 @@ class ServedModel:
                 error: AiosyncError | None = None
                 try:
                     await self._write(update)
+                    self._kept = (epoch, update.version)
                 except AiosyncError as exc:
                     error = without_frames(exc)  # served from memory, but the trainer is told
                 finally:
@@ -258,8 +298,13 @@ class ServedModel:
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
+    def end(self) -> None:
+        """Take no more versions: a trainer that never pauses must not keep :meth:`drain` busy."""
+        self._ending = True
+
     async def aclose(self) -> None:
         """Close every link of this model."""
+        self._ending = True
         if self._trainer is not None:
             self._trainer.abort()
         self.workers.end()
@@ -300,13 +345,6 @@ class ServedModel:
                 for idx, peer in sorted(self.workers.peers.items())
             ],
         }
-
-
-async def _send(link: TCPTransport, message: Message) -> None:
-    try:
-        await link.send(message, timeout=HANDSHAKE_SECONDS)
-    except AiosyncError:
-        link.abort()  # it does not read: its link is of no use
 
 
 def _ignore(peer: Peer, outcomes: Sequence[Outcome]) -> None:

@@ -15,7 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from aiosync._version import __version__
-from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, RemoteProtocolError
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportClosed,
+)
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
@@ -159,6 +165,8 @@ class WeightServer:
         try:
             await self._listener.aclose()
             for model in self._models.values():
+                model.end()
+            for model in self._models.values():
                 await model.drain()
         finally:
             if self._tasks is not None:
@@ -191,7 +199,9 @@ class WeightServer:
 
     def _on_link(self, link: TCPTransport) -> None:
         assert self._tasks is not None
-        self._tasks.start(self._serve(link), "aiosync link of the server")
+        task = self._tasks.start(self._serve(link), "aiosync link of the server")
+        # A task that never ran cannot close its link.
+        task.add_done_callback(lambda task: link.abort() if task.cancelled() else None)
 
     async def _serve(self, link: TCPTransport) -> None:
         """Find out what a peer wants. A peer that does wrong ends its own link and no more."""
@@ -199,6 +209,8 @@ class WeightServer:
             hello = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
             if not isinstance(hello, Hello):
                 raise RemoteProtocolError(f"expected Hello, got {type(hello).__name__}")
+            if self._closed:
+                raise TransportClosed("this server was closed")
             if hello.role == "status":
                 await link.send(Status(self.status()), timeout=HANDSHAKE_SECONDS)
                 await link.aclose()
@@ -229,8 +241,17 @@ class WeightServer:
             known = ", ".join(sorted(self._model_ids))
             raise ConfigError(f"this server serves no model {hello.model_id!r}; it serves: {known}")
         if len(self._models) >= self._max_models:
+            self._forget_unused()
+        if len(self._models) >= self._max_models:
             raise ConfigError(f"this server has {self._max_models} models, and takes no more")
         return self._new_model(hello.model_id, hello.strategy)
+
+    def _forget_unused(self) -> None:
+        """Drop models that workers asked for, under a wrong name perhaps, and left again."""
+        for model_id, model in list(self._models.items()):
+            if model.is_unused:
+                del self._models[model_id]
+                model.workers.end()
 
     def _new_model(self, model_id: str, strategy: str) -> ServedModel:
         model = self._models[model_id] = ServedModel(
@@ -257,5 +278,7 @@ class WeightServer:
             "refused": dict(counts.refused),
             "ended": dict(counts.ended),
             "store": self._store is not None,
+            "model_ids": None if self._model_ids is None else sorted(self._model_ids),
+            "max_models": self._max_models,
             "models": [model.describe() for _, model in sorted(self._models.items())],
         }

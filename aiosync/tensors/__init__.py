@@ -13,6 +13,7 @@ from aiosync.tensors.copying import CopyPool
 from aiosync.tensors.dtypes import dtype_name, torch_dtype
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import Leaf, Leaves, collect
+from aiosync.tensors.live import LiveBytes
 from aiosync.tensors.snapshot import Flattener, Prepared
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Layout",
     "Leaf",
     "Leaves",
+    "LiveBytes",
     "Prepared",
     "Target",
     "collect",

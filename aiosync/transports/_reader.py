@@ -46,6 +46,8 @@ Or, instead of True, what takes the counter of later messages that are the same 
 
 # One loop callback moves at most this much, so that a bulk transfer never holds the loop long.
 _WINDOW_NBYTES = 2**20
+# One call reads at most this much, which is still in the cache when it is looked at.
+_READ_NBYTES = 2**19
 _POLL_PAYLOAD_SECONDS = 1.0
 
 
@@ -93,6 +95,7 @@ class FrameReader:
         self._whole: tuple[FrameStart, bytearray] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._gone: TransportError | None = None
+        self._landed: Callable[[], None] | None = None
         self._busy = self._reading = self._timed_out = False
         state.on_end.append(self.stop)
         self._resume()
@@ -209,6 +212,10 @@ class FrameReader:
     ) -> tuple[Message, Mapping[str, Any] | None, list[Any], int]:
         buffers = self._lend(into, start)
         self._decoder.lend(buffers)
+        landed = getattr(into, "landed", None)
+        if landed is not None:
+            nbytes, decoder = start.payload_nbytes, self._decoder
+            self._landed = lambda: landed(nbytes - decoder.missing_nbytes)
         name = self._state.name
         try:
             self._advance()
@@ -226,6 +233,8 @@ class FrameReader:
             self._event = None
             self._state.fail(TransportBroken(f"recv() from {name} was cut in mid-message"))
             raise
+        finally:
+            self._landed = None
         self._event = None
         self._advance_soon()
         return start.message, start.ext, buffers, start.payload_nbytes
@@ -348,8 +357,9 @@ class FrameReader:
                 if self.ready:
                     self._pause()
                 break
-            if room > budget:
-                buffer, room = buffer[:budget], budget
+            most = min(budget, _READ_NBYTES)
+            if room > most:
+                buffer, room = buffer[:most], most
             try:
                 nbytes = self._io.recv_into(buffer)
             except (BlockingIOError, InterruptedError):
@@ -363,6 +373,8 @@ class FrameReader:
                 self._pull()
                 break
             decoder.buffer_updated(nbytes)
+            if self._landed is not None:
+                self._landed()
             if self._pull_repeats():
                 self._pull()
             if nbytes < room or self.ready:

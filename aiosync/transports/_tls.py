@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from aiosync.errors import AuthError, ConnectError, RemoteProtocolError
 from aiosync.wire import MAGIC
 
-__all__ = ["PlainPeer", "TlsIo"]
+__all__ = ["PlainPeer", "TlsIo", "why_refused"]
 
 _READ_NBYTES = 256 * 1024
 _ENCRYPT_NBYTES = 256 * 1024  # kept encrypted at most, beyond what the kernel takes
@@ -88,7 +88,7 @@ class TlsIo:
             except ssl.SSLError as exc:
                 with contextlib.suppress(ConnectError):
                     await self._send_all(loop)
-                raise _refused(exc) from exc
+                raise why_refused(exc) from exc
             data = await self._read_some(loop)
             if first and data.startswith(MAGIC):
                 raise PlainPeer("a peer sent plain frames to an address that speaks TLS")
@@ -206,7 +206,8 @@ class TlsIo:
         self.sock.close()
 
 
-def _refused(exc: ssl.SSLError) -> ConnectError:
+def why_refused(exc: ssl.SSLError) -> ConnectError:
+    """What an error of OpenSSL means for whoever opened the link."""
     reason = exc.reason or str(exc)
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
         return ConnectError("the other end does not speak TLS: give both ends tls=, or neither")

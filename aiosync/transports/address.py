@@ -50,13 +50,14 @@ class Address:
             return url
         if not isinstance(url, str):
             raise ConfigError(f"an address is a string such as 'tcp://host:7000', not {url!r}")
+        if "@" in url and not url.startswith("unix:"):
+            # Before anything is parsed: an error of the parser would repeat a part of them.
+            raise ConfigError("an address holds no credentials: pass token= or tls= beside it")
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"{_shown(url)} is not an address: {exc}") from exc
-        if parts.username is not None or parts.password is not None:
-            raise ConfigError("an address holds no credentials: pass token= or tls= beside it")
         if parts.query or parts.fragment:
             raise ConfigError(f"{_shown(url)} is not an address: it has a query or a fragment")
         if parts.scheme == "tcp":
@@ -94,9 +95,6 @@ class Address:
 
 
 def _shown(text: str) -> str:
-    # Credentials may be in there by mistake, so what stands before an @ is not repeated.
-    before, at, after = text.rpartition("@")
-    text = f"{before.partition('://')[0]}://...@{after}" if at else text
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 

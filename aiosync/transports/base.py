@@ -41,7 +41,9 @@ Lender: TypeAlias = "Callable[[Message, int], Sequence[Buffer]]"
 """Called with a message and its payload size; returns writable buffers of that size in total.
 
 It may raise an :class:`~aiosync.errors.AiosyncError` to refuse: the link then breaks, because
-the payload that follows cannot be placed.
+the payload that follows cannot be placed. A lender that is an object with a method
+``landed(nbytes)`` may be told now and then how many bytes from the start of the payload are in
+place, so that it can look at them while they are in the cache; the call must not raise.
 """
 
 

@@ -28,7 +28,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import ByteIo, StreamIo, widen_socket
-from aiosync.transports._tls import PlainPeer, TlsIo
+from aiosync.transports._tls import PlainPeer, TlsIo, why_refused
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.types import Cancellation, Capabilities, Limits
@@ -288,7 +288,12 @@ async def _secured(
         raise ConfigError(f"this SSL context does not fit: {exc}") from exc
     try:
         await io.handshake()
-    except PlainPeer:
+    except PlainPeer as exc:
+        if not server_side:
+            io.close()
+            raise ConfigError(
+                "the listener speaks no TLS: pass tls= on its side, too, or on neither"
+            ) from exc
         # It can be told in words that it understands.
         refuse = Refuse("ConfigError", "this address speaks TLS: pass tls= on this side, too")
         with contextlib.suppress(OSError):
@@ -312,6 +317,9 @@ async def _prove_as_dialer(transport: TCPTransport, credentials: Credentials) ->
         await transport.send(auth.answer(challenge))
         auth.verify((await transport.recv()).message)
     except (PeerClosed, TransportBroken) as exc:
+        if isinstance(exc.__cause__, ssl.SSLError):
+            # The listener looks at this end's certificate when this end is done already.
+            raise why_refused(exc.__cause__) from exc
         raise ConnectError(
             f"{transport.channel.name} closed the link during the handshake: it may be at its "
             "limit of connections, want TLS, or be something else than aiosync"

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from aiosync.wire._counted import CountedFrame, Repeat
 from aiosync.wire.auth import DialerAuth, ListenerAuth
-from aiosync.wire.checksum import CHECKSUM_NBYTES, checksum, state_checksum
+from aiosync.wire.checksum import (
+    CHECKSUM_NBYTES,
+    RunningChecksum,
+    checksum,
+    state_checksum,
+)
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart, iter_events
 from aiosync.wire.framing import (
     MAGIC,
@@ -99,6 +104,7 @@ __all__ = [
     "Release",
     "Repeat",
     "Resend",
+    "RunningChecksum",
     "Segment",
     "Status",
     "Update",

@@ -29,6 +29,9 @@ READ_AHEAD_NBYTES = 65536
 """Bytes that a decoder reads ahead of the events that were taken."""
 
 _DIRECT_NBYTES = 4096  # a smaller rest of a lent buffer is filled through the read-ahead
+# Behind a payload of this size the next one is likely to be as large: what would be read ahead of
+# it would have to be copied.
+_LARGE_NBYTES = 2**20
 
 EMPTY = memoryview(bytearray())
 
@@ -44,6 +47,7 @@ class Intake:
     """
 
     __slots__ = (
+        "_ahead",
         "_buffer",
         "_end",
         "_eof",
@@ -67,6 +71,12 @@ class Intake:
         self._offered = 0  # bytes of the buffer that get_buffer() returned last
         self._offered_direct = False  # it was a piece, and not the read-ahead
         self._eof = False
+        self._ahead = READ_AHEAD_NBYTES  # bytes to ask for at a time
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes of the payload, or of a large header, that are not there yet."""
+        return self._missing
 
     @property
     def needs_buffers(self) -> bool:
@@ -102,8 +112,9 @@ class Intake:
             self._buffer[: end - start] = self._buffer[start:end]
             self._start, self._end = 0, end - start
             end -= start
-        self._offered = READ_AHEAD_NBYTES - end
-        return self._buffer[end:]
+        room = min(READ_AHEAD_NBYTES - end, self._ahead)
+        self._offered = room
+        return self._buffer[end : end + room]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Say how many bytes were written to what :meth:`get_buffer` returned.
@@ -191,6 +202,7 @@ class Intake:
             raise LocalProtocolError(
                 f"the lent buffers have {total} bytes; the payload has {self._payload_nbytes}"
             )
+        self._ahead = _DIRECT_NBYTES if total >= _LARGE_NBYTES else READ_AHEAD_NBYTES
         pieces.reverse()
         self._pieces = pieces
         self._missing = total

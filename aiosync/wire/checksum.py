@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import xxhash
 from typing_extensions import Buffer
 
-__all__ = ["CHECKSUM_NBYTES", "checksum", "state_checksum"]
+__all__ = ["CHECKSUM_NBYTES", "RunningChecksum", "checksum", "state_checksum"]
 
 CHECKSUM_NBYTES = 16
 """Bytes of a checksum. One of another length is that of another function: it never matches."""
@@ -31,6 +31,26 @@ def checksum(data: Buffer) -> bytes:
         16 bytes.
     """
     return xxhash.xxh3_128_digest(data)
+
+
+class RunningChecksum:
+    """The same, over bytes that come piece by piece."""
+
+    __slots__ = ("_hash", "nbytes")
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self.nbytes = 0
+        """Bytes that were looked at."""
+
+    def update(self, data: Buffer) -> None:
+        """Look at the bytes that follow: contiguous memory, read before this returns."""
+        self._hash.update(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def digest(self) -> bytes:
+        """Return :func:`checksum` of all bytes so far."""
+        return self._hash.digest()
 
 
 def state_checksum(digest: bytes, checksums: Iterable[bytes]) -> bytes:

@@ -1,0 +1,156 @@
+"""What ``aiosync serve`` does: runs a weight server until a signal ends it, and shows it.
+
+Must not import typer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.live import Live
+from rich.text import Text
+
+from aiosync.cli._options import INTERRUPTED, plain
+from aiosync.cli._status import models_table, version_line
+from aiosync.server import WeightServer
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rich.console import Console, RenderableType
+
+__all__ = ["run_server"]
+
+_LOOK_SECONDS = 0.25
+
+
+async def run_server(make: Callable[[], WeightServer], console: Console, errors: Console) -> int:
+    """Serve until SIGINT or SIGTERM, or until the server breaks.
+
+    Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
+
+    Args:
+        make: Makes the server, on this loop.
+        console: On stdout, for the address and, on a terminal, the table.
+        errors: On stderr, for one line for each new version where there is no table.
+
+    Returns:
+        The exit status: 0 after SIGTERM, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: See :class:`aiosync.server.WeightServer`.
+        StoreError: A file of the store is damaged.
+    """
+    with _Signals() as signals:
+        try:
+            server = make()
+            async with server:
+                sys.stdout.write(f"{server.url}\n")
+                sys.stdout.flush()
+                await _watch(server, console, errors)
+        except asyncio.CancelledError:
+            if signals.first is None:
+                raise
+    if signals.first == signal.SIGINT:
+        errors.print("Stopped by Ctrl-C.")
+        return INTERRUPTED
+    return 0
+
+
+class _Signals:
+    """Turns the first SIGINT or SIGTERM into a cancellation; the second ends the process.
+
+    Handlers of Python and not of the loop: they run although the loop is busy.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.first is not None:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
+            os._exit(128 + number)
+        self.first = number
+        assert self._task is not None
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+async def _watch(server: WeightServer, console: Console, errors: Console) -> None:
+    """Show what the server has, until it ends."""
+    with _showing(console, errors) as show:
+        ended = asyncio.ensure_future(server.wait_closed())
+        try:
+            while not ended.done():
+                show(server.status())
+                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+            await ended
+        finally:
+            ended.cancel()
+            show(server.status())
+
+
+@contextlib.contextmanager
+def _showing(console: Console, errors: Console) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    if not sys.stdout.isatty():
+        yield _Log(errors)
+        return
+    with Live(Text("starting ..."), console=console, auto_refresh=False) as live:
+
+        def show(status: Mapping[str, Any]) -> None:
+            live.update(_render(status), refresh=True)
+
+        yield show
+
+
+def _render(status: Mapping[str, Any]) -> RenderableType:
+    if not status["models"]:
+        return Text(f"{plain(status['connections'])} connections, no models yet; Ctrl-C ends it")
+    table = models_table(status)
+    table.caption = f"{plain(status['connections'])} connections; Ctrl-C ends it"
+    table.caption_justify = "left"
+    return table
+
+
+class _Log:
+    """One line for each change of a version that is seen; at most one for each look."""
+
+    def __init__(self, errors: Console) -> None:
+        self._errors = errors
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._broken = False
+
+    def __call__(self, status: Mapping[str, Any]) -> None:
+        for model in status["models"]:
+            now = model["epoch"], model["version"]
+            if not model["version"] or self._seen.get(model["model_id"]) == now:
+                continue
+            self._seen[model["model_id"]] = now
+            self._print(f"{time.strftime('%H:%M:%S')} {version_line(model)}")
+
+    def _print(self, line: str) -> None:
+        if self._broken:
+            return
+        try:
+            self._errors.print(line, markup=False)
+        except OSError:  # nobody reads it any more; that is no reason to stop serving
+            self._broken = True

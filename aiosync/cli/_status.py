@@ -1,0 +1,146 @@
+"""How the status of a weight server is shown: tables of models, workers and refusals.
+
+Needs rich. This module must never import torch or typer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from aiosync.cli._options import plain
+
+__all__ = ["models_table", "show_nbytes", "show_status", "version_line"]
+
+Values = Mapping[str, Any]
+
+
+def show_nbytes(nbytes: float) -> str:
+    """Return bytes as people read them, with powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a time span as people read it."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
+
+
+def models_table(values: Values, *, now: float | None = None) -> Table:
+    """Return one row for each model of a status.
+
+    Args:
+        values: What ``WeightServer.status()`` returned.
+        now: Seconds since the Unix epoch, for the ages.
+    """
+    now = time.time() if now is None else now
+    table = _table("model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag")
+    table.add_column("trainer")
+    for model in _maps(values, "models"):
+        workers = _maps(model, "workers")
+        updated_at = model.get("updated_at")
+        empty = not model.get("version")
+        table.add_row(
+            _text(model.get("model_id")),
+            _text(model.get("strategy")),
+            "-" if empty else _text(model.get("version")),
+            "-" if empty else show_nbytes(_number(model, "nbytes")),
+            "-" if empty else _text(model.get("tensors")),
+            "-" if updated_at is None else show_seconds(now - _number(model, "updated_at")),
+            str(len(workers)),
+            str(max((int(_number(worker, "lag")) for worker in workers), default=0)),
+            _text(model.get("trainer") or "-"),
+        )
+    return table
+
+
+def _workers_table(values: Values) -> Table:
+    table = _table("model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate")
+    table.add_column("since", justify="right")
+    for model in _maps(values, "models"):
+        for worker in _maps(model, "workers"):
+            sent, seconds = _number(worker, "sent_nbytes"), _number(worker, "connected_seconds")
+            table.add_row(
+                _text(model.get("model_id")),
+                _text(worker.get("worker_idx")),
+                _text(worker.get("name")),
+                _text(worker.get("pid")),
+                _text(worker.get("version")),
+                _text(worker.get("lag")),
+                show_nbytes(sent),
+                f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
+                show_seconds(seconds),
+            )
+    return table
+
+
+def show_status(values: Values) -> RenderableType:
+    """Return everything that a status says, as tables."""
+    parts: list[RenderableType] = [
+        Text(
+            f"{plain(values.get('url'))}, aiosync {plain(values.get('aiosync'))}, up "
+            f"{show_seconds(_number(values, 'uptime_seconds'))}, "
+            f"{_text(values.get('connections'))} connections now, "
+            f"{_text(values.get('accepted'))} in all"
+            f"{', with a store' if values.get('store') else ''}"
+        )
+    ]
+    models = _maps(values, "models")
+    parts.append(models_table(values) if models else Text("No models yet."))
+    if any(_maps(model, "workers") for model in models):
+        parts.append(_workers_table(values))
+    for word in ("refused", "ended"):
+        counts = values.get(word)
+        if isinstance(counts, Mapping) and counts:
+            listed = ", ".join(f"{plain(name)} {count}" for name, count in counts.items())
+            what = "Refused connections" if word == "refused" else "Links that ended"
+            parts.append(Text(f"{what}: {listed}"))
+    return Group(*parts)
+
+
+def version_line(model: Values) -> str:
+    """Say in one line which version of a model there is, and who has it."""
+    workers = _maps(model, "workers")
+    lag = max((int(_number(worker, "lag")) for worker in workers), default=0)
+    return (
+        f"{plain(model.get('model_id'))}: version {model.get('version')} of epoch "
+        f"{model.get('epoch')}, {show_nbytes(_number(model, 'nbytes'))}, "
+        f"{len(workers)} workers, lag {lag}"
+    )
+
+
+def _table(*headings: str) -> Table:
+    table = Table(pad_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading.lstrip(">"), justify="right" if heading.startswith(">") else "left"
+        )
+    return table
+
+
+def _maps(values: Values, key: str) -> list[Values]:
+    # A peer sent it: what is not as it should be is left out.
+    found = values.get(key)
+    items: Iterable[Any] = found if isinstance(found, list | tuple) else ()
+    return [item for item in items if isinstance(item, Mapping)]
+
+
+def _number(values: Values, key: str) -> float:
+    found = values.get(key)
+    return found if isinstance(found, int | float) else 0.0
+
+
+def _text(value: Any) -> Text:
+    return Text(plain(value, 60))

@@ -1,0 +1,289 @@
+"""A worker's half of the stream scheme: finding the trainer, and finding it again.
+
+Must not import torch, nor a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiosync.errors import (
+    AiosyncError,
+    AuthError,
+    ConfigError,
+    ConnectTimeout,
+    PeerClosed,
+    RemoteProtocolError,
+)
+from aiosync.schemes._dialling import Backoff, Dialler
+from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.listening import StreamListener
+from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+from aiosync.wire import Hello, Welcome
+
+if TYPE_CHECKING:
+    from aiosync.schemes.receiver import WeightReceiver
+
+__all__ = ["StreamReceiving"]
+
+_OF_USE_SECONDS = 1.0
+"""A link that lasted for so long counts as one, even if nothing came over it."""
+
+_NOT_PICKLED = (
+    "_session",
+    "_arrived",
+    "_lost_at",
+    "_progress_then",
+    "_linked_at",
+    "_given_idx",
+    "_applied_epoch",
+    "_pauses",
+)
+
+
+class StreamReceiving(WeightSyncScheme):
+    """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
+
+    _addresses: list[Address]
+    _credentials: Credentials
+    _dial: Literal["receiver", "sender", "both"]
+    _wants_updates: bool
+    reconnect: float | None
+    _keepalive: float | None
+    _handshake_timeout: float
+    _max_connections: int
+    _limits: Limits | None
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._session = secrets.token_bytes(16)
+        self._arrived: asyncio.Queue[Transport] | None = None
+        self._lost_at: float | None = None
+        self._progress_then = -1
+        self._linked_at = 0.0
+        self._given_idx: int | None = None  # by the user; the sender may choose another
+        self._applied_epoch: int | None = None
+        self._pauses = Backoff()
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        for name in _NOT_PICKLED:
+            del state[name]
+        return state
+
+    # -- where --------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where the side that listens does so; with the port once it is bound."""
+        if isinstance(self._listener, StreamListener):
+            return self._listener.url
+        idx = (self._worker_idx or 0) if self._dial == "sender" else 0
+        return str(self._addresses[min(idx, len(self._addresses) - 1)])
+
+    def _listen(self, address: Address) -> StreamListener:
+        listener = StreamListener(
+            address,
+            credentials=self._credentials,
+            limits=self._limits,
+            max_connections=self._max_connections,
+            handshake_timeout=self._handshake_timeout,
+            keepalive=self._keepalive,
+        )
+        self._listener = listener
+        return listener
+
+    def _dialler(self, address: Address, name: str) -> Dialler:
+        if address.scheme == "tcp" and address.port == 0:
+            raise ConfigError(
+                f"{address} names no port to dial: pickle or copy the scheme after "
+                "init_on_sender(), which binds one, or choose a port"
+            )
+        return Dialler(
+            address,
+            credentials=self._credentials,
+            limits=self._limits,
+            keepalive=self._keepalive,
+            attempt_timeout=self._handshake_timeout,
+            name=name,
+        )
+
+    # -- meeting the sender --------------------------------------------------------------------
+
+    @property
+    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
+        return self._wants_updates
+
+    def _hello(self) -> Hello:
+        receiver = self._receiver
+        inbox = None if receiver is None else receiver.inbox
+        has = inbox is not None and inbox.version > 0
+        partial = (None if receiver is None else receiver.resume()) or (None, None, 0)
+        plain = super()._hello()
+        if self._lost_at is None:
+            self._given_idx = plain.worker_idx
+        return Hello(
+            role="receiver",
+            model_id=plain.model_id,
+            pid=plain.pid,
+            worker_idx=plain.worker_idx,
+            strategy=plain.strategy,
+            has_target=plain.has_target,
+            epoch=inbox.epoch if inbox is not None and has else None,
+            version=inbox.version if inbox is not None and has else None,
+            session=self._session,
+            subscribe=self._wants_updates,
+            partial_epoch=partial[0],
+            partial_version=partial[1],
+            partial_nbytes=partial[2],
+        )
+
+    async def _reach(self, timeout: float | None) -> Transport:
+        if self._pipe is not None:
+            return await super()._reach(timeout)
+        if self._dial == "sender":
+            return await self._next_arrival(timeout)
+        return await self._dialler(self._addresses[0], "the trainer").reach(timeout)
+
+    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
+        """As in the base class, but a link that is lost meanwhile is no reason to give up."""
+        loop = asyncio.get_running_loop()
+        give_up = None if timeout is None else loop.time() + timeout
+        backoff = Backoff()
+        while True:
+            left = None if give_up is None else max(0.0, give_up - loop.time())
+            try:
+                return await super()._introduce(receiver, left)
+            except (AuthError, ConfigError, ConnectTimeout):
+                raise
+            except AiosyncError:
+                if self._pipe is not None or left == 0.0:
+                    raise
+                receiver.transport.abort()
+            await backoff.wait()
+            left = None if give_up is None else max(0.0, give_up - loop.time())
+            receiver.use_link(await self._reach(left))
+
+    async def _next_arrival(self, timeout: float | None) -> Transport:
+        """Wait for the sender to dial."""
+        if self._arrived is None:
+            self._arrived = asyncio.Queue()
+            idx = self._worker_idx or 0
+            if idx >= len(self._addresses):
+                raise ConfigError(
+                    f"there is no address for worker {idx}: with dial='sender' the scheme needs "
+                    "one address for each worker, in the order of their worker_idx"
+                )
+            self._listen(self._addresses[idx]).start(self._on_sender, self._on_listener_crash)
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    link = await self._arrived.get()
+                    try:
+                        await self._check_sender(link)
+                    except AiosyncError:
+                        link.abort()  # it was told, or has gone; the next one may be right
+                        continue
+                    except BaseException:  # cancelled: raised again
+                        link.abort()
+                        raise
+                    return link
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"no trainer dialled {self.address} in {timeout:g} s") from exc
+
+    def _on_sender(self, link: TCPTransport) -> None:
+        assert self._arrived is not None
+        self._arrived.put_nowait(link)  # their number is bounded by the listener
+
+    def _on_listener_crash(self, error: BaseException) -> None:
+        if self._receiver is not None:
+            self._receiver.fail(error)
+
+    async def _check_sender(self, link: Transport) -> None:
+        message = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
+        if not isinstance(message, Hello) or message.role != "sender":
+            raise RemoteProtocolError("expected the Hello of a sender")
+
+    async def _relink(self, lost: AiosyncError) -> Transport:
+        receiver = self._receiver
+        assert receiver is not None
+        loop = asyncio.get_running_loop()
+        if self._pipe is not None or self.reconnect == 0:
+            raise lost
+        lasted = loop.time() - self._linked_at
+        if receiver.progress != self._progress_then or lasted > _OF_USE_SECONDS:
+            # The last link was of some use, if only to wait for what is new.
+            self._progress_then = receiver.progress
+            self._lost_at = loop.time()
+            self._pauses.reset()
+        assert self._lost_at is not None
+        while True:
+            left: float | None = None
+            if self.reconnect is not None:
+                left = self._lost_at + self.reconnect - loop.time()
+                if left <= 0:
+                    raise _gave_up(lost, self.reconnect) from lost
+            try:
+                await self._pauses.wait()
+                link = await self._reach(left)
+            except (AuthError, ConfigError):
+                raise
+            except ConnectTimeout as exc:
+                raise _gave_up(lost, self.reconnect or 0.0) from exc
+            patience = HANDSHAKE_SECONDS
+            if self.reconnect is not None:
+                left = self._lost_at + self.reconnect - loop.time()
+                patience = min(patience, max(0.0, left))
+            try:
+                welcome = await greet(link, self._hello(), timeout=patience)
+            except ConfigError:
+                link.abort()
+                if self._given_idx is None and self._worker_idx is not None:
+                    self._worker_idx = None  # a new trainer may have given it to another worker
+                    continue
+                raise
+            except AiosyncError as exc:
+                link.abort()
+                lost = exc
+                continue
+            except BaseException:  # cancelled: raised again
+                link.abort()
+                raise
+            self._worker_idx = welcome.worker_idx
+            self._linked_at = loop.time()
+            return link
+
+    def _on_applied(self, epoch: int, version: int) -> None:
+        super()._on_applied(epoch, version)
+        if epoch != self._applied_epoch:  # the versions of another trainer are news to receive()
+            self._applied_epoch, self._reported = epoch, 0
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """See :meth:`WeightSyncScheme.aclose`."""
+        listener = self._listener
+        try:
+            await super().aclose()
+        finally:
+            if isinstance(listener, StreamListener) and self._pid == os.getpid():
+                await listener.aclose()
+
+    def _abort_unused_links(self) -> None:
+        super()._abort_unused_links()
+        while self._arrived is not None and not self._arrived.empty():
+            self._arrived.get_nowait().abort()
+
+
+def _gave_up(lost: AiosyncError, seconds: float) -> PeerClosed:
+    return PeerClosed(
+        f"the trainer's link was lost ({lost}), and it was not reached again within {seconds:g} s"
+    )

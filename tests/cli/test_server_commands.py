@@ -1,0 +1,466 @@
+"""``aiosync serve``, ``push``, ``pull`` and ``status``: what they do and what they say.
+
+The servers are processes, started once for all tests. Clients are run in this process through
+``aiosync.cli.main()`` where nothing else counts but what they say: an interpreter with torch
+takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("safetensors")
+
+import torch
+
+import aiosync
+import aiosync.cli
+from aiosync.cli._options import Connection
+from aiosync.cli._transfer import _push
+from aiosync.errors import ApplyError, ConnectError
+from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests._certificates import certificates
+from tests.cli._serving import (
+    SECRET,
+    Served,
+    assert_same,
+    command,
+    environment,
+    refused,
+    run,
+    serving,
+    wait_for,
+    write_weights,
+)
+from tests.schemes._harness import PATIENCE, until
+from tests.server._tools import URL, described, trainer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Iterator
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def token_file(folder: Path) -> str:
+    path = folder / "token"
+    path.touch(0o600)
+    path.write_text(f"{SECRET}\n")
+    return str(path)
+
+
+TLS_SERVER = ("--tls-cert", "good.pem", "--tls-ca", "ca.pem", "--tls-verify-clients")
+TLS_CLIENT = ("--tls-ca", "ca.pem", "--tls-cert", "good.pem")
+
+
+def with_files(options: tuple[str, ...]) -> list[str]:
+    """Options whose file names are those of the test's certificates."""
+    at = certificates().folder
+    return [str(at / each) if each.endswith(".pem") else each for each in options]
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, token_file: str) -> Iterator[dict[str, Served]]:
+    """A plain one, one with a token, and one with TLS; they start at the same time."""
+    unix = f"unix://{folder / 'socket'}"
+    tcp = "tcp://127.0.0.1:0"
+    with (
+        serving(folder / "plain", "--listen", tcp) as plain,
+        serving(folder / "with-token", "--listen", unix, "--with-token") as token,
+        serving(
+            folder / "tls", "--listen", tcp, "--model-id", "a b", *with_files(TLS_SERVER)
+        ) as tls,
+    ):
+        yield {"plain": plain, "token": token, "tls": tls}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    return write_weights(tmp_path)
+
+
+# -- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_push_pull_and_status_as_processes(
+    servers: dict[str, Served],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    path, tensors = weights
+    url = servers["plain"].url
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9][0-9]*", url)
+    pushed = run("push", path, url)
+    assert (pushed.returncode, pushed.stderr) == (0, "")  # no bar where there is no terminal
+    line = re.fullmatch(
+        r"Pushed policy: version 1 of epoch (\d+), 240\.\d kB \(240\d+ bytes\) in [\d.]+ s, "
+        r"[\d.]+ MB/s\n",
+        pushed.stdout,
+    )
+    assert line, pushed.stdout
+    pulled = run("pull", url, str(tmp_path / "copy.safetensors"))
+    assert (pulled.returncode, pulled.stderr) == (0, "")
+    assert pulled.stdout.startswith(f"Pulled policy: version 1 of epoch {line[1]}, ")
+    assert_same(tmp_path / "copy.safetensors", tensors)
+    told = run("status", url, "--json", NO_COLOR="1")
+    assert (told.returncode, told.stderr) == (0, "")
+    values = json.loads(told.stdout)
+    (model,) = values["models"]
+    assert (model["model_id"], model["strategy"], model["version"]) == ("policy", "any", 1)
+    assert str(model["epoch"]) == line[1]
+    assert model["tensors"] == 4  # the tied one once
+    assert f"policy: version 1 of epoch {line[1]}" in servers["plain"].log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ending", [".safetensors", ".pt", ".ckpt"])
+def test_a_round_trip_with_a_token_over_a_unix_socket(
+    servers: dict[str, Served],
+    token_file: str,
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    ending: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, tensors = weights
+    url = servers["token"].url
+    copy = tmp_path / f"copy{ending}"
+    copy.write_text("old")
+    options = ["--token-file", token_file, "--model-id", f"m{ending}"]
+    assert aiosync.cli.main(["push", path, url, *options]) == 0
+    assert aiosync.cli.main(["pull", url, str(copy), *options, "--min-version", "1"]) == 0
+    assert_same(copy, tensors)
+    assert os.listdir(tmp_path) in ([copy.name, "weights.pt"], ["weights.pt", copy.name])
+    assert aiosync.cli.main(["status", url, "--token-file", token_file]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert SECRET not in shown.out
+    (row,) = [line for line in shown.out.splitlines() if f"m{ending}" in line and "│" in line]
+    assert re.match(rf"│ *m{ending} *│ any *│ *1 │ *240\.\d kB │ *4 │", row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_round_trip_with_tls(
+    servers: dict[str, Served],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, tensors = weights
+    url = servers["tls"].url
+    options = [*with_files(TLS_CLIENT), "--model-id", "a b"]
+    assert aiosync.cli.main(["push", path, url, *options]) == 0
+    assert aiosync.cli.main(["push", path, url, *options]) == 0  # a new epoch each time
+    assert aiosync.cli.main(["pull", url, str(tmp_path / "copy.pt"), *options]) == 0
+    assert_same(tmp_path / "copy.pt", tensors)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" of ")[0] for line in lines] == [
+        "Pushed a b: version 1",
+        "Pushed a b: version 1",
+        "Pulled a b: version 1",
+    ]
+    epochs = [line.split()[7] for line in lines]
+    assert epochs[0] != epochs[1] == epochs[2]
+    # What does not fit is refused in one line.
+    status, text = refused(capsys, "status", url)
+    assert (status, "TLS" in text) == (1, True)
+    foreign = ("--tls-ca", str(certificates().folder / "other-ca.pem"))
+    status, text = refused(capsys, "status", url, *foreign)
+    assert (status, "certificate" in text) == (1, True)
+    status, text = refused(capsys, "push", path, url, *with_files(TLS_CLIENT))
+    assert status == 1
+    assert "serves no model 'policy'; it serves: a b" in text
+    status, text = refused(
+        capsys, "pull", url, str(tmp_path / "x.pt"), *with_files(TLS_CLIENT), "--model-id", "c"
+    )
+    assert status == 1
+    assert "serves no model 'c'; it serves: a b" in text
+
+
+# -- what goes wrong --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_wrong_token_is_one_line(
+    servers: dict[str, Served],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = servers["token"].url
+    wrong = tmp_path / "wrong"
+    wrong.touch(0o600)
+    wrong.write_text("something else entirely")
+    given = ("--token-file", str(wrong))
+    target = str(tmp_path / "copy.pt")
+    for args in (("status", url), ("push", weights[0], url), ("pull", url, target)):
+        status, text = refused(capsys, *args, *given)
+        assert (status, "tokens are not the same" in text) == (1, True)
+        assert "something else entirely" not in text
+        status, text = refused(capsys, *args)
+        assert (status, "give the dialer token" in text) == (1, True)
+    assert not Path(target).exists()
+    monkeypatch.setenv("AIOSYNC_TOKEN", SECRET)
+    assert aiosync.cli.main(["status", url]) == 0
+    status, text = refused(capsys, "status", url, *given)  # the file counts, not the variable
+    assert status == 1
+    status, text = refused(capsys, "status", servers["plain"].url)
+    assert (status, "the listener has none" in text) == (1, True)
+    capsys.readouterr()
+    assert aiosync.cli.main(["status", url, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["refused"] == {"AuthError": 7}
+
+
+def test_a_token_that_others_may_read_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "token"
+    path.touch(0o644)
+    path.write_text(SECRET)
+    url = f"unix://{tmp_path / 'nobody'}"
+    assert aiosync.cli.main(["status", url, "--token-file", str(path)]) == 1
+    note, error = capsys.readouterr().err.splitlines()
+    assert note == f"Note: other users may read {path}: chmod 600 is advised."
+    assert "cannot be reached" in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_a_server_does_not_have(
+    servers: dict[str, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = servers["plain"].url
+    target = tmp_path / "copy.pt"
+    target.write_text("old")
+    wanted = ("--model-id", "nix", "--timeout", "0.2")
+    status, text = refused(capsys, "pull", url, str(target), *wanted)
+    assert status == 1
+    assert f"{url} has no version of model 'nix' yet, and got none within 0.2 s" in text
+    assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["serve", "--listen", "tcp://0.0.0.0:0"], "pass token="),
+        (["serve", "--listen", "tcp://0.0.0.0:0", "--tls-ca", "{file}"], "needs TLS(cert="),
+        (["serve", "--listen", "nonsense"], "is not an address"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{no}"], "cannot be read"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{empty}"], "is empty"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--tls-key", "{file}"], "without cert="),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{file}"], "cannot be used"),
+        (["serve", "--listen", "tcp://127.0.0.1:{busy}"], "listens there"),
+        (["push", "{no}.pt", "tcp://127.0.0.1:1"], "no such file"),
+        (["push", "{file}.xyz", "tcp://127.0.0.1:1"], "must end in one of"),
+        (["push", "{file}.pt", "tcp://127.0.0.1:0"], "names no port"),
+        (["push", "{file}.pt", "tcp://user:{secret}@127.0.0.1:1"], "holds no credentials"),
+        (["pull", "tcp://127.0.0.1:1", "{no}/copy.pt"], "there is no folder"),
+        (["pull", "tcp://127.0.0.1:1", "copy.xyz"], "must end in one of"),
+        (["pull", "tcp://127.0.0.1:1", "copy.pt", "--tls-ca", "{no}"], "cannot be used"),
+        (["status", "http://127.0.0.1:1"], "is not an address"),
+        (["status", "tcp://127.0.0.1:1", "--token-file", "{no}"], "cannot be read"),
+    ],
+)
+def test_wrong_usage_is_status_2(
+    args: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, empty = tmp_path / "file.pt", tmp_path / "empty"
+    file.write_text("no weights")
+    empty.touch()
+    with contextlib.closing(listening()) as busy:
+        names = {
+            "file": str(file.with_suffix("")),
+            "no": str(tmp_path / "no"),
+            "empty": str(empty),
+            "busy": str(busy.getsockname()[1]),
+            "secret": SECRET.replace(" ", "-"),
+        }
+        given = [arg.format(**names) for arg in args]
+        if args[0] == "serve":
+            file.with_suffix("").touch()
+        status, shown = refused(capsys, *given)
+    assert status == 2, shown
+    assert text in shown
+    assert names["secret"] not in shown
+    assert shown.startswith(f"aiosync {args[0]}:")
+
+
+def listening() -> socket.socket:
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    return sock
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["serve"],
+        ["serve", "--listen", "tcp://127.0.0.1:0", "--max-connections", "0"],
+        ["push", "file.pt"],
+        ["push", "file.pt", "tcp://127.0.0.1:1", "--token", SECRET],
+        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--min-version", "-1"],
+        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--timeout", "0"],
+        ["status"],
+    ],
+)
+def test_wrong_options_are_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert aiosync.cli.main(args) == 2
+    assert SECRET not in capsys.readouterr().err
+
+
+def test_what_fails_on_the_way_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unix = f"unix://{tmp_path / 'nobody'}"
+    damaged = tmp_path / "damaged.pt"
+    damaged.write_bytes(b"PK\x03\x04 and nothing that makes sense")
+    good = tmp_path / "good.pt"
+    torch.save({"a": torch.zeros(2)}, good)
+    for args, text in (
+        (("status", unix), "cannot be reached"),
+        (("push", str(good), unix), "cannot be reached"),
+        (("pull", unix, str(tmp_path / "copy.pt")), "cannot be reached"),
+        (("push", str(damaged), unix), "damaged"),
+    ):
+        status, shown = refused(capsys, *args)
+        assert (status, text in shown) == (1, True), shown
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "policy.safetensors").write_text("rubbish")
+    status, shown = refused(capsys, "serve", "--listen", unix, "--store", str(store))
+    assert (status, "StoreError" in shown) == (1, True)
+    assert not (tmp_path / "nobody").exists()
+
+
+@pytest.mark.parametrize("name", ["push", "pull"])
+def test_a_missing_package_ends_in_advice(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    files = ["x.safetensors", "tcp://127.0.0.1:1"]
+    assert aiosync.cli.main([name, *(files if name == "push" else reversed(files))]) == 1
+    shown = capsys.readouterr().err
+    assert "safetensors" in shown
+    assert "pip install 'aiosync[cli]'" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ctrl_c_ends_a_pull_that_waits(
+    servers: dict[str, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = servers["plain"].url
+    pulling = subprocess.Popen(
+        command("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+    def waits() -> bool:
+        capsys.readouterr()
+        assert aiosync.cli.main(["status", url, "--json"]) == 0
+        models = json.loads(capsys.readouterr().out)["models"]
+        return any(model["model_id"] == "never" and model["workers"] for model in models)
+
+    with pulling:
+        wait_for(waits)
+        pulling.send_signal(signal.SIGINT)
+        out, err = pulling.communicate(timeout=PATIENCE)
+    assert (pulling.returncode, out, err) == (130, "", "Stopped by Ctrl-C.\n")
+    assert os.listdir(tmp_path) == []
+
+
+# -- what a push does -------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def push(url: str, seen: list[int], nbytes: int = 2**23) -> AsyncIterator[Awaitable[Any]]:
+    weights = {"w": torch.full((nbytes // 4,), 3.0)}
+    connection = Connection(url, None, None)
+    pushing = asyncio.ensure_future(
+        _push(weights, nbytes, connection, "policy", PATIENCE, lambda done, _: seen.append(done))
+    )
+    try:
+        yield pushing
+    finally:
+        pushing.cancel()
+        await asyncio.wait({pushing})
+
+
+@pytest.mark.asyncio
+async def test_a_push_that_is_cut_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has: list[int] = []  # bytes that the server said it had
+
+    async def greet(link: Any, hello: Any, **options: Any) -> Any:
+        has.append(hello.partial_nbytes)
+        return await aiosync.schemes._handshake.greet(link, hello, **options)
+
+    monkeypatch.setattr("aiosync.server._model.greet", greet)
+    plans = [None, Plan(forward=Faults(cut_at=5_000_000)), Plan(forward=Faults(cut_at=2_000_000))]
+    async with WeightServer(URL) as server, FaultProxy(server.url) as proxy:
+        proxy.plan = lambda number: plans[number] if number < len(plans) else None
+        seen: list[int] = []
+        async with push(proxy.url, seen) as pushing:
+            done = await pushing
+        assert proxy.connections == 4  # one for the status
+        assert (done.version, done.nbytes) == (1, 2**23)
+        assert has == [0, 2**22, 2**22]
+        assert seen[-1] == 2**23
+        assert described(server)["epoch"] == done.epoch
+        pulled = await WeightClient(server.url).pull()
+        assert bool((pulled.mapping()["w"] == 3.0).all())
+
+
+@pytest.mark.asyncio
+async def test_a_push_says_why_it_was_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with WeightServer(URL, store=tmp_path) as server:
+        async with trainer(server), push(server.url, []) as pushing:
+            with pytest.raises(ConnectError, match="pushes model 'policy' to this server already"):
+                await pushing
+
+        def refuse(*_args: Any) -> None:
+            raise StoreError("No space left on device")
+
+        await until(lambda: described(server)["trainer"] is None)
+        monkeypatch.setattr(WeightStore, "save", refuse)
+        async with push(server.url, []) as pushing:
+            with pytest.raises(ApplyError, match="StoreError: No space left on device"):
+                await pushing
+    source = aiosync.TCPWeightSyncScheme(URL)
+    source.init_on_sender(weights={"w": torch.zeros(3)})
+    async with source:
+        await source.connect()
+        async with push(source.address, []) as pushing:
+            with pytest.raises(ConnectError, match="is a trainer, not a weight server"):
+                await pushing

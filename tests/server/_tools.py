@@ -1,0 +1,88 @@
+"""Trainers, workers and bare links for the tests of the weight server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import aiosync
+from aiosync.server import WeightServer
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Hello
+from tests.schemes._harness import PATIENCE
+from tests.schemes._models import fill, linear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+URL = "tcp://127.0.0.1:0"
+
+
+@contextlib.asynccontextmanager
+async def trainer(
+    server: WeightServer | str,
+    model_id: str = "policy",
+    strategy: Any = "tensordict",
+    **options: Any,
+) -> AsyncIterator[Any]:
+    """A connected trainer that sends ``scheme.it``, all of whose elements are 0 at first."""
+    url = server if isinstance(server, str) else server.url
+    options = {"timeout": PATIENCE, "dial": "both", **options}
+    scheme = aiosync.TCPWeightSyncScheme(url, strategy, **options)
+    model = linear()
+    fill(model, 0.0)
+    scheme.it = model
+    scheme.init_on_sender(model_id)
+    async with scheme:
+        await scheme.connect()
+        yield scheme
+
+
+async def send(scheme: Any, value: float) -> Any:
+    """Send a version that is all ``value``."""
+    fill(scheme.it, value)
+    return await scheme.send(scheme.it)
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    server: WeightServer | str,
+    model_id: str = "policy",
+    strategy: Any = "tensordict",
+    model: nn.Module | None = None,
+    **options: Any,
+) -> AsyncIterator[Any]:
+    """A connected worker; its model is ``scheme.it``."""
+    url = server if isinstance(server, str) else server.url
+    options = {"timeout": PATIENCE, "dial": "both", **options}
+    scheme = aiosync.TCPWeightSyncScheme(url, strategy, **options)
+    scheme.it = linear() if model is None else model
+    scheme.init_on_receiver(model_id, model=scheme.it)
+    async with scheme:
+        await scheme.connect()
+        yield scheme
+
+
+@contextlib.asynccontextmanager
+async def dialled(server: WeightServer, role: str, **fields: Any) -> AsyncIterator[TCPTransport]:
+    """A bare link on which a Hello was said."""
+    link = await TCPTransport.connect(server.url)
+    async with link:
+        hello = {"model_id": "policy", "pid": os.getpid(), **fields}
+        await link.send(Hello(role=role, **hello))
+        yield link
+
+
+async def answer(link: TCPTransport) -> Any:
+    async with asyncio.timeout(PATIENCE):
+        return (await link.recv()).message
+
+
+def described(server: WeightServer, model_id: str = "policy") -> dict[str, Any]:
+    """The status of one model."""
+    found = [each for each in server.status()["models"] if each["model_id"] == model_id]
+    assert len(found) == 1
+    return found[0]

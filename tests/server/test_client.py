@@ -1,0 +1,201 @@
+"""What asks a weight server or a trainer once: whole transfers, cut ones, and clear refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+from aiosync.errors import ConfigError, ConnectError, ConnectTimeout, RecvTimeout
+from aiosync.server import WeightClient, WeightServer
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests.schemes._harness import PATIENCE, until
+from tests.schemes._models import Tied, batch_norm, fill, filled, linear, medium
+from tests.server._tools import URL, described, send, trainer, worker
+
+pytestmark = pytest.mark.asyncio
+
+
+class Counter(nn.Module):
+    """A parameter, and an extra state with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.steps = torch.zeros(2)
+
+    def get_extra_state(self) -> object:
+        return {"steps": self.steps, "name": "counter", "shape": (1, 2)}
+
+    def set_extra_state(self, state: object) -> None:
+        assert isinstance(state, dict)
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("build", [linear, batch_norm, Tied, Counter])
+async def test_what_is_pulled_loads_into_the_model(build: type[nn.Module]) -> None:
+    model, copy = build(), build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    if isinstance(model, Counter):
+        model.steps += 5
+    async with WeightServer(URL) as server, trainer(server, strategy="state_dict") as source:
+        await source.send(model)
+        pulled = await WeightClient(server.url).pull()
+    mapping = pulled.mapping()
+    assert mapping.keys() == model.state_dict().keys()
+    copy.load_state_dict(mapping)
+    for name, value in copy.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, model.state_dict()[name])
+    if isinstance(copy, Counter):
+        assert copy.steps.tolist() == [5.0, 5.0]
+        assert mapping["_extra_state"]["shape"] == (1, 2)
+
+
+async def test_tied_names_are_one_tensor() -> None:
+    async with WeightServer(URL) as server, trainer(server, strategy="state_dict") as source:
+        await source.send(Tied())
+        mapping = (await WeightClient(server.url).pull()).mapping()
+    assert len({id(value) for value in mapping.values()}) < len(mapping)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "unix"])
+async def test_a_trainer_that_listens_is_asked_in_the_same_way(scheme: str, tmp_path: Path) -> None:
+    url = URL if scheme == "tcp" else f"unix://{tmp_path / 'socket'}"
+    source = aiosync.TCPWeightSyncScheme(url, timeout=PATIENCE)
+    model = linear()
+    fill(model, 0.0)
+    source.init_on_sender(model=model)
+    async with source:
+        await source.connect()
+        first = await WeightClient(source.address).pull(timeout=PATIENCE)
+        sender = source._sender
+        assert sender is not None
+        await until(lambda: not sender.peers)
+        assert not (await source.send()).lost  # who only asked is no worker that was lost
+        fill(model, 2.0)
+        waiting = asyncio.ensure_future(
+            WeightClient(source.address).pull(min_version=first.version + 2, timeout=PATIENCE)
+        )
+        async with worker(source.address, dial="receiver") as subscriber:
+            await until(lambda: bool(sender.workers.waiting))
+            await source.send()
+            second = await waiting
+            assert (first.version, second.version) == (1, 3)
+            assert all(bool((each == 2.0).all()) for each in second.mapping().values())
+            await subscriber.wait_for_version(3)
+            with pytest.raises(ConnectError, match="is a trainer, not a weight server"):
+                await WeightClient(source.address).status()
+
+
+async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
+    async with (
+        WeightServer(URL, chunk_nbytes=2**18) as server,
+        trainer(server) as source,
+        FaultProxy(server.url) as proxy,
+    ):
+        await source.send(medium())
+        proxy.plan = lambda number: Plan(
+            back=[Faults(cut_at=3_000_000), Faults(reset_at=2_000_000), Faults()][number]
+        )
+        seen: list[int] = []
+
+        def progress(done: int, total: int) -> None:
+            assert total == 2**23
+            seen.append(done)
+
+        pulled = await WeightClient(proxy.url).pull(timeout=PATIENCE, progress=progress)
+        assert proxy.connections == 3
+        assert pulled.reconnects == 2
+        assert pulled.nbytes == 2**23
+        # Two links brought something, and nothing of it came again but what was cut.
+        assert 4_000_000 < pulled.resumed_nbytes
+        assert seen == sorted(seen)
+        assert seen[-1] == pulled.nbytes
+        assert torch.equal(pulled.mapping()["block"], torch.full((2, 2**20), -1.0))
+
+
+async def test_another_version_comes_instead_of_a_cut_one() -> None:
+    async with (
+        WeightServer(URL, chunk_nbytes=2**18) as server,
+        trainer(server) as source,
+        FaultProxy(server.url) as proxy,
+    ):
+        model = medium()
+        await source.send(model)
+        proxy.plan = lambda number: Plan(back=Faults(stall_at=3_000_000)) if not number else None
+        pull = asyncio.ensure_future(WeightClient(proxy.url).pull(timeout=PATIENCE))
+        await until(
+            lambda: any(each["sent_nbytes"] > 2_000_000 for each in described(server)["workers"])
+        )
+        fill(model, 4.0)
+        await source.send(model)
+        proxy.cut()
+        pulled = await pull
+        assert pulled.version == 2
+        assert bool((pulled.mapping()["block"] == 4.0).all())
+
+
+async def test_without_a_version_it_says_so() -> None:
+    async with WeightServer(URL) as server:
+        client = WeightClient(server.url)
+        with pytest.raises(RecvTimeout, match=r"no version of model 'nix' yet, and got none"):
+            await client.pull("nix", timeout=0.1)
+        async with trainer(server) as source:
+            await send(source, 1.0)
+            with pytest.raises(RecvTimeout, match=r"has no version 5 .* it had version 1"):
+                await client.pull(min_version=5, timeout=0.1)
+        await until(lambda: not described(server)["workers"])
+
+
+async def test_a_server_that_went_away_is_waited_for_until_the_time_is_up() -> None:
+    server = WeightServer(URL)
+    await server.start()
+    pull = asyncio.ensure_future(WeightClient(server.url).pull(timeout=0.5))
+    await until(lambda: bool(server.status()["models"] and described(server)["workers"]))
+    await server.aclose()
+    with pytest.raises(RecvTimeout, match=r"was lost .* and not reached again within 0.5 s"):
+        await pull
+
+
+async def test_nobody_there_is_an_error_at_once(tmp_path: Path) -> None:
+    async with asyncio.timeout(PATIENCE):
+        for url in (f"unix://{tmp_path / 'nothing'}", "tcp://127.0.0.1:1"):
+            with pytest.raises(ConnectError, match="cannot be reached"):
+                await WeightClient(url).pull(timeout=None)
+            with pytest.raises(ConnectError, match="cannot be reached"):
+                await WeightClient(url).status(timeout=None)
+
+
+async def test_who_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()  # the kernel connects, and nobody says anything
+        with pytest.raises(ConnectTimeout, match="did not answer within 0.1 s"):
+            await WeightClient(f"unix://{tmp_path / 'silent'}").status(timeout=0.1)
+        with pytest.raises(RecvTimeout, match="did not answer within 0.1 s"):
+            await WeightClient(f"unix://{tmp_path / 'silent'}").pull(timeout=0.1)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "http://127.0.0.1:80", "nonsense", ""])
+async def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        WeightClient(url)
+
+
+async def test_a_cancelled_pull_leaves_nothing() -> None:
+    async with WeightServer(URL) as server:
+        pull = asyncio.ensure_future(WeightClient(server.url).pull(timeout=None))
+        await until(lambda: bool(server.status()["models"] and described(server)["workers"]))
+        pull.cancel()
+        await asyncio.wait({pull})
+        assert pull.cancelled()
+        await until(lambda: not described(server)["workers"])
+        async with worker(server) as scheme:
+            assert filled(scheme.it, -1.0)

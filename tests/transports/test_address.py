@@ -1,0 +1,160 @@
+"""Addresses: what is one, what is not, and what happens to the files of Unix sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from aiosync.errors import ConfigError
+from aiosync.schemes.listening import StreamListener
+from aiosync.transports.address import Address, bind
+
+
+@pytest.mark.parametrize(
+    ("url", "expected", "local"),
+    [
+        ("tcp://127.0.0.1:7000", Address("tcp", "127.0.0.1", 7000), True),
+        ("tcp://127.3.2.1:1", Address("tcp", "127.3.2.1", 1), True),
+        ("tcp://localhost:0", Address("tcp", "localhost", 0), True),
+        ("tcp://0.0.0.0:7000", Address("tcp", "0.0.0.0", 7000), False),
+        ("tcp://trainer.example:65535", Address("tcp", "trainer.example", 65535), False),
+        ("tcp://[::1]:7000", Address("tcp", "::1", 7000), True),
+        ("tcp://[::]:7000", Address("tcp", "::", 7000), False),
+        ("tcp://[fe80::1%eth0]:7", Address("tcp", "fe80::1%eth0", 7), False),
+        ("unix:///tmp/a.sock", Address("unix", path="/tmp/a.sock"), True),
+        ("unix:///tmp/a b@c:d", Address("unix", path="/tmp/a b@c:d"), True),
+    ],
+)
+def test_addresses(url: str, expected: Address, local: bool) -> None:
+    address = Address.parse(url)
+    assert address == expected
+    assert address.is_local is local
+    assert Address.parse(str(address)) == expected
+    assert Address.parse(address) is address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "127.0.0.1:80", "tcp://", "tcp://host", "tcp://:80", "tcp://host:", "tcp://host:x",
+        "tcp://host:65536", "tcp://host:-1", "tcp://host:1/path", "tcp://host:1?q", "tcp://host:1#f",
+        "tcp://[::1:7", "tcp://::1", "http://host:1", "TCP//host:1", "unix:", "unix://", "unix:///",
+        "unix://relative/path", "unix:///" + "a" * 107, 7000, None, b"tcp://host:1",
+    ],
+)  # fmt: skip
+def test_what_is_no_address(url: object) -> None:
+    with pytest.raises(ConfigError):
+        Address.parse(url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://user:hunter2@host:1",
+        "tcp://user:hunter2/hunter2@host:1",
+        "tcp://hunter2@host:1",
+        "tcp://user:hunter2@host",
+        "tcp://user:hunter2@host:99999",
+        "http://user:hunter2@host:1",
+        "tcp://user:hunter2@host:1?q",
+    ],
+)
+def test_credentials_in_an_address_are_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Address.parse(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_long_one_is_shown_in_part() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Address.parse("x" * 10_000)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_port_is_chosen_and_a_taken_one_refused() -> None:
+    sock, address = bind(Address.parse("tcp://127.0.0.1:0"))
+    with sock:
+        assert address.port == sock.getsockname()[1] > 0
+        assert not sock.getblocking()
+        with pytest.raises(ConfigError, match="another process or scheme"):
+            bind(address)
+    again, _ = bind(address)  # SO_REUSEADDR: at once
+    again.close()
+
+
+@pytest.mark.parametrize("url", ["tcp://192.0.2.1:0", "tcp://no-such-host.invalid:0"])
+def test_an_address_of_another_host(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind(Address.parse(url))
+
+
+def test_ipv6() -> None:
+    try:
+        sock, address = bind(Address.parse("tcp://[::1]:0"))
+    except ConfigError as exc:
+        pytest.skip(f"no IPv6: {exc}")
+    with sock:
+        assert str(address) == f"tcp://[::1]:{address.port}"
+        socket.create_connection(("::1", address.port)).close()
+
+
+# -- files of Unix sockets ----------------------------------------------------------------------
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    old = os.umask(0)
+    try:
+        sock, _ = bind(Address("unix", path=str(path)))
+    finally:
+        os.umask(old)
+    with sock:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    address = Address("unix", path=str(tmp_path / "socket"))
+    sock, _ = bind(address)
+    with sock:
+        inode = os.stat(address.path).st_ino
+        with pytest.raises(ConfigError, match="another process or scheme"):
+            bind(address)
+        assert os.stat(address.path).st_ino == inode
+    assert Path(address.path).is_socket()  # as after a process that was killed
+    sock, _ = bind(address)
+    with sock, socket.socket(socket.AF_UNIX) as client:
+        client.connect(address.path)
+
+
+def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    path.write_text("precious")
+    with pytest.raises(ConfigError):
+        bind(Address("unix", path=str(path)))
+    assert path.read_text() == "precious"
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind(Address("unix", path=str(tmp_path / "none" / "socket")))
+
+
+def test_a_listener_removes_its_own_file_only(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    url = f"unix://{path}"
+    listener = StreamListener(url)
+    assert path.is_socket()
+    listener.close()
+    assert not path.exists()
+    listener.close()
+    first = StreamListener(url)
+    path.unlink()
+    second = StreamListener(url)
+    first.close()
+    assert path.is_socket()  # it is the second one's
+    second.close()
+    assert not path.exists()

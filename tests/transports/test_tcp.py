@@ -1,0 +1,210 @@
+"""What TCPTransport does beyond the contract of every transport: dialling, options, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from aiosync.errors import (
+    AuthError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    PeerClosed,
+    TransportBroken,
+)
+from aiosync.schemes.listening import StreamListener
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+from aiosync.wire import Current, Fetch, Update
+
+pytestmark = pytest.mark.asyncio
+
+UPDATE = Update(1, 1, bytes(16))
+
+
+@contextlib.asynccontextmanager
+async def listening(url: str, **options) -> AsyncIterator[tuple[str, asyncio.Queue[TCPTransport]]]:
+    """A listener that queues its links."""
+    listener = StreamListener(url, **options)
+    links: asyncio.Queue[TCPTransport] = asyncio.Queue()
+    crashes: list[BaseException] = []
+    listener.start(links.put_nowait, crashes.append)
+    try:
+        yield listener.url, links
+    finally:
+        await listener.aclose()
+        while not links.empty():
+            links.get_nowait().abort()
+    assert not crashes
+
+
+@contextlib.asynccontextmanager
+async def linked(url: str, **options) -> AsyncIterator[tuple[TCPTransport, TCPTransport]]:
+    async with listening(url, **options) as (where, links):
+        async with await TCPTransport.connect(where, **options) as dialer:
+            async with await links.get() as accepted:
+                yield dialer, accepted
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0", "unix"])
+@pytest.mark.parametrize("token", [None, "a token of some length"])
+async def test_a_link(url: str, token: str | None, tmp_path: Path) -> None:
+    if url == "unix":
+        url = f"unix://{tmp_path}/socket"
+    credentials = Credentials(token=token)
+    try:
+        async with linked(url, credentials=credentials) as (dialer, accepted):
+            await dialer.send(Fetch(3))
+            assert (await accepted.recv()).message == Fetch(3)
+            await accepted.send(Current(1, 2))
+            assert (await dialer.recv()).message == Current(1, 2)
+    except ConfigError as exc:
+        if "[::1]" not in url:
+            raise
+        pytest.skip(f"no IPv6: {exc}")
+
+
+async def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConnectError, match="cannot be reached"):
+        await TCPTransport.connect(f"tcp://127.0.0.1:{port}")
+
+
+async def test_no_such_socket(tmp_path: Path) -> None:
+    with pytest.raises(ConnectError, match="cannot be reached"):
+        await TCPTransport.connect(f"unix://{tmp_path}/socket")
+
+
+async def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(ConnectError, match="cannot be looked up"):
+        await TCPTransport.connect("tcp://no-such-host.invalid:1")
+
+
+async def test_no_address() -> None:
+    with pytest.raises(ConfigError):
+        await TCPTransport.connect("127.0.0.1:1")
+
+
+async def test_a_listener_that_never_answers() -> None:
+    """Its backlog takes the connection, so that only the handshake can tell."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(ConnectTimeout, match=r"0\.1 s"):
+            await TCPTransport.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
+        assert 0.09 < time.monotonic() - began < 2
+
+
+async def test_a_dialer_that_never_speaks() -> None:
+    near, far = socket.socketpair()
+    with near:
+        with pytest.raises(ConnectTimeout, match="did not prove"):
+            await TCPTransport.accept(far, timeout=0.05)
+        assert far.fileno() == -1
+
+
+async def test_cancelled_handshakes_leave_nothing() -> None:
+    near, far = socket.socketpair()
+    with near, socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        waiting = [
+            asyncio.ensure_future(TCPTransport.accept(far)),
+            asyncio.ensure_future(TCPTransport.connect(url)),
+        ]
+        await asyncio.sleep(0.01)
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+        assert all(each.cancelled() for each in waiting)
+        assert far.fileno() == -1
+
+
+async def test_a_context_that_cannot_be_made_closes_the_socket(tmp_path: Path) -> None:
+    from aiosync.transports.credentials import TLS
+
+    near, far = socket.socketpair()
+    with near:
+        with pytest.raises(ConfigError):
+            await TCPTransport.accept(far, credentials=Credentials(tls=TLS(ca=tmp_path)))
+        assert far.fileno() == -1
+
+
+async def test_options_of_the_socket() -> None:
+    async with linked("tcp://127.0.0.1:0", keepalive=12.0) as ends:
+        for end in ends:
+            sock = end.channel.io.sock
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 12
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 4
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
+            assert os.get_inheritable(sock.fileno()) is False
+    async with linked("tcp://127.0.0.1:0", keepalive=None) as ends:
+        for end in ends:
+            sock = end.channel.io.sock
+            assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_limits_hold_after_the_handshake() -> None:
+    limits = Limits(max_payload_nbytes=1000)
+    async with linked("tcp://127.0.0.1:0", limits=limits) as (dialer, accepted):
+        await dialer.send(UPDATE, [bytes(1000)])
+        assert (await accepted.recv()).nbytes == 1000
+        dialer.channel.limits = Limits()
+        with contextlib.suppress(TransportBroken, PeerClosed):
+            await dialer.send(UPDATE, [bytes(1001)])
+        with pytest.raises(Exception, match="1001"):
+            await accepted.recv()
+
+
+async def test_the_token_has_to_be_the_same() -> None:
+    async with listening("tcp://127.0.0.1:0", credentials=Credentials(token="one")) as (url, links):
+        with pytest.raises(AuthError):
+            await TCPTransport.connect(url, credentials=Credentials(token="two"))
+        assert links.empty()
+
+
+@pytest.mark.slow
+async def test_a_slow_reader_holds_the_sender_up() -> None:
+    async with linked("tcp://127.0.0.1:0") as (dialer, accepted):
+        data = bytes(64 * 2**20)
+        sending = asyncio.ensure_future(dialer.send(UPDATE, [data]))
+        await asyncio.wait({sending}, timeout=0.1)
+        assert not sending.done()
+        assert dialer.channel.written_nbytes < len(data)
+        received = await accepted.recv(into=lambda _, nbytes: [bytearray(nbytes)])
+        assert received.nbytes == len(data)
+        await sending
+
+
+async def test_a_cancelled_send_breaks_the_link_in_mid_message() -> None:
+    async with linked("tcp://127.0.0.1:0") as (dialer, accepted):
+        sending = asyncio.ensure_future(dialer.send(UPDATE, [bytes(64 * 2**20)]))
+        await asyncio.wait({sending}, timeout=0.05)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(TransportBroken):
+            await dialer.send(Fetch(0))
+        with pytest.raises(TransportBroken):
+            await accepted.recv(into=lambda _, nbytes: [bytearray(nbytes)])
+
+
+async def test_addresses_are_parsed_once() -> None:
+    async with listening("tcp://127.0.0.1:0") as (url, links):
+        async with await TCPTransport.connect(Address.parse(url)) as dialer:
+            assert url in repr(dialer)
+            (await links.get()).abort()
