@@ -83,7 +83,10 @@ def _exists(name: str) -> bool:
 def _unknown_methods(source: str) -> list[str]:
     """Methods called on something named ``scheme`` that no scheme has, sync or async."""
     sync = importlib.import_module("aiosync.sync")
-    known = set(dir(aiosync.SharedMemWeightSyncScheme)) | set(dir(sync.SharedMemWeightSyncScheme))
+    names = ("SharedMemWeightSyncScheme", "TCPWeightSyncScheme")
+    known = {
+        each for name in names for side in (aiosync, sync) for each in dir(getattr(side, name))
+    }
     used = {
         node.attr
         for node in ast.walk(compile(source, "<docs>", "exec", TOP_LEVEL_AWAIT))

@@ -318,9 +318,10 @@ class WeightReceiver(Applying):
             raise TransportClosed("this scheme was closed")
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
-                raise PeerClosed(
-                    "the trainer closed the link, or its process ended"
-                ) from self.error
+                text = "the trainer closed the link, or its process ended"
+                if self._relink is not None:
+                    text = str(self.error)  # says for how long it was looked for
+                raise PeerClosed(text) from self.error
             raise self.error
 
     async def wait_until(

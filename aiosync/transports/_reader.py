@@ -47,7 +47,7 @@ Or, instead of True, what takes the counter of later messages that are the same 
 # One loop callback moves at most this much, so that a bulk transfer never holds the loop long.
 _WINDOW_NBYTES = 2**20
 # One call reads at most this much, which is still in the cache when it is looked at.
-_READ_NBYTES = 2**19
+_READ_NBYTES = 2**18
 _POLL_PAYLOAD_SECONDS = 1.0
 
 

@@ -329,7 +329,10 @@ async def _prove_as_dialer(transport: TCPTransport, credentials: Credentials) ->
 async def _prove_as_listener(transport: TCPTransport, credentials: Credentials) -> None:
     auth = ListenerAuth(credentials.token_bytes)
     try:
-        await transport.send(auth.challenge())
+        # At once, before anything is read: a peer that speaks TLS finds out from it.
+        challenge = auth.challenge()
+        if not transport.send_nowait(challenge):
+            await transport.send(challenge)
         greeting = (await transport.recv()).message
         if not isinstance(greeting, Challenge):
             raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aiosync.errors import PeerClosed, TransportBroken
+from aiosync.errors import ConfigError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.transports._tls import TlsIo
+from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Fetch, Update
 from tests._certificates import certificates
@@ -229,3 +230,21 @@ async def test_an_idle_link_with_half_a_record_does_not_spin() -> None:
         waiting.cancel()
         await asyncio.wait({waiting})
     one.close()
+
+
+@pytest.mark.asyncio
+async def test_tls_on_the_dialling_side_only_is_told_at_once() -> None:
+    """Whatever comes first, the ClientHello or the challenge."""
+    for _ in range(5):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            dialling = asyncio.create_task(
+                TCPTransport.connect(
+                    f"tcp://127.0.0.1:{port}", credentials=Credentials(tls=certificates().dialling)
+                )
+            )
+            sock, _ = await asyncio.to_thread(listening.accept)
+        with pytest.raises(RemoteProtocolError):
+            await TCPTransport.accept(sock)
+        with pytest.raises(ConfigError, match="speaks no TLS"):
+            await dialling
