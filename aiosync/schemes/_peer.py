@@ -23,10 +23,13 @@ from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.types import AckStatus
+from aiosync.types import AckStatus, Limits
 from aiosync.wire import Ack, Current, Fetch, Hello, ManifestMessage, Message, Resend, Update
 
 __all__ = ["Peer"]
+
+# A worker has little to say: its longest message is a NACK with the error's text.
+_WORKER_LIMITS = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
 
 
 class Peer:
@@ -88,6 +91,9 @@ class Peer:
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
+        channel = getattr(self.transport, "channel", None)
+        if channel is not None and self.transport.capabilities.cross_host:
+            channel.limit_incoming(_WORKER_LIMITS)
         if isinstance(self.transport, SharedMemTransport):
             self.transport.take_no_segments()
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")

@@ -158,22 +158,20 @@ class StreamWriter:
     ) -> tuple[Update, list[memoryview]]:
         start, stop = plan.span(index)
         own = _checksum_of(snapshot, plan, index)
-        update = Update(
-            epoch,
-            snapshot.version,
-            snapshot.layout.digest,
-            chunk=(index, plan.count) if plan.count > 1 else None,
-            checksum=own,
-        )
-        if index == plan.count - 1:
+        chunk = (index, plan.count) if plan.count > 1 else None
+        digest = snapshot.layout.digest
+        if index < plan.count - 1:
+            update = Update(epoch, snapshot.version, digest, chunk=chunk, checksum=own)
+        else:
+            state = self._state_of(snapshot) if chunk is not None else None
             update = Update(
                 epoch,
                 snapshot.version,
-                snapshot.layout.digest,
+                digest,
                 values=snapshot.values,
-                chunk=update.chunk,
+                chunk=chunk,
                 checksum=own,
-                state=self._state_of(snapshot) if plan.count > 1 else None,
+                state=state,
             )
         return update, snapshot.views(start, stop)
 

@@ -89,6 +89,10 @@ class FramedChannel:
         self.limits = limits
         self._reader.set_limits(limits)
 
+    def limit_incoming(self, limits: Limits) -> None:
+        """Let the peer announce less than this end sends."""
+        self._reader.set_limits(limits)
+
     @property
     def written_nbytes(self) -> int:
         """Bytes of large writes that the stream took so far; grows while a write makes progress."""

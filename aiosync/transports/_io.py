@@ -34,6 +34,10 @@ class ByteIo(Protocol):
     def has_unsent(self) -> bool:
         """Whether bytes that were taken are not with the kernel yet; :meth:`flush` goes on."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a call that took less than it was given would take nothing more."""
+
     def flush(self) -> None:
         """Hand what is unsent to the kernel, as much as it takes; never blocks."""
 
@@ -65,6 +69,7 @@ class DescriptorIo:
         os.set_blocking(write_fd, False)
 
     has_unread = has_unsent = False  # nothing is kept back
+    is_full = True
 
     def flush(self) -> None:
         return None
@@ -105,6 +110,7 @@ class SocketIo:
         self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
     has_unread = has_unsent = False  # nothing is kept back
+    is_full = True
 
     def flush(self) -> None:
         """See :class:`ByteIo`; nothing is ever unsent."""
@@ -153,6 +159,7 @@ class StreamIo:
     """A connected stream socket, TCP or Unix, that carries bytes only. Owns the socket."""
 
     has_unread = has_unsent = False  # nothing is kept back
+    is_full = True
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -128,6 +128,11 @@ class TlsIo:
         """See :class:`ByteIo`."""
         return len(self._unsent) > 0 or self._out.pending > 0
 
+    @property
+    def is_full(self) -> bool:
+        """See :class:`ByteIo`: it takes little at a time, and more as long as that went out."""
+        return self.has_unsent
+
     def recv_into(self, buffer: memoryview) -> int:
         """See :class:`ByteIo`."""
         total = 0

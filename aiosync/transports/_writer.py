@@ -171,7 +171,11 @@ class FrameWriter:
             self._write(_WINDOW_NBYTES)
         if self._out or self._io.has_unsent:
             return
-        if self._writing and (self._busy or not self._queue):
+        if self._waiter is not None and not self._waiter.done():
+            # The next part of a large update is likely to follow at once: taking the descriptor
+            # out of the loop and putting it back costs more than being called once in vain.
+            wake(self._waiter)
+        elif self._writing and (self._busy or not self._queue):
             self.stop()
 
     def _write(self, budget: int) -> None:
@@ -184,8 +188,9 @@ class FrameWriter:
                 self._lost(exc)
             return
         while self._out and budget > 0:
+            window = _window(self._out, budget)
             try:
-                nbytes = self._io.sendv(_window(self._out, budget))
+                nbytes = self._io.sendv(window)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as exc:
@@ -195,6 +200,8 @@ class FrameWriter:
             self.written += nbytes
             self._out = _after(self._out, nbytes)
             budget -= nbytes
+            if self._io.is_full and nbytes < sum(map(len, window)):
+                return  # another call would only say so
 
     def _lost(self, exc: OSError) -> None:
         error: TransportError

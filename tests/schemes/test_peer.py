@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from aiosync.errors import FrameTooLarge
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import PrivateStore, SnapshotMaker
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports import TCPTransport
-from aiosync.wire import Hello, ManifestMessage, Update
+from aiosync.types import AckStatus
+from aiosync.wire import Ack, Hello, ManifestMessage, Update
 from tests.schemes._harness import PATIENCE
 
 
@@ -59,3 +61,29 @@ async def test_an_update_keeps_its_epoch_when_another_sender_takes_over() -> Non
         await tasks.aclose()
     assert not crashes
     maker.close()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_may_send_no_payload() -> None:
+    """Not even one that is small enough for the link: nothing is allocated for it."""
+    lost: list[BaseException] = []
+    tasks = TaskOwner(lost.append)
+    async with TCPTransport.pair() as (mine, theirs):
+        peer = Peer(
+            0,
+            mine,
+            epoch=7,
+            hello=Hello("receiver", "policy", 1),
+            streaming=Streaming(),
+            tasks=tasks,
+            on_outcomes=lambda _, found: None,
+            on_lost=lambda _, error: lost.append(error),
+            on_fetch=lambda _: None,
+        )
+        peer.start()
+        await theirs.send(Ack(7, 1, AckStatus.APPLIED), [bytes(2**20)])
+        async with asyncio.timeout(PATIENCE):
+            while not lost:
+                await asyncio.sleep(0)
+        assert isinstance(lost[0], FrameTooLarge)
+        await tasks.aclose()
