@@ -27,6 +27,14 @@ class ByteIo(Protocol):
     write_fd: int
 
     @property
+    def reads_out(self) -> bool:
+        """Whether to read on until nothing is left, although that takes one more call.
+
+        Where data and an error of the socket come together, uvloop calls back once and never
+        again: who stops at the data would wait for the error for ever.
+        """
+
+    @property
     def has_unread(self) -> bool:
         """Whether bytes may be left to read that the descriptor no longer announces."""
 
@@ -70,6 +78,7 @@ class DescriptorIo:
 
     has_unread = has_unsent = False  # nothing is kept back
     is_full = True
+    reads_out = True
 
     def flush(self) -> None:
         return None
@@ -111,6 +120,7 @@ class SocketIo:
 
     has_unread = has_unsent = False  # nothing is kept back
     is_full = True
+    reads_out = False  # shared memory also watches the peer's process, and every call counts
 
     def flush(self) -> None:
         """See :class:`ByteIo`; nothing is ever unsent."""
@@ -160,6 +170,7 @@ class StreamIo:
 
     has_unread = has_unsent = False  # nothing is kept back
     is_full = True
+    reads_out = True
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -84,6 +84,7 @@ class FrameReader:
         whole_below: int,
     ) -> None:
         self._io = io
+        self._reads_out = io.reads_out
         self._state = state
         self._limits = limits
         self._decoder = FrameDecoder(limits)
@@ -377,10 +378,10 @@ class FrameReader:
                 self._landed()
             if self._pull_repeats():
                 self._pull()
-            if nbytes < room or self.ready:
+            if (nbytes < room and not self._reads_out) or self.ready:
                 break
             budget -= nbytes
-        if self._reading and self._io.has_unread:
+        if self._reading and (self._io.has_unread or (budget <= 0 and self._reads_out)):
             self._state.loop.call_soon(self._on_unread)
         if self.ready or self._state.error is not None:
             wake(self._waiter)

@@ -38,6 +38,8 @@ class TlsIo:
         hostname: Name that the certificate of the other end has to have, if it is checked.
     """
 
+    reads_out = True
+
     def __init__(
         self,
         sock: socket.socket,

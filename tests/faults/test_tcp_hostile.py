@@ -706,7 +706,7 @@ async def test_a_trainer_that_floods_and_reads_no_answers() -> None:
         link.channel._reader._pause()  # it does not read; the kernel's buffers are full soon
         await flood(link, encode_frame(stale), 32 * 2**20)
         await until(lambda: receiver.error is not None)
-        assert len(receiver._outgoing) <= 2048
+        assert len(receiver._outgoing._waiting) <= 2048
         assert "reads no answers" in str(receiver.error)  # that trainer was left
         await scheme.aclose()
         link.abort()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,13 +20,15 @@ from aiosync.errors import (
     ConnectTimeout,
     PeerClosed,
     TransportBroken,
+    TransportError,
 )
 from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Current, Fetch, Update
+from aiosync.wire import Current, Fetch, Update, encode_frame
+from tests.schemes._harness import PATIENCE
 
 pytestmark = pytest.mark.asyncio
 
@@ -208,3 +211,20 @@ async def test_addresses_are_parsed_once() -> None:
         async with await TCPTransport.connect(Address.parse(url)) as dialer:
             assert url in repr(dialer)
             (await links.get()).abort()
+
+
+@pytest.mark.parametrize("nbytes", [1, 30])
+@pytest.mark.asyncio
+async def test_data_and_a_reset_that_come_together(nbytes: int) -> None:
+    """uvloop tells of both with one call, and never again."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        left = socket.create_connection(listening.getsockname())
+        right, _ = listening.accept()
+    async with TCPTransport(right) as transport:
+        receiving = asyncio.create_task(transport.recv(timeout=PATIENCE))
+        await asyncio.sleep(0)
+        left.send(encode_frame(Fetch(0))[:nbytes])
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        left.close()
+        with pytest.raises(TransportError):
+            await receiving
