@@ -45,6 +45,7 @@ class Dialler:
         credentials: Token and TLS.
         limits: What the other end may announce.
         keepalive: See :meth:`TCPTransport.connect`.
+        untaken: See :meth:`TCPTransport.connect`.
         attempt_timeout: Seconds for one attempt, its handshakes included.
         name: How errors call the other end.
     """
@@ -56,6 +57,7 @@ class Dialler:
         credentials: Credentials,
         limits: Limits | None,
         keepalive: float | None,
+        untaken: float | None = 60.0,
         attempt_timeout: float,
         name: str,
     ) -> None:
@@ -63,6 +65,7 @@ class Dialler:
         self._credentials = credentials
         self._limits = limits
         self._keepalive = keepalive
+        self._untaken = untaken
         self._attempt_timeout = attempt_timeout
         self._name = name
 
@@ -72,7 +75,9 @@ class Dialler:
             self.address,
             credentials=self._credentials,
             limits=self._limits,
+            payloads=False,
             keepalive=self._keepalive,
+            untaken=self._untaken,
             timeout=self._attempt_timeout,
             name=f"{self._name} at {self.address}",
         )

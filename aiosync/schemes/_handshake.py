@@ -166,4 +166,7 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         raise _refusal("the trainer refused this worker", message)
     if not isinstance(message, Welcome):
         raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
+    channel = getattr(transport, "channel", None)
+    if channel is not None:  # before anything else is read: updates may follow at once
+        channel.allow_payloads()
     return message

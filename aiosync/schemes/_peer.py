@@ -6,6 +6,7 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,13 +24,10 @@ from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.types import AckStatus, Limits
+from aiosync.types import AckStatus
 from aiosync.wire import Ack, Current, Fetch, Hello, ManifestMessage, Message, Resend, Update
 
 __all__ = ["Peer"]
-
-# A worker has little to say: its longest message is a NACK with the error's text.
-_WORKER_LIMITS = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
 
 
 class Peer:
@@ -93,7 +91,7 @@ class Peer:
         """Begin to read acknowledgements."""
         channel = getattr(self.transport, "channel", None)
         if channel is not None and self.transport.capabilities.cross_host:
-            channel.limit_incoming(_WORKER_LIMITS)
+            channel.refuse_payloads()  # a worker has little to say
         if isinstance(self.transport, SharedMemTransport):
             self.transport.take_no_segments()
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")
@@ -217,6 +215,8 @@ class Peer:
         if isinstance(error, LocalProtocolError):  # it cannot be said; the link is as it was
             if epoch not in (None, self.epoch):
                 return  # nobody waits for it any more
+            if version not in self.outbox.in_flight or self.outbox.window_open:
+                return  # the worker has answered all the same
             outcomes = self.outbox.give_up(version, error)
             self._answered()
             self._settle(outcomes)
@@ -250,6 +250,8 @@ class Peer:
     async def _write(self, snapshot: Snapshot, epoch: int) -> None:
         try:
             manifest, update = self._messages(snapshot, epoch)
+            if self.stream is not None:
+                self.stream.watch(snapshot, epoch)  # the manifest may be stuck, too
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
@@ -269,7 +271,7 @@ class Peer:
 
     @staticmethod
     def _payload(snapshot: Snapshot) -> list[memoryview]:
-        return [snapshot.payload()] if snapshot.nbytes else []
+        return snapshot.views(0, snapshot.nbytes)
 
     async def _read(self) -> None:
         try:
@@ -304,13 +306,15 @@ class Peer:
             self._on_outcomes(self, ())  # connect() waits for no more than that it arrived
         self._pump()
         if message.status is AckStatus.APPLIED and message.epoch == self.epoch:
-            return self._on_applied
+            return functools.partial(self._on_applied, message.epoch)
         return None
 
     def _on_applied(
-        self, version: int, _payload: memoryview | None, _release: Callable[[], None]
+        self, epoch: int, version: int, _payload: memoryview | None, _release: Callable[[], None]
     ) -> None:
         """The short way for what nearly every message is."""
+        if epoch != self.epoch:
+            return  # of a sender that was taken over from
         if version > self.received_version:
             self.received_version = version
         outcomes = self.outbox.on_applied(version)

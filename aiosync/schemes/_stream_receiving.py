@@ -17,9 +17,11 @@ from aiosync.errors import (
     ConnectTimeout,
     PeerClosed,
     RemoteProtocolError,
+    TransportBroken,
 )
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
@@ -32,14 +34,21 @@ from aiosync.wire import Hello, Welcome
 if TYPE_CHECKING:
     from aiosync.schemes.receiver import WeightReceiver
 
-__all__ = ["StreamReceiving"]
+__all__ = ["OF_USE_SECONDS", "StreamReceiving"]
 
-_OF_USE_SECONDS = 1.0
+OF_USE_SECONDS = 1.0
 """A link that lasted for so long counts as one, even if nothing came over it."""
+
+_MAX_UNGREETED = 8
+"""Links that have not said who they are yet; one more ends the oldest."""
 
 _NOT_PICKLED = (
     "_session",
     "_arrived",
+    "_arrival",
+    "_taken",
+    "_ungreeted",
+    "_greetings",
     "_lost_at",
     "_progress_then",
     "_linked_at",
@@ -58,6 +67,7 @@ class StreamReceiving(WeightSyncScheme):
     _wants_updates: bool
     reconnect: float | None
     _keepalive: float | None
+    _untaken: float | None
     _handshake_timeout: float
     _max_connections: int
     _limits: Limits | None
@@ -65,7 +75,11 @@ class StreamReceiving(WeightSyncScheme):
     def _reset(self) -> None:
         super()._reset()
         self._session = secrets.token_bytes(16)
-        self._arrived: asyncio.Queue[Transport] | None = None
+        self._arrived: TCPTransport | None = None  # the newest trainer's link, not taken yet
+        self._arrival = asyncio.Event()
+        self._taken: TCPTransport | None = None  # the link of a trainer that was taken last
+        self._ungreeted: dict[TCPTransport, asyncio.Task[None]] = {}
+        self._greetings = TaskOwner(self._on_listener_crash)
         self._lost_at: float | None = None
         self._progress_then = -1
         self._linked_at = 0.0
@@ -97,6 +111,7 @@ class StreamReceiving(WeightSyncScheme):
             max_connections=self._max_connections,
             handshake_timeout=self._handshake_timeout,
             keepalive=self._keepalive,
+            untaken=self._untaken,
         )
         self._listener = listener
         return listener
@@ -112,6 +127,7 @@ class StreamReceiving(WeightSyncScheme):
             credentials=self._credentials,
             limits=self._limits,
             keepalive=self._keepalive,
+            untaken=self._untaken,
             attempt_timeout=self._handshake_timeout,
             name=name,
         )
@@ -174,8 +190,7 @@ class StreamReceiving(WeightSyncScheme):
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""
-        if self._arrived is None:
-            self._arrived = asyncio.Queue()
+        if self._listener is None:
             idx = self._worker_idx or 0
             if idx >= len(self._addresses):
                 raise ConfigError(
@@ -185,32 +200,66 @@ class StreamReceiving(WeightSyncScheme):
             self._listen(self._addresses[idx]).start(self._on_sender, self._on_listener_crash)
         try:
             async with asyncio.timeout(timeout):
-                while True:
-                    link = await self._arrived.get()
-                    try:
-                        await self._check_sender(link)
-                    except AiosyncError:
-                        link.abort()  # it was told, or has gone; the next one may be right
-                        continue
-                    except BaseException:  # cancelled: raised again
-                        link.abort()
-                        raise
-                    return link
+                while self._arrived is None:
+                    self._arrival.clear()
+                    await self._arrival.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(f"no trainer dialled {self.address} in {timeout:g} s") from exc
+        self._taken, self._arrived = self._arrived, None
+        return self._taken
 
     def _on_sender(self, link: TCPTransport) -> None:
-        assert self._arrived is not None
-        self._arrived.put_nowait(link)  # their number is bounded by the listener
+        """Hear who dialled, whether or not anybody waits for a link."""
+        if len(self._ungreeted) >= _MAX_UNGREETED:
+            oldest = next(iter(self._ungreeted))
+            self._ungreeted.pop(oldest).cancel()
+            oldest.abort()  # a task that never ran does not
+        task = self._greetings.start(self._hear(link), "aiosync greeting of a trainer")
+        self._ungreeted[link] = task
 
     def _on_listener_crash(self, error: BaseException) -> None:
         if self._receiver is not None:
             self._receiver.fail(error)
 
+    async def _hear(self, link: TCPTransport) -> None:
+        try:
+            await self._check_sender(link)
+        except AiosyncError:
+            link.abort()  # no trainer, or it has gone; the next one may be right
+        except BaseException:  # cancelled, or a bug that _on_listener_crash() is told
+            link.abort()
+            raise
+        else:
+            self._take_newest(link)
+        finally:
+            self._ungreeted.pop(link, None)
+
     async def _check_sender(self, link: Transport) -> None:
         message = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
         if not isinstance(message, Hello) or message.role != "sender":
             raise RemoteProtocolError("expected the Hello of a sender")
+
+    def _take_newest(self, link: TCPTransport) -> None:
+        """The newest link of a trainer replaces those before it: they may have died unnoticed."""
+        taken, waiting, receiver = self._taken, self._arrived, self._receiver
+        in_use = taken is not None and not taken.channel.ended
+        lost = receiver is not None and receiver.error is not None
+        if self._closed or lost or link.channel.ended or (in_use and self.reconnect == 0):
+            link.abort()  # nobody would ever take it
+            return
+        self._arrived = link
+        link.channel.call_on_end(lambda: self._on_waiting_end(link))
+        self._arrival.set()
+        if waiting is not None:
+            waiting.abort()
+        if taken is not None and in_use:
+            # Whoever reads from it asks for another link, which is here already.
+            taken.channel.fail(TransportBroken("the trainer opened a newer link"))
+
+    def _on_waiting_end(self, link: TCPTransport) -> None:
+        if self._arrived is link:
+            self._arrived = None
+            asyncio.get_running_loop().call_soon(link.abort)  # it is in the middle of its end
 
     async def _relink(self, lost: AiosyncError) -> Transport:
         receiver = self._receiver
@@ -219,7 +268,7 @@ class StreamReceiving(WeightSyncScheme):
         if self._pipe is not None or self.reconnect == 0:
             raise lost
         lasted = loop.time() - self._linked_at
-        if receiver.progress != self._progress_then or lasted > _OF_USE_SECONDS:
+        if receiver.progress != self._progress_then or lasted > OF_USE_SECONDS:
             # The last link was of some use, if only to wait for what is new.
             self._progress_then = receiver.progress
             self._lost_at = loop.time()
@@ -274,13 +323,19 @@ class StreamReceiving(WeightSyncScheme):
         try:
             await super().aclose()
         finally:
-            if isinstance(listener, StreamListener) and self._pid == os.getpid():
-                await listener.aclose()
+            if self._pid == os.getpid():
+                await self._greetings.aclose()
+                if isinstance(listener, StreamListener):
+                    await listener.aclose()
 
     def _abort_unused_links(self) -> None:
         super()._abort_unused_links()
-        while self._arrived is not None and not self._arrived.empty():
-            self._arrived.get_nowait().abort()
+        if self._pid == os.getpid():
+            self._greetings.abort()
+        waiting, self._arrived = self._arrived, None
+        for link in [*self._ungreeted, *([] if waiting is None else [waiting])]:
+            link.abort()
+        self._ungreeted.clear()
 
 
 def _gave_up(lost: AiosyncError, seconds: float) -> PeerClosed:

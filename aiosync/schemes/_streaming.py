@@ -135,17 +135,21 @@ class StreamWriter:
                 snapshot.release()
 
     def _begin(self, snapshot: Snapshot, epoch: int) -> ChunkPlan:
-        self.answered()
-        self._sent, self._sent_epoch = snapshot.retain(), epoch
+        self.watch(snapshot, epoch)
         plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
         self._resends_left = plan.count + _SPARE_RESENDS
         if len(snapshot.checksums) != plan.count:
             snapshot.checksums = [None] * plan.count
+        return plan
+
+    def watch(self, snapshot: Snapshot, epoch: int) -> None:
+        """From now on the worker owes an answer to this update; its deadline runs."""
+        self.answered()
+        self._sent, self._sent_epoch = snapshot.retain(), epoch
         timeout = self._streaming.stall_timeout
         if timeout is not None and self._timer is None:
             self._progress = self._progress_now()
             self._look_later(timeout)
-        return plan
 
     async def _send_part(self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int) -> None:
         start, stop = plan.span(index)

@@ -136,9 +136,9 @@ class Workers:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
             self._arriving.pop(transport, None)
             self._refused = [*self._refused[-2:], str(exc)]  # the last ones, for the error
-            await transport.aclose()
             if isinstance(exc, ConfigError) and expected_idx is not None:
                 self.not_reached(expected_idx, exc)  # it was dialled, and refused for good
+            await transport.aclose()
             self.notify()
             return
         except BaseException:  # cancelled, or a bug that _crashed() is told

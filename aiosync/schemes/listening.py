@@ -57,6 +57,7 @@ class StreamListener:
         max_connections: Links that may be open at a time, strangers included.
         handshake_timeout: Seconds that a stranger has to prove who it is.
         keepalive: See :meth:`TCPTransport.connect`.
+        untaken: See :meth:`TCPTransport.connect`.
 
     Raises:
         ConfigError: The address cannot be bound, a certificate file cannot be used, or other
@@ -72,6 +73,7 @@ class StreamListener:
         max_connections: int = 1024,
         handshake_timeout: float = 10.0,
         keepalive: float | None = 30.0,
+        untaken: float | None = 60.0,
     ) -> None:
         address = Address.parse(url)
         self._credentials = credentials or Credentials()
@@ -87,6 +89,7 @@ class StreamListener:
         self._max_connections = max_connections
         self._handshake_timeout = handshake_timeout
         self._keepalive = keepalive
+        self._untaken = untaken
         self.counts: ListenerCounts = ListenerCounts()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_link: Callable[[TCPTransport], None] | None = None
@@ -114,6 +117,7 @@ class StreamListener:
 
         Args:
             on_link: Called with each link whose peer proved who it is; owns it from then on.
+                The link takes no payloads before ``link.channel.allow_payloads()``.
             on_crash: Called if a handshake ends with an error that is no
                 :class:`~aiosync.errors.AiosyncError`: a bug.
         """
@@ -170,7 +174,9 @@ class StreamListener:
                 context=self._context,
                 limits=self._limits,
                 name=_name_of(sock),
+                payloads=False,
                 keepalive=self._keepalive,
+                untaken=self._untaken,
                 timeout=self._handshake_timeout,
             )
         except AiosyncError as exc:

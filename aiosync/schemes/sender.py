@@ -190,6 +190,7 @@ class WeightSender:
             send = self._dispatch(snapshots, targets, worker_ids is None, started)
         else:
             async with self._snapshot_lock:
+                self.workers.check()  # it may have been closed meanwhile
                 snapshots = await self._take(planned)
                 self.workers.check()
                 send = self._dispatch(snapshots, targets, worker_ids is None, started)
@@ -206,13 +207,22 @@ class WeightSender:
                 send.future.exception()  # seen by nobody, on purpose
             raise
         finally:
-            for snapshot in send.borrowed:  # for who joins later, or is not done yet
-                try:
-                    await self.maker.copy(snapshot)
-                finally:
-                    snapshot.release()
+            if send.borrowed:
+                await self._copy(send.borrowed)
         self._awake.note(report.elapsed)
         return report
+
+    async def _copy(self, borrowed: Sequence[Snapshot]) -> None:
+        """Copy what belongs to the caller, for who joins later or is not done: all of it."""
+        first: BaseException | None = None
+        for snapshot in borrowed:
+            try:
+                await self.maker.copy(snapshot)
+            except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
+                first = first or exc
+            snapshot.release()
+        if first is not None:
+            raise first
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}

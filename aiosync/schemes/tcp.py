@@ -6,18 +6,19 @@ Must not import torch, nor another concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from aiosync.errors import AiosyncError, ConfigError
+from aiosync.errors import AiosyncError, AuthError, ConfigError
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
-from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
@@ -124,7 +125,16 @@ class TCPWeightSyncScheme(StreamReceiving):
         self._wants_updates = subscribe
         self.reconnect = reconnect
         self._options = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
+        for name, value in (("keepalive", keepalive), ("handshake_timeout", handshake_timeout)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be positive seconds, got {value!r}")
+        if not max_connections >= 1:
+            raise ConfigError(f"max_connections must be at least 1, got {max_connections!r}")
         self._keepalive = keepalive
+        # A worker that is busy for as long as stall_timeout allows must not lose its link earlier.
+        self._untaken = None
+        if keepalive is not None and stall_timeout is not None:
+            self._untaken = max(2 * keepalive, stall_timeout)
         self._handshake_timeout = handshake_timeout
         self._max_connections = max_connections
         self._limits = limits
@@ -195,7 +205,9 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialler) -> None:
         """Reach one worker, and again whenever its link is lost, until that takes too long."""
+        loop = asyncio.get_running_loop()
         backoff = Backoff()
+        applied = 0  # newest version that the worker has said it applied
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
@@ -215,14 +227,27 @@ class TCPWeightSyncScheme(StreamReceiving):
             except AiosyncError as exc:
                 sender.workers.not_reached(idx, exc)
                 return
+            began = loop.time()
+            before = sender.workers.lost.get(idx)
             ended = asyncio.Event()
-            link.channel.call_on_end(ended.set)
+
+            def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
+                nonlocal applied
+                peer = sender.workers.peers.get(idx)  # it is forgotten after this
+                if peer is not None and peer.transport is link:
+                    applied = max(applied, peer.outbox.applied)
+                ended.set()
+
+            applied_before = applied
+            link.channel.call_on_end(on_end)
             sender.welcome(link, idx)
-            began = sender.workers.clock.current
             await ended.wait()
-            if sender.workers.clock.current != began:
-                backoff.reset()  # it was of some use
+            if loop.time() - began > OF_USE_SECONDS or applied > applied_before:
+                backoff.reset()
             await backoff.wait()
+            error = sender.workers.lost.get(idx)  # known by now, if this link was refused
+            if error is not before and isinstance(error, AuthError | ConfigError):
+                return  # for good: connect() and send() say so
             if self.reconnect == 0:
                 return
             patience = self.reconnect

@@ -197,6 +197,7 @@ class ServedModel:
     def _on_message(self, link: TCPTransport, received: Received) -> None:
         message = received.message
         assert self._staging is not None
+        self._answers[link].check()
         if isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Update):

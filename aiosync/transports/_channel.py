@@ -23,6 +23,9 @@ from aiosync.wire import Message
 
 __all__ = ["FramedChannel"]
 
+# Longer than any message of a handshake, and than a NACK with the error's text.
+_SMALL_MESSAGES = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
+
 
 class FramedChannel:
     """One framed link over ``io``. Belongs to the loop that runs when it is made."""
@@ -89,9 +92,13 @@ class FramedChannel:
         self.limits = limits
         self._reader.set_limits(limits)
 
-    def limit_incoming(self, limits: Limits) -> None:
-        """Let the peer announce less than this end sends."""
-        self._reader.set_limits(limits)
+    def refuse_payloads(self) -> None:
+        """Let the peer send small messages only, from the next frame on."""
+        self._reader.set_limits(_SMALL_MESSAGES)
+
+    def allow_payloads(self) -> None:
+        """Let the peer send what the limits allow."""
+        self._reader.set_limits(self.limits)
 
     @property
     def written_nbytes(self) -> int:
@@ -210,4 +217,5 @@ class FramedChannel:
     def close_after_fork(self) -> None:
         """In a forked child: close this copy; the parent's link goes on."""
         self._state.closed = True
+        self.io.close_copy()
         self._close_descriptors()

@@ -61,6 +61,9 @@ class ByteIo(Protocol):
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
 
+    def close_copy(self) -> None:
+        """In a forked child: close the descriptors without a word; the stream is the parent's."""
+
 
 class DescriptorIo:
     """A stream over raw descriptors: both ends of ``multiprocessing.Pipe``, or a socket pair.
@@ -103,6 +106,9 @@ class DescriptorIo:
         for fd in {self.read_fd, self.write_fd}:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def close_copy(self) -> None:
+        self.close()
 
 
 class SocketIo:
@@ -164,6 +170,10 @@ class SocketIo:
             os.close(self.received_fds.popleft())
         self.sock.close()
 
+    def close_copy(self) -> None:
+        """See :class:`ByteIo`."""
+        self.close()
+
 
 class StreamIo:
     """A connected stream socket, TCP or Unix, that carries bytes only. Owns the socket."""
@@ -194,6 +204,10 @@ class StreamIo:
         return self.sock.sendmsg(buffers)
 
     def close(self) -> None:
+        """See :class:`ByteIo`."""
+        self.sock.close()
+
+    def close_copy(self) -> None:
         """See :class:`ByteIo`."""
         self.sock.close()
 

@@ -212,6 +212,10 @@ class TlsIo:
             self.flush()
         self.sock.close()
 
+    def close_copy(self) -> None:
+        """See :class:`ByteIo`: a goodbye from here would end the parent's stream."""
+        self.sock.close()
+
 
 def why_refused(exc: ssl.SSLError) -> ConnectError:
     """What an error of OpenSSL means for whoever opened the link."""

@@ -43,6 +43,8 @@ TCP_LIMITS = Limits(max_payload_nbytes=2**36)
 _STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
+_UNTAKEN_SECONDS = 60.0
+_MAX_KEEPALIVE_SECONDS = 32767  # what Linux takes
 
 
 class TCPTransport(FramedTransport):
@@ -84,7 +86,7 @@ class TCPTransport(FramedTransport):
             left = socket.create_connection(listening.getsockname())
             right, _ = listening.accept()
         for sock in (left, right):
-            _prepare(sock, _KEEPALIVE_SECONDS)
+            _prepare(sock, _KEEPALIVE_SECONDS, _UNTAKEN_SECONDS)
         async with (
             cls(left, limits=limits, name="the right end") as one,
             cls(right, limits=limits, name="the left end") as two,
@@ -100,6 +102,8 @@ class TCPTransport(FramedTransport):
         limits: Limits | None = None,
         name: str | None = None,
         keepalive: float | None = _KEEPALIVE_SECONDS,
+        untaken: float | None = _UNTAKEN_SECONDS,
+        payloads: bool = True,
         timeout: float | None = 30.0,
     ) -> TCPTransport:
         """Dial, and prove to each other who is there. One attempt.
@@ -111,6 +115,11 @@ class TCPTransport(FramedTransport):
             name: How errors call the peer; its address by default.
             keepalive: Seconds after which the kernel asks an idle TCP peer whether it is there;
                 one that does not answer is lost after twice that time. ``None`` for never.
+            untaken: Seconds after which a TCP link is lost whose peer takes none of the bytes that
+                were sent, be it because its host is gone or because it does not read. ``None``
+                leaves it to the kernel, which tries for a quarter of an hour.
+            payloads: Whether the peer may send payloads at once; otherwise from
+                ``channel.allow_payloads()`` on, when it was found out what it is.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
@@ -128,7 +137,7 @@ class TCPTransport(FramedTransport):
         name = name or str(address)
         try:
             async with asyncio.timeout(timeout):
-                sock = await _open(address, keepalive)
+                sock = await _open(address, keepalive, untaken)
                 io = await _secured(
                     sock, context, server_side=False, hostname=_hostname(credentials, address)
                 )
@@ -141,6 +150,8 @@ class TCPTransport(FramedTransport):
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
+        if not payloads:
+            transport.channel.refuse_payloads()
         return transport
 
     @classmethod
@@ -153,6 +164,8 @@ class TCPTransport(FramedTransport):
         limits: Limits | None = None,
         name: str = "a peer",
         keepalive: float | None = _KEEPALIVE_SECONDS,
+        untaken: float | None = _UNTAKEN_SECONDS,
+        payloads: bool = True,
         timeout: float | None = 10.0,
     ) -> TCPTransport:
         """The listening side's half of :meth:`connect`, for a socket that was accepted.
@@ -167,6 +180,8 @@ class TCPTransport(FramedTransport):
             limits: What the peer may announce afterwards.
             name: How errors call the peer.
             keepalive: As for :meth:`connect`.
+            untaken: As for :meth:`connect`.
+            payloads: As for :meth:`connect`.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
@@ -182,7 +197,7 @@ class TCPTransport(FramedTransport):
         try:
             if context is None:
                 context = credentials.listening_context()
-            _prepare(sock, keepalive)
+            _prepare(sock, keepalive, untaken)
         except BaseException:  # raised again: the caller sees it
             sock.close()
             raise
@@ -198,13 +213,15 @@ class TCPTransport(FramedTransport):
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not prove who it is in {timeout:g} s") from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
+        if not payloads:
+            transport.channel.refuse_payloads()
         return transport
 
 
 # -- sockets ----------------------------------------------------------------------------------
 
 
-async def _open(address: Address, keepalive: float | None) -> socket.socket:
+async def _open(address: Address, keepalive: float | None, untaken: float | None) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         places = await _look_up(address)
@@ -216,7 +233,7 @@ async def _open(address: Address, keepalive: float | None) -> socket.socket:
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, where)
-            _prepare(sock, keepalive)
+            _prepare(sock, keepalive, untaken)
         except OSError as exc:
             sock.close()
             failures.append(exc)
@@ -243,25 +260,29 @@ async def _look_up(address: Address) -> list[tuple[int, tuple[str, int] | str]]:
     return [(family, where) for family, _kind, _proto, _name, where in found]  # type: ignore[misc]  # typeshed allows for other families
 
 
-def _prepare(sock: socket.socket, keepalive: float | None) -> None:
+def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:
     """Options of a connected socket; those that its family lacks are left out."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         widen_socket(sock.fileno())
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if keepalive is None:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probes = 3
-    for option, value in (
-        ("TCP_KEEPIDLE", max(1, round(keepalive))),
-        ("TCP_KEEPINTVL", max(1, round(keepalive / probes))),
-        ("TCP_KEEPCNT", probes),
-        ("TCP_USER_TIMEOUT", max(1000, round(2000 * keepalive))),  # milliseconds
-    ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    options: dict[str, int] = {}
+    if keepalive is not None:
+        probes = 3
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options["TCP_KEEPIDLE"] = _seconds(keepalive)
+        options["TCP_KEEPINTVL"] = _seconds(keepalive / probes)
+        options["TCP_KEEPCNT"] = probes
+    if untaken is not None:
+        options["TCP_USER_TIMEOUT"] = 1000 * max(1, round(min(untaken, 2.0e6)))  # milliseconds
+    for name, value in options.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _seconds(value: float) -> int:
+    return max(1, round(min(value, _MAX_KEEPALIVE_SECONDS)))
 
 
 # -- handshakes -------------------------------------------------------------------------------

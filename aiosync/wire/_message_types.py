@@ -206,7 +206,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """First message of whoever accepted a link, where the two ends prove that they share a token.
+    """First message of both ends of a link, where they prove that they share a token.
+
+    That of the end which opened the link is a greeting: its nonce is not used.
 
     Attributes:
         nonce: 32 random bytes, never used again.

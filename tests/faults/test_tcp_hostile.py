@@ -826,3 +826,14 @@ async def test_a_password_of_a_key_is_not_shown() -> None:
     hidden(repr(tls))
     hidden(pickle.dumps(tls))
     assert pickle.loads(pickle.dumps(tls)) == tls
+
+
+@both
+async def test_a_payload_before_anything_is_known_about_the_peer(kind: str) -> None:
+    """It has the token, but said no Hello yet: nothing is allocated for what it announces."""
+    async with scene(kind) as stage:
+        link = await stage.link()
+        with contextlib.suppress(aiosync.TransportError):
+            await link.send(Fetch(0), [bytes(2**20)])
+        assert isinstance(await ends(link), aiosync.TransportError)
+        await stage.goes_on(1)

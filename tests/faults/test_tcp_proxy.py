@@ -215,13 +215,13 @@ async def sweep(kind: str, direction: str) -> dict[str, Any]:
 
 
 def _sweeps() -> list[Any]:
-    """Every kind in both directions; by default those that end a link differ in one only."""
+    """Every kind in both directions; those that end a link as a cut does are heavy."""
     return [
         pytest.param(
             kind,
             direction,
             marks=[pytest.mark.heavy]
-            if direction == "forward" and kind not in ("cut", "corrupt")
+            if kind not in ("cut", "corrupt") and (kind, direction) != ("reset", "back")
             else [],
         )
         for kind in FAULTS

@@ -114,3 +114,40 @@ async def test_closing_in_the_middle_of_a_send_leaves_no_thread() -> None:
             proxy.resume()
             await other.aclose()
             await scheme.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_cancelled_send_of_several_weights_borrows_none_of_them_any_more() -> None:
+    first, second = _model(1.0), _model(1.0)
+    targets = [_model(0.0), _model(0.0)]
+    async with FaultProxy("tcp://127.0.0.1:1") as proxy:
+        scheme, one = await _pair(proxy, first, per_worker_weights=True)
+        two = h.twin(one)
+        try:
+            for idx, other in enumerate((one, two)):
+                other.init_on_receiver(model=targets[idx], worker_idx=idx)
+            await asyncio.gather(scheme.connect(), one.connect(), two.connect())
+            await scheme.wait_for_version(1)
+            proxy.stall()
+            sending = asyncio.create_task(scheme.send({0: first, 1: second}))
+            await h.until(lambda: scheme.version == 2)
+            for _ in range(50):  # the first cancels the wait, the others the copies
+                sending.cancel()
+                await asyncio.sleep(0.001)
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            kept = scheme._sender.workers._latest_for
+            assert sorted(kept) == [0, 1]
+            assert all(snapshot.live is None for snapshot in kept.values())
+            for model in (first, second):
+                _fill(model, 9.0)
+            proxy.resume()
+            for other in (one, two):
+                await other.wait_for_version(2, timeout=h.PATIENCE)
+            assert [_values(target) for target in targets] == [{1.0}, {1.0}]
+        finally:
+            proxy.resume()
+            await one.aclose()
+            await two.aclose()
+            await scheme.aclose()

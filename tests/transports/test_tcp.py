@@ -56,6 +56,7 @@ async def linked(url: str, **options) -> AsyncIterator[tuple[TCPTransport, TCPTr
     async with listening(url, **options) as (where, links):
         async with await TCPTransport.connect(where, **options) as dialer:
             async with await links.get() as accepted:
+                accepted.channel.allow_payloads()
                 yield dialer, accepted
 
 
@@ -143,7 +144,7 @@ async def test_a_context_that_cannot_be_made_closes_the_socket(tmp_path: Path) -
 
 
 async def test_options_of_the_socket() -> None:
-    async with linked("tcp://127.0.0.1:0", keepalive=12.0) as ends:
+    async with linked("tcp://127.0.0.1:0", keepalive=12.0, untaken=24.0) as ends:
         for end in ends:
             sock = end.channel.io.sock
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -155,7 +156,7 @@ async def test_options_of_the_socket() -> None:
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
             assert os.get_inheritable(sock.fileno()) is False
-    async with linked("tcp://127.0.0.1:0", keepalive=None) as ends:
+    async with linked("tcp://127.0.0.1:0", keepalive=None, untaken=None) as ends:
         for end in ends:
             sock = end.channel.io.sock
             assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import ssl
@@ -248,3 +249,17 @@ async def test_tls_on_the_dialling_side_only_is_told_at_once() -> None:
             await TCPTransport.accept(sock)
         with pytest.raises(ConfigError, match="speaks no TLS"):
             await dialling
+
+
+@pytest.mark.asyncio
+async def test_a_forked_child_ends_no_stream_of_its_parent() -> None:
+    """Its copy of the socket is closed without a word: a close_notify would be the parent's."""
+    async with pair() as (one, two):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)  # what is closed in a child was closed by fork() already
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        await one.send(Fetch(1))
+        assert (await two.recv(timeout=PATIENCE)).message == Fetch(1)
+        await two.send(Fetch(2))
+        assert (await one.recv(timeout=PATIENCE)).message == Fetch(2)

@@ -1,0 +1,298 @@
+"""Workers that listen, and the trainer that dials them: who takes the place of whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync.schemes import _stream_receiving
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Hello, Refuse, Welcome
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PATIENCE = harness.PATIENCE
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def make(address: str, **options: Any) -> aiosync.TCPWeightSyncScheme:
+    return aiosync.TCPWeightSyncScheme([address], dial="sender", **{"timeout": PATIENCE, **options})
+
+
+@contextlib.asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
+    """A trainer, a worker that listens, and the worker's model; version 1 is there."""
+    address = free_address()
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    sender, receiver = make(address), make(address, **options)
+    sender.init_on_sender(model=source)
+    receiver.init_on_receiver(model=target, worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        assert models.filled(target, 1.0)
+        yield sender, receiver, target
+
+
+def listen(receiver: Any) -> None:
+    """What connect() does first; a link that comes now waits until it takes one."""
+    [address] = receiver._addresses
+    receiver._listen(address).start(receiver._on_sender, receiver._on_listener_crash)
+
+
+def trainer_hello(epoch: int | None = 7, **changes: Any) -> Hello:
+    said: dict[str, Any] = {"role": "sender", "model_id": "policy", "pid": os.getpid()}
+    return Hello(**{**said, "epoch": epoch, "version": 0, **changes})
+
+
+async def dial(address: str, hello: Hello | None = None) -> TCPTransport:
+    """A link to a worker that listens, as a trainer opens it."""
+    link = await TCPTransport.connect(address)
+    if hello is not None:
+        await link.send(hello, timeout=PATIENCE)
+    return link
+
+
+async def ended(link: TCPTransport) -> None:
+    """Until the other side has closed a link."""
+    with pytest.raises(aiosync.TransportError):
+        await link.recv(timeout=PATIENCE)
+    link.abort()
+
+
+@pytest.mark.asyncio
+async def test_links_that_say_nothing_do_not_pile_up() -> None:
+    async with connected() as (sender, receiver, _):
+        links = [await dial(receiver.address) for _ in range(40)]
+        await harness.until(lambda: receiver._listener.counts.accepted == 41)
+        assert receiver._listener.num_open < 20
+        for link in links:
+            link.abort()
+        await harness.until(lambda: receiver._listener.num_open == 1)
+        assert receiver.reconnects == 0
+        assert (await sender.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_a_link_that_says_nothing_is_closed_after_the_deadline(monkeypatch) -> None:
+    monkeypatch.setattr(_stream_receiving, "HANDSHAKE_SECONDS", 0.05)
+    async with connected() as (_, receiver, _):
+        await ended(await dial(receiver.address))
+        await harness.until(lambda: receiver._listener.num_open == 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["receiver", "status"])
+async def test_a_link_of_no_trainer_is_closed_at_once(role) -> None:
+    async with connected() as (sender, receiver, _):
+        await ended(await dial(receiver.address, trainer_hello(role=role)))
+        assert receiver.reconnects == 0
+        assert (await sender.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_links_that_end_while_they_wait_are_handed_to_nobody() -> None:
+    address = free_address()
+    receiver = make(address, max_connections=8)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with receiver:
+        listen(receiver)
+        for _ in range(20):
+            (await dial(address, trainer_hello())).abort()
+        await harness.until(lambda: receiver._listener.num_open == 0)
+        assert receiver._arrived is None
+
+
+@pytest.mark.asyncio
+async def test_only_the_newest_link_waits() -> None:
+    address = free_address()
+    receiver = make(address)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with receiver:
+        listen(receiver)
+        first = await dial(address, trainer_hello())
+        await harness.until(lambda: receiver._arrived is not None)
+        second = await dial(address, trainer_hello())
+        await ended(first)
+        assert receiver._listener.num_open == 1
+        joining = asyncio.ensure_future(receiver.connect())
+        assert isinstance((await second.recv(timeout=PATIENCE)).message, Hello)
+        await second.send(Welcome(7, 0, 0, 1), timeout=PATIENCE)
+        await joining
+        second.abort()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["aclose", "abort"])
+async def test_closing_closes_the_links_that_wait(how) -> None:
+    address = free_address()
+    receiver = make(address)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    listen(receiver)
+    waiting, silent = await dial(address, trainer_hello()), await dial(address)
+    await harness.until(lambda: receiver._arrived is not None and receiver._listener.num_open == 2)
+    if how == "aclose":
+        await receiver.aclose()
+    else:
+        receiver.abort()
+    await ended(waiting)
+    await ended(silent)
+
+
+@pytest.mark.asyncio
+async def test_a_new_link_of_the_trainer_ends_the_one_that_died_silently() -> None:
+    """The old one would look alive until the kernel's keep-alive gave it up."""
+    address = free_address()
+    target = models.linear()
+    receiver = make(address, keepalive=None)
+    receiver.init_on_receiver(model=target, worker_idx=0)
+    async with receiver:
+        joining = asyncio.ensure_future(receiver.connect())
+        await harness.until(lambda: receiver._listener is not None)
+        silent = await dial(address, trainer_hello())
+        assert isinstance((await silent.recv(timeout=PATIENCE)).message, Hello)
+        await silent.send(Welcome(7, 0, 0, 1), timeout=PATIENCE)
+        await joining
+        source = models.linear()
+        models.fill(source, 2.0)
+        async with make(address) as sender:
+            sender.init_on_sender(model=source)
+            await sender.connect()
+            assert receiver.reconnects == 1
+            assert models.filled(target, 2.0)
+        silent.abort()
+
+
+@pytest.mark.asyncio
+async def test_a_new_link_takes_over_within_the_handshake() -> None:
+    address = free_address()
+    receiver = make(address)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with receiver:
+        joining = asyncio.ensure_future(receiver.connect())
+        await harness.until(lambda: receiver._listener is not None)
+        silent = await dial(address, trainer_hello())
+        assert isinstance((await silent.recv(timeout=PATIENCE)).message, Hello)
+        newer = await dial(address, trainer_hello())
+        assert isinstance((await newer.recv(timeout=PATIENCE)).message, Hello)
+        await newer.send(Welcome(7, 0, 0, 1), timeout=PATIENCE)
+        await joining
+        await ended(silent)
+        newer.abort()
+
+
+@pytest.mark.asyncio
+async def test_without_reconnecting_the_link_in_use_stays() -> None:
+    async with connected(reconnect=0) as (sender, receiver, _):
+        await ended(await dial(receiver.address, trainer_hello()))
+        assert (await sender.send()).acked == {0}
+
+
+# -- the trainer's side --------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: Any) -> AsyncIterator[tuple[str, list[int]]]:
+    """A worker by hand, and a list that grows with each link of the trainer."""
+    count: list[int] = []
+    served = aiosync.schemes.listening.StreamListener("tcp://127.0.0.1:0")
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(link: TCPTransport) -> None:
+        try:
+            await answer(link)
+        except aiosync.TransportError:
+            pass  # the trainer ended it
+        finally:
+            link.abort()
+
+    def on_link(link: TCPTransport) -> None:
+        count.append(1)
+        task = asyncio.ensure_future(serve(link))
+        tasks.add(task)
+
+    served.start(on_link, lambda error: None)
+    try:
+        yield served.url, count
+    finally:
+        await served.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_refused_for_good_is_not_dialled_again() -> None:
+    first, leave = True, asyncio.Event()
+
+    async def refuse_the_second(link: TCPTransport) -> None:
+        nonlocal first
+        await link.recv(timeout=PATIENCE)
+        if first:
+            first = False
+            await link.send(trainer_hello(None, role="receiver"), timeout=PATIENCE)
+            await link.recv(timeout=PATIENCE)
+            await leave.wait()
+            return
+        await link.send(Refuse("ConfigError", "not this trainer"), timeout=PATIENCE)
+        await link.recv(timeout=PATIENCE)  # until the trainer closes it
+
+    async with answering(refuse_the_second) as (url, count), make(url) as sender:
+        sender.init_on_sender(num_workers=1)
+        await sender.connect()
+        assert _dialling_tasks()
+        leave.set()
+        await harness.until(lambda: not _dialling_tasks())
+        assert len(count) == 2
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send(weights={"weight": torch.zeros(2)})
+        assert "not this trainer" in str(caught.value.failed[0])
+
+
+@pytest.mark.asyncio
+async def test_links_of_no_use_are_dialled_ever_more_slowly(monkeypatch) -> None:
+    """Although the trainer goes on sending to others, which drew new versions."""
+    pauses: list[float] = []
+    enough = asyncio.Event()
+
+    async def wait(self: Any) -> None:
+        pauses.append(self._pause)
+        self._pause *= 2
+        if len(pauses) == 6:
+            enough.set()
+        await asyncio.sleep(0.01)
+
+    async def leave(link: TCPTransport) -> None:
+        await link.recv(timeout=PATIENCE)
+        sender._clock.next()
+
+    sender: Any = None
+    async with answering(leave) as (url, _):
+        sender = make(url)
+        async with sender:
+            sender.init_on_sender(model=models.linear())
+            monkeypatch.setattr("aiosync.schemes._dialling.Backoff.wait", wait)
+            connecting = asyncio.ensure_future(sender.connect())
+            async with asyncio.timeout(PATIENCE):
+                await enough.wait()
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+    assert pauses[:6] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64]
+
+
+def _dialling_tasks() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "aiosync link to worker 0"]
