@@ -57,7 +57,7 @@ class Dialler:
         credentials: Credentials,
         limits: Limits | None,
         keepalive: float | None,
-        untaken: float | None = 60.0,
+        untaken: float | None = None,
         attempt_timeout: float,
         name: str,
     ) -> None:

@@ -67,7 +67,6 @@ class StreamReceiving(WeightSyncScheme):
     _wants_updates: bool
     reconnect: float | None
     _keepalive: float | None
-    _untaken: float | None
     _handshake_timeout: float
     _max_connections: int
     _limits: Limits | None
@@ -102,6 +101,15 @@ class StreamReceiving(WeightSyncScheme):
             return self._listener.url
         idx = (self._worker_idx or 0) if self._dial == "sender" else 0
         return str(self._addresses[min(idx, len(self._addresses) - 1)])
+
+    @property
+    def _untaken(self) -> float | None:
+        # What a worker says is little, and a trainer's host takes it unless it is gone. A worker
+        # may be too busy to take an update for as long as stall_timeout says: no kernel has to
+        # end its link before.
+        if self._role != "receiver" or self._keepalive is None:
+            return None
+        return 2 * self._keepalive
 
     def _listen(self, address: Address) -> StreamListener:
         listener = StreamListener(

@@ -73,7 +73,7 @@ class StreamListener:
         max_connections: int = 1024,
         handshake_timeout: float = 10.0,
         keepalive: float | None = 30.0,
-        untaken: float | None = 60.0,
+        untaken: float | None = None,
     ) -> None:
         address = Address.parse(url)
         self._credentials = credentials or Credentials()

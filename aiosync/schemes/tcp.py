@@ -131,10 +131,6 @@ class TCPWeightSyncScheme(StreamReceiving):
         if not max_connections >= 1:
             raise ConfigError(f"max_connections must be at least 1, got {max_connections!r}")
         self._keepalive = keepalive
-        # A worker that is busy for as long as stall_timeout allows must not lose its link earlier.
-        self._untaken = None
-        if keepalive is not None and stall_timeout is not None:
-            self._untaken = max(2 * keepalive, stall_timeout)
         self._handshake_timeout = handshake_timeout
         self._max_connections = max_connections
         self._limits = limits

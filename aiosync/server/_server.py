@@ -94,7 +94,6 @@ class WeightServer:
             limits=limits,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
-            untaken=None if stall_timeout is None else max(60.0, stall_timeout),
         )
         self._models: dict[str, ServedModel] = {}
         self._tasks: TaskOwner | None = None

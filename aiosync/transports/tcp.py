@@ -117,7 +117,8 @@ class TCPTransport(FramedTransport):
                 one that does not answer is lost after twice that time. ``None`` for never.
             untaken: Seconds after which a TCP link is lost whose peer takes none of the bytes that
                 were sent, be it because its host is gone or because it does not read. ``None``
-                leaves it to the kernel, which tries for a quarter of an hour.
+                leaves it to the kernel, which tries for a quarter of an hour. On Linux it also
+                decides how long a probe of ``keepalive`` may stay without an answer.
             payloads: Whether the peer may send payloads at once; otherwise from
                 ``channel.allow_payloads()`` on, when it was found out what it is.
             timeout: Seconds for the whole call; ``None`` waits for ever.
