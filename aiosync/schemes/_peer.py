@@ -61,16 +61,16 @@ class Peer:
     ) -> None:
         self.worker_idx = worker_idx
         self.transport = transport
-        self.epoch = epoch
-        self.pid = hello.pid
+        self.epoch: int = epoch
+        self.pid: int = hello.pid
         self._since = time.monotonic()
-        self.has_target = hello.has_target
-        self.subscribes = hello.subscribe
+        self.has_target: bool = hello.has_target
+        self.subscribes: bool = hello.subscribe
         self.wanted: int | None = None  # the least version that the worker asked for
-        self.outbox = Outbox(epoch, worker_idx=worker_idx)
+        self.outbox: Outbox = Outbox(epoch, worker_idx=worker_idx)
         if hello.epoch == epoch and hello.version:
             self.outbox.start_at(hello.version)
-        self.received_version = self.outbox.applied
+        self.received_version: int = self.outbox.applied
         self._on_fetch = on_fetch
         self.stream: StreamWriter | None = None
         if streaming is not None and not isinstance(transport, SharedMemTransport):

@@ -68,10 +68,10 @@ class StreamWriter:
         *,
         on_stall: Callable[[AiosyncError], None],
     ) -> None:
-        self.resent = 0  # chunks that were damaged on the way
-        self.sent_nbytes = 0  # of payloads, those that were sent again included
-        self.resumed_nbytes = 0  # that did not have to be sent again
-        self.epoch = epoch
+        self.resent: int = 0  # chunks that were damaged on the way
+        self.sent_nbytes: int = 0  # of payloads, those that were sent again included
+        self.resumed_nbytes: int = 0  # that did not have to be sent again
+        self.epoch: int = epoch
         self._transport = transport
         self._streaming = streaming
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)

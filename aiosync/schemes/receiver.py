@@ -78,11 +78,11 @@ class WeightReceiver(Applying):
             guard=guard,
             install_hooks=install_hooks,
         )
-        self.transport = transport
+        self.transport: Transport = transport
         self.error: BaseException | None = None
-        self.reconnects = 0
-        self.progress = 0  # parts of updates that arrived, and answers
-        self.answers = 0  # times that the trainer said that this is the newest version
+        self.reconnects: int = 0
+        self.progress: int = 0  # parts of updates that arrived, and answers
+        self.answers: int = 0  # times that the trainer said that this is the newest version
         self._wants: list[int] = []  # the least versions that pull() asked for, until they come
         self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
         self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
@@ -243,7 +243,7 @@ class WeightReceiver(Applying):
             self._promised = None
             self.answers += 1
         if self._refusal is not None and self._refusal[:2] == (epoch, version):
-            self.refused = self._refusal[1:]
+            self._refuse(*self._refusal[1:])
         left = [each for each in self._wants if each > version]
         if left and len(left) < len(self._wants):
             self._outgoing.say(Fetch(min(left)))  # the trainer knows of one wish at a time

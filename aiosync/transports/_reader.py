@@ -97,7 +97,7 @@ class FrameReader:
         self._waiter: asyncio.Future[None] | None = None
         self._gone: TransportError | None = None
         self._landed: Callable[[], None] | None = None
-        self._busy = self._reading = self._timed_out = False
+        self._busy = self._reading = self._timed_out = self._unread_soon = False
         state.on_end.append(self.stop)
         self._resume()
 
@@ -332,11 +332,22 @@ class FrameReader:
     def _resume(self) -> None:
         if not self._reading and not self._state.ended:
             self._reading = True
-            self._state.loop.add_reader(self._io.read_fd, self._on_readable)
+            self._state.loop.add_reader(self._io.read_fd, self._on_event)
             if self._io.has_unread:
-                self._state.loop.call_soon(self._on_unread)
+                self._read_soon()
+
+    def _on_event(self) -> None:
+        if not self._unread_soon:  # one window for each turn of the loop, and not two
+            self._on_readable()
+
+    def _read_soon(self) -> None:
+        """Read in the next turn of the loop, whether or not it says that there is something."""
+        if not self._unread_soon:
+            self._unread_soon = True
+            self._state.loop.call_soon(self._on_unread)
 
     def _on_unread(self) -> None:
+        self._unread_soon = False
         if self._reading:
             self._on_readable()
 
@@ -382,7 +393,7 @@ class FrameReader:
                 break
             budget -= nbytes
         if self._reading and (self._io.has_unread or (budget <= 0 and self._reads_out)):
-            self._state.loop.call_soon(self._on_unread)
+            self._read_soon()
         if self.ready or self._state.error is not None:
             wake(self._waiter)
 

@@ -40,7 +40,7 @@ class RunningChecksum:
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self.nbytes = 0
+        self.nbytes: int = 0
         """Bytes that were looked at."""
 
     def update(self, data: Buffer) -> None:
