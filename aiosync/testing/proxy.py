@@ -233,8 +233,8 @@ class FaultProxy:
     ) -> None:
         try:
             await self.aclose()
-        except Exception as error:
-            # A cancellation of the block must not be replaced by an error; else the caller sees it.
+        except Exception as error:  # the caller sees it
+            # Raised, or noted on the cancellation of the block, which it must not replace.
             if exc is None or isinstance(exc, Exception):
                 raise
             exc.add_note(f"the proxy failed as well: {error!r}")

@@ -98,6 +98,7 @@ class FrameReader:
         self._gone: TransportError | None = None
         self._landed: Callable[[], None] | None = None
         self._busy = self._reading = self._timed_out = self._unread_soon = False
+        self._stopped_short = False  # at a message; what came with it may never be told again
         state.on_end.append(self.stop)
         self._resume()
 
@@ -256,6 +257,9 @@ class FrameReader:
         if self._gone is not None:
             self._state.fail(self._gone)
         self._resume()
+        if self._stopped_short:
+            self._stopped_short = False
+            self._read_soon()
 
     def _pull(self) -> None:
         """Take events off the decoder until one has to wait for ``recv()``."""
@@ -389,7 +393,10 @@ class FrameReader:
                 self._landed()
             if self._pull_repeats():
                 self._pull()
-            if (nbytes < room and not self._reads_out) or self.ready:
+            if self.ready:
+                self._stopped_short = self._reads_out
+                break
+            if nbytes < room and not self._reads_out:
                 break
             budget -= nbytes
         if self._reading and (self._io.has_unread or (budget <= 0 and self._reads_out)):

@@ -214,6 +214,23 @@ async def test_addresses_are_parsed_once() -> None:
             (await links.get()).abort()
 
 
+@pytest.mark.asyncio
+async def test_a_whole_message_and_a_reset_that_come_together() -> None:
+    """The message is taken by one recv(), and the next one has to hear of the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        left = socket.create_connection(listening.getsockname())
+        right, _ = listening.accept()
+    async with TCPTransport(right) as transport:
+        receiving = asyncio.create_task(transport.recv(timeout=PATIENCE))
+        await asyncio.sleep(0)
+        left.send(encode_frame(Fetch(0)))
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        left.close()
+        with pytest.raises(TransportError):
+            await receiving  # the kernel may have dropped it with the reset
+            await transport.recv(timeout=2.0)
+
+
 @pytest.mark.parametrize("nbytes", [1, 30])
 @pytest.mark.asyncio
 async def test_data_and_a_reset_that_come_together(nbytes: int) -> None:
