@@ -10,12 +10,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aiosync.errors import (
-    AckTimeout,
-    AiosyncError,
     ConfigError,
     PartialSyncError,
     SyncTimeout,
@@ -23,6 +20,7 @@ from aiosync.errors import (
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._peer import Peer
+from aiosync.schemes._send import Send
 from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
@@ -33,18 +31,6 @@ from aiosync.types import Require, SendReport
 __all__ = ["WeightSender"]
 
 _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
-
-
-@dataclass(slots=True, eq=False)
-class _Send:
-    tracker: SendTracker
-    future: asyncio.Future[SendReport]
-    started: float
-    nbytes: int
-    lost: Mapping[int, AiosyncError]
-    borrowed: Sequence[Snapshot] = ()  # whose bytes are still the caller's
-    timeout: float = math.inf
-    deadline: float = math.inf  # on the loop's clock
 
 
 class WeightSender:
@@ -87,7 +73,7 @@ class WeightSender:
             streaming=streaming,
         )
         self._loop = asyncio.get_running_loop()
-        self._sends: dict[int, _Send] = {}
+        self._sends: dict[int, Send] = {}
         self._snapshot_lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None  # one for all sends under way
         self._timer_at = math.inf
@@ -260,7 +246,7 @@ class WeightSender:
         targets: set[int],
         everybody: bool,
         started: float,
-    ) -> _Send:
+    ) -> Send:
         version = self.clock.next()
         nbytes = 0
         for snapshot in snapshots.values():
@@ -269,7 +255,7 @@ class WeightSender:
         workers = self.workers
         lost = {idx: error for idx, error in workers.lost.items() if idx not in targets}
         future = self._loop.create_future()
-        send = _Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
+        send = Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
         self._sends[version] = send
         send.borrowed = [each.retain() for each in snapshots.values() if each.live is not None]
         for idx in sorted(targets):
@@ -300,7 +286,7 @@ class WeightSender:
             self._settle(send)
         return send
 
-    def _settle(self, send: _Send) -> None:
+    def _settle(self, send: Send) -> None:
         tracker = send.tracker
         if not tracker.settled or self._sends.get(tracker.version) is not send:
             return
@@ -320,7 +306,7 @@ class WeightSender:
         else:
             send.future.set_result(report)
 
-    def _limit(self, send: _Send, timeout: float) -> None:
+    def _limit(self, send: Send, timeout: float) -> None:
         """Give up on the workers that have not answered ``timeout`` seconds after the start."""
         send.timeout = timeout
         send.deadline = self._loop.time() + timeout - (time.perf_counter() - send.started)
@@ -343,18 +329,8 @@ class WeightSender:
         if self._sends:
             self._arm(min(send.deadline for send in self._sends.values()))
 
-    def _expire(self, send: _Send) -> None:
-        version, timeout = send.tracker.version, send.timeout
-
-        def too_late(idx: frozenset[int]) -> AckTimeout:
-            return AckTimeout(
-                f"no answer to version {version} within {timeout:g} s; the worker may be busy, "
-                "stopped, or wait for apply_pending()",
-                worker_ids=idx,
-                version=version,
-            )
-
-        send.tracker.timed_out(too_late)
+    def _expire(self, send: Send) -> None:
+        send.time_out()
         self._settle(send)
 
     async def wait_for_version(

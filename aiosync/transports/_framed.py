@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiosync.transports._buffers import flat_view
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import ByteIo
-from aiosync.transports._reader import flat_view
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport, without_payload
 from aiosync.types import Limits
 from aiosync.wire import Message, Repeat, encode_frame

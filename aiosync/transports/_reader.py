@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from aiosync.errors import (
     LocalProtocolError,
@@ -22,6 +22,7 @@ from aiosync.errors import (
     TransportBusy,
     TransportError,
 )
+from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkState, wake
 from aiosync.transports.base import Lender
@@ -36,7 +37,7 @@ from aiosync.wire import (
     Repeat,
 )
 
-__all__ = ["FrameReader", "Intercept", "flat_view", "take_buffers"]
+__all__ = ["FrameReader", "Intercept"]
 
 Intercept = Callable[[Message, "Mapping[str, Any] | None"], "bool | Repeat"]
 """Sees each message without payload as it is read; returns True to keep it from ``recv()``.
@@ -49,26 +50,6 @@ _WINDOW_NBYTES = 2**20
 # One call reads at most this much, which is still in the cache when it is looked at.
 _READ_NBYTES = 2**18
 _POLL_PAYLOAD_SECONDS = 1.0
-
-
-def flat_view(buffer: object) -> memoryview:
-    """A byte view of a contiguous buffer, whatever its format and shape."""
-    view = memoryview(cast("bytes", buffer))
-    if view.format == "B" and view.ndim == 1:
-        return view
-    return view.cast("B")
-
-
-def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Limits) -> list[Any]:
-    """Borrow the buffers for a payload, or allocate them when nobody lends."""
-    if into is not None:
-        return list(into(message, nbytes))
-    if nbytes > limits.max_buffer_nbytes:
-        raise LocalProtocolError(
-            f"a payload of {nbytes} bytes needs lent buffers: recv(into=...) allocates at most "
-            f"{limits.max_buffer_nbytes} bytes itself (Limits.max_buffer_nbytes)"
-        )
-    return [bytearray(nbytes)]
 
 
 class FrameReader:

@@ -24,7 +24,7 @@ from aiosync.errors import (
     TransportBusy,
     TransportClosed,
 )
-from aiosync.transports._reader import flat_view, take_buffers
+from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Message, encode_frame

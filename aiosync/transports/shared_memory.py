@@ -22,11 +22,11 @@ from aiosync.errors import (
     TransportBroken,
     TransportBusy,
 )
+from aiosync.transports._buffers import flat_view
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._incoming import SlotReader
 from aiosync.transports._io import SocketIo
 from aiosync.transports._publishing import FrameCache, SlotPublisher
-from aiosync.transports._reader import flat_view
 from aiosync.transports._segment import Arena, Slot
 from aiosync.transports.base import (
     Again,
