@@ -38,9 +38,11 @@ from aiosync.errors import (
 )
 from aiosync.schemes import (
     AppliedUpdate,
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     Ready,
+    RPCWeightSyncScheme,
     SendHandle,
     SharedMemWeightSyncScheme,
     TCPWeightSyncScheme,
@@ -51,8 +53,10 @@ from aiosync.schemes import (
 )
 from aiosync.strategy import WeightStrategy
 from aiosync.transports import (
+    DistributedTransport,
     MemoryTransport,
     MPTransport,
+    RPCTransport,
     SharedMemTransport,
     TCPTransport,
     Transport,
@@ -73,6 +77,8 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "ConnectTimeout",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "FrameTooLarge",
     "Limits",
     "LocalProtocolError",
@@ -84,6 +90,8 @@ __all__ = [
     "PartialSyncError",
     "PeerClosed",
     "ProtocolError",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
     "Ready",
     "RecvTimeout",
     "RemoteProtocolError",

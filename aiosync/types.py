@@ -92,6 +92,8 @@ class Capabilities:
         name: Registry name, for example ``"memory"`` or ``"shm"``.
         cross_process: The two ends may live in different processes.
         cross_host: The two ends may live on different hosts.
+        whole_payloads: Large payloads travel beside the link, whole, under the checks of what
+            carries them; they are never cut into parts with checksums of their own.
         zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the
             sender wrote, valid until ``Received.release()``.
         send_cancellation: Class of ``send()``.
@@ -102,6 +104,7 @@ class Capabilities:
     name: str
     cross_process: bool = True
     cross_host: bool = False
+    whole_payloads: bool = False
     zero_copy_recv: bool = False
     send_cancellation: Cancellation = Cancellation.BREAKS_LINK
     recv_cancellation: Cancellation = Cancellation.BREAKS_LINK

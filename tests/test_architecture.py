@@ -62,7 +62,12 @@ FORBIDDEN = {
 # One backend each: the library that it drives is the reason that the module exists.
 ALLOWED = {
     "schemes._core": {"pickle"},  # only to see whether the user's strategy can be pickled
+    "transports._link_store": {"torch"},
+    "transports._process_group": {"torch"},
     "transports.distributed": {"torch"},
+    "transports._rpc_flight": {"torch"},
+    "transports._rpc_landing": {"torch"},
+    "transports._rpc_meeting": {"torch"},
     "transports.rpc": {"torch"},
     "transports.ray": {"ray"},
     "schemes.ray": {"ray"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.guard import Guard, Reading
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
@@ -13,15 +14,18 @@ from aiosync.schemes.registry import (
     register_weight_sync_backend,
     scheme_from_backend,
 )
+from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 
 __all__ = [
     "AppliedUpdate",
+    "DistributedWeightSyncScheme",
     "Guard",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "Reading",
     "Ready",
     "SendHandle",
@@ -35,7 +39,9 @@ __all__ = [
     "scheme_from_backend",
 ]
 
+register_weight_sync_backend("distributed")(DistributedWeightSyncScheme)
 register_weight_sync_backend("none")(NoWeightSyncScheme)
 register_weight_sync_backend("process")(MultiProcessWeightSyncScheme)
+register_weight_sync_backend("rpc")(RPCWeightSyncScheme)
 register_weight_sync_backend("shared")(SharedMemWeightSyncScheme)
 register_weight_sync_backend("tcp")(TCPWeightSyncScheme)

@@ -20,6 +20,7 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
+from aiosync.transports._beside import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport
@@ -271,7 +272,7 @@ class Peer:
 
     @staticmethod
     def _payload(snapshot: Snapshot) -> list[memoryview]:
-        return snapshot.views(0, snapshot.nbytes)
+        return SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.memo)
 
     async def _read(self) -> None:
         try:

@@ -55,6 +55,9 @@ class SendingScheme(SchemeCore):
         if isinstance(self._listener, Listener):
             self._listener.start(self._on_connection)
 
+    # Whether what carries large payloads takes them from the tensors at once.
+    _borrows = False
+
     def _streaming(self) -> Streaming | None:
         """How payloads travel; ``None`` where links neither damage nor lose them."""
         return None
@@ -139,6 +142,7 @@ class SendingScheme(SchemeCore):
             maker=self._maker,
             clock=self._clock,
             streaming=self._streaming(),
+            borrows=self._borrows,
         )
         planned = self._plan(weights, None, initial=True)
         for idx, link in self._links.items():

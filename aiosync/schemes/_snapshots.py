@@ -12,9 +12,10 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, LiveBytes, Prepared
+from aiosync.transports._beside import KEPT
 from aiosync.transports._incoming import LAZY_NBYTES
 from aiosync.transports._segment import Arena, Slot
 
@@ -36,6 +37,7 @@ class Snapshot:
         "checksums",
         "layout",
         "live",
+        "memo",
         "nbytes",
         "planned",
         "slot",
@@ -60,6 +62,8 @@ class Snapshot:
         # Until it is copied, links send from the tensors themselves.
         self.live: LiveBytes | None = None
         self.planned: Planned | None = None
+        # What carriers made of it, for all links; KEPT in it says that they need no bytes of it.
+        self.memo: dict[Any, Any] = {}
         self._refs = 1
         self._release = release
 
@@ -86,6 +90,7 @@ class Snapshot:
             release, self._release = self._release, _nothing
             self.buffer, self.slot = _no_buffer, None
             self.live = self.planned = None
+            self.memo.clear()
             release()
 
 
@@ -301,6 +306,9 @@ class SnapshotMaker:
         """
         planned = snapshot.planned
         if snapshot.live is None or planned is None or self._closed:
+            return
+        if KEPT in snapshot.memo:
+            snapshot.live = snapshot.planned = None
             return
         copying = self._start_copy(snapshot, planned)
         cancelled: asyncio.CancelledError | None = None

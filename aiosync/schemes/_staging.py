@@ -49,7 +49,9 @@ class Staging:
         self._spare: list[FlatBuffer] = []
         self._landing: FlatBuffer | None = None
         self._assembly: Assembly | None = None  # of the update that comes in parts
-        self.checks: bool = transport.capabilities.cross_host  # every part has a checksum
+        capabilities = transport.capabilities
+        # Every part has a checksum.
+        self.checks: bool = capabilities.cross_host and not capabilities.whole_payloads
         self.damaged = 0  # parts that were not what was sent
         self._part = memoryview(b"")  # what is landing
         self._running: RunningChecksum | None = None
@@ -232,8 +234,8 @@ class Staging:
             if staged.flat.exclusive():
                 self._held.remove(staged)
                 staged.give_back()
-            elif staged.key is None:
-                self._held.remove(staged)  # private memory goes when its last user lets go
+            elif staged.key is None or not isinstance(self._transport, SharedMemTransport):
+                self._held.remove(staged)  # such memory goes when its last user lets go
 
     def drop(self, staged: Staged) -> None:
         """``staged`` was never applied: give its memory back."""

@@ -46,6 +46,8 @@ class WeightSender:
         maker: Makes the snapshots.
         clock: Draws the versions.
         streaming: How payloads travel over links that may damage or lose them.
+        borrows: Large payloads go out from the tensors themselves, which stay as they are until
+            ``send()`` returns; otherwise from a snapshot. Links with ``streaming`` always do.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class WeightSender:
         maker: SnapshotMaker,
         clock: VersionClock,
         streaming: Streaming | None = None,
+        borrows: bool = False,
     ) -> None:
+        self._borrows = borrows or streaming is not None
         self.require: Require = require
         self.maker = maker
         self.clock = clock
@@ -213,8 +217,7 @@ class WeightSender:
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
         # Links that carry bytes take them from the tensors, which must not change meanwhile.
-        streams = self.workers.streaming is not None
-        take = self.maker.borrow if streams else self.maker.take
+        take = self.maker.borrow if self._borrows else self.maker.take
         try:
             for key, plan in planned.items():
                 snapshots[key] = await take(plan)

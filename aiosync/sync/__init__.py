@@ -6,6 +6,8 @@ nothing; the first call that has to wait starts one background thread.
 
 from __future__ import annotations
 
+from aiosync.sync._distributed import DistributedWeightSyncScheme
+from aiosync.sync._rpc import RPCWeightSyncScheme
 from aiosync.sync._schemes import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -15,8 +17,10 @@ from aiosync.sync._schemes import (
 from aiosync.sync._tcp import TCPWeightSyncScheme
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",

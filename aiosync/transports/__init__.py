@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from aiosync.transports.base import Lender, Payload, Received, Transport, TransportBackend
 from aiosync.transports.credentials import TLS, Credentials
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.registry import get_transport, register_transport, transport_names
+from aiosync.transports.rpc import RPCTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 
 __all__ = [
     "TLS",
     "Credentials",
+    "DistributedTransport",
     "Lender",
     "MPTransport",
     "MemoryTransport",
     "Payload",
+    "RPCTransport",
     "Received",
     "SharedMemTransport",
     "TCPTransport",

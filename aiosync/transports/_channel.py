@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,21 @@ class FramedChannel:
     def allow_payloads(self) -> None:
         """Let the peer send what the limits allow."""
         self._reader.set_limits(self.limits)
+
+    @property
+    def local_host(self) -> str:
+        """Address of this host as the peer sees it; that of the loopback for local links."""
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(self.io.read_fd)) as sock:
+                name = sock.getsockname()
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    return str(name[0])
+        return "127.0.0.1"
+
+    @property
+    def takes_payloads(self) -> bool:
+        """Whether the peer may send payloads."""
+        return self._reader.limits is self.limits
 
     @property
     def written_nbytes(self) -> int:

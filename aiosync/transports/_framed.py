@@ -5,8 +5,8 @@ Must not import torch, schemes, or a concrete transport.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from aiosync.transports._buffers import flat_view
 from aiosync.transports._channel import FramedChannel
@@ -19,12 +19,15 @@ __all__ = ["FramedTransport"]
 
 _NOWAIT_NBYTES = 65536
 
+Divert: TypeAlias = "Callable[[Message, Mapping[str, Any] | None], bool]"
+
 
 class FramedTransport(Transport):
     """Frames of :mod:`aiosync.wire` over ``io``, payloads in the stream."""
 
     def __init__(self, io: ByteIo, *, limits: Limits | None, name: str) -> None:
         self._handler: Handler | None = None
+        self._divert: Divert | None = None
         self._channel = FramedChannel(io, limits=limits, name=name, intercept=self._intercept)
 
     @property
@@ -67,10 +70,19 @@ class FramedTransport(Transport):
         self._handler = handler
         return True
 
+    def divert(self, take: Divert) -> None:
+        """Show each message without payload to ``take`` first, as it is read.
+
+        ``take`` gets the message and its extension map, and returns True for those that it keeps
+        from everybody else. What it raises ends the link, as for :meth:`subscribe`.
+        """
+        self._divert = take
+
     def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool | Repeat:
-        del ext
-        if self._handler is None:
-            return False
+        if self._divert is not None and self._divert(message, ext):
+            return True
+        if self._handler is None or ext:
+            return False  # only recv() looks at extensions
         again = self._handler(Received(message))
         return True if again is None else without_payload(again)
 

@@ -88,6 +88,11 @@ class FrameReader:
         self._limits = self._decoder.limits = limits
 
     @property
+    def limits(self) -> Limits:
+        """What the peer may announce now."""
+        return self._limits
+
+    @property
     def ready(self) -> bool:
         """Whether a message waits for ``recv()``."""
         return self._event is not None or self._whole is not None

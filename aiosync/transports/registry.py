@@ -17,8 +17,10 @@ __all__ = ["get_transport", "register_transport", "transport_names"]
 
 _ENTRY_POINT_GROUP = "aiosync.transports"
 _known: dict[str, str | type[Transport]] = {
+    "distributed": "aiosync.transports.distributed:DistributedTransport",
     "memory": "aiosync.transports.memory:MemoryTransport",
     "pipe": "aiosync.transports.pipe:MPTransport",
+    "rpc": "aiosync.transports.rpc:RPCTransport",
     "tcp": "aiosync.transports.tcp:TCPTransport",
     "shm": "aiosync.transports.shared_memory:SharedMemTransport",
 }

@@ -27,6 +27,7 @@ __all__ = [
     "Release",
     "Resend",
     "Segment",
+    "Setup",
     "Status",
     "Update",
     "Welcome",
@@ -285,6 +286,21 @@ class Status:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One step of setting up the way that payloads take beside the link.
+
+    Attributes:
+        kind: What is set up, for example ``"gloo"``.
+        key: Which step.
+        value: What the peer needs for it, at most 32 KiB.
+    """
+
+    kind: str
+    key: str = ""
+    value: bytes = b""
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -300,5 +316,6 @@ Message: TypeAlias = (
     | Fetch
     | Current
     | Status
+    | Setup
 )
 """Any message."""

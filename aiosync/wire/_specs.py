@@ -36,6 +36,7 @@ from aiosync.wire._message_types import (
     Release,
     Resend,
     Segment,
+    Setup,
     Status,
     Update,
     Welcome,
@@ -46,6 +47,7 @@ __all__ = [
     "FIELDS",
     "MAX_CHECKSUM_NBYTES",
     "MAX_MAC_NBYTES",
+    "MAX_SETUP_NBYTES",
     "NONCE_NBYTES",
     "SESSION_NBYTES",
     "SPECS",
@@ -63,6 +65,9 @@ NONCE_NBYTES = 32
 
 SESSION_NBYTES = 16
 """Bytes of a session's name."""
+
+MAX_SETUP_NBYTES = 32768
+"""Bytes of one step of a set-up."""
 
 _U32 = 2**32 - 1
 _IDX = 2**31 - 1
@@ -159,6 +164,14 @@ FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
     Fetch: ("fetch", (int_field("min_version", 0),)),
     Current: ("current", (_EPOCH, int_field("version", 0))),
     Status: ("status", (values_field("values"),)),
+    Setup: (
+        "setup",
+        (
+            str_field("kind"),
+            str_field("key", "", empty=True),
+            bytes_field("value", 0, MAX_SETUP_NBYTES, b""),
+        ),
+    ),
 }
 """For each message its name on the wire, and its fields in the order of the constructor."""
 

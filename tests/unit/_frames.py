@@ -31,6 +31,7 @@ from aiosync.wire import (
     Release,
     Resend,
     Segment,
+    Setup,
     Status,
     Update,
     Welcome,
@@ -88,6 +89,8 @@ SAMPLES: list[Message] = [
     Current(BIG, BIG),
     Status(),
     Status({"workers": [{"idx": 0, "lag": None}], "version": 7}),
+    Setup("gloo"),
+    Setup("größe", "0/1", b"\xff" * 32768),
 ]
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
@@ -185,6 +188,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Fetch, st.integers(0, BIG)),
     st.builds(Current, ids, st.integers(0, BIG)),
     st.builds(Status, st.dictionaries(texts, trees, max_size=4)),
+    st.builds(Setup, names.filter(bool), texts, st.binary(max_size=300)),
 )
 exts = st.dictionaries(
     texts,

@@ -31,6 +31,7 @@ from aiosync.wire import (
     Release,
     Resend,
     Segment,
+    Setup,
     Status,
     Update,
     Welcome,
@@ -127,6 +128,7 @@ def test_every_field_of_every_message_is_encoded() -> None:
         Fetch(1),
         Current(1, 2),
         Status({"a": 1}),
+        Setup("gloo", "0/1", b"where"),
     ]
     assert {type(message) for message in full} == set(typing.get_args(Message))
     for message in full:

@@ -1,0 +1,213 @@
+"""What schemes of distributed engines share: a control stream, and payloads beside it.
+
+The sender listens, workers dial, as with TCP; how a worker finds the address and what carries
+the payloads is each engine's own. Must not import torch, nor a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import secrets
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
+from aiosync.schemes._sources import Sources
+from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.schemes.listening import StreamListener
+from aiosync.schemes.rendezvous import AnyListener
+from aiosync.strategy import WeightStrategy
+from aiosync.transports._beside import BesideTransport
+from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits, Require
+
+if TYPE_CHECKING:
+    from aiosync.schemes.sender import WeightSender
+
+__all__ = ["EngineScheme"]
+
+_ATTEMPT_SECONDS = 5.0  # at one address, before it is looked up again
+
+
+class EngineScheme(StreamReceiving):
+    """Messages over a control stream, large payloads beside it.
+
+    Args:
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
+        address: Where the sender listens for control streams; ``None`` lets the engine choose.
+        token: Secret of the control stream; drawn anew when left out, and pickled with the
+            scheme.
+        reconnect: Seconds that a worker goes on trying to get a lost link back.
+        handshake_timeout: Seconds that a peer has to prove who it is.
+        inline_nbytes: Payloads up to this size travel in the control stream.
+        limits: What a peer may announce.
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        *,
+        sync: bool,
+        per_worker_weights: bool,
+        apply: Literal["auto", "manual"],
+        apply_copy: bool,
+        guard: Literal["forward", "reading"],
+        strict: bool,
+        require: Require,
+        timeout: float | None,
+        address: str | None,
+        token: str | bytes | None,
+        reconnect: float | None,
+        handshake_timeout: float,
+        inline_nbytes: int,
+        limits: Limits | None,
+    ) -> None:
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+        )
+        if reconnect is not None and not reconnect >= 0:
+            raise ConfigError(f"reconnect must be seconds or None, got {reconnect!r}")
+        if not inline_nbytes >= 0:
+            raise ConfigError(f"inline_nbytes must not be negative, got {inline_nbytes!r}")
+        self._addresses = [] if address is None else [Address.parse(address)]
+        self._credentials = Credentials(token=token or secrets.token_bytes(32))
+        self._dial = "receiver"
+        self._wants_updates = True
+        self.reconnect = reconnect
+        self.inline_nbytes = inline_nbytes
+        self._keepalive = 30.0
+        self._handshake_timeout = handshake_timeout
+        self._max_connections = 65536
+        self._limits = limits
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        del state["_beside_links"]
+        return state
+
+    @property
+    def reconnects(self) -> int:
+        """Receiver: how often a lost link was replaced."""
+        return 0 if self._receiver is None else self._receiver.reconnects
+
+    # -- what an engine decides ----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+        """A link over a control stream, which it owns from then on."""
+
+    def _default_address(self) -> Address:
+        """Where the sender listens if no address was given."""
+        return Address.parse("tcp://127.0.0.1:0")
+
+    async def _publish(self, address: Address) -> None:
+        """Sender: let workers that have no address find this one."""
+
+    async def _look_up(self, timeout: float | None) -> None:
+        """Worker: find the sender's address, if it is to be found anywhere else than here.
+
+        Raises:
+            ConnectTimeout: It did not appear in time.
+        """
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _linked(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+        try:
+            link = self._carry(control, listened=listened)
+        except BaseException:  # raised again: the caller sees it
+            control.abort()
+            raise
+        self._beside_links.add(link)
+        return link
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        control = TCPTransport(sock, limits=self._limits, name=name)
+        return self._linked(control, listened=self._role == "sender")
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
+        """
+        if isinstance(pipe_or_context, Transport):
+            return pipe_or_context
+        if not isinstance(pipe_or_context, socket.socket):
+            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+        return self._transport_over(pipe_or_context, "the peer")
+
+    def _make_store(self) -> SnapshotStore:
+        return PrivateStore()
+
+    # -- the sender ----------------------------------------------------------------------------
+
+    def _make_listener(self, sources: Sources) -> AnyListener | None:
+        del sources
+        address = self._addresses[0] if self._addresses else self._default_address()
+        listener = self._listen(address)
+        self._addresses = [Address.parse(listener.url)]  # copies find the port in it
+        return listener
+
+    def _start_listening(self, sender: WeightSender) -> None:
+        if isinstance(self._listener, StreamListener):
+            self._listener.start(
+                lambda control: sender.welcome(self._linked(control, listened=True)),
+                sender.workers._crashed,
+            )
+            sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
+
+    # -- a worker ------------------------------------------------------------------------------
+
+    async def _reach(self, timeout: float | None) -> Transport:
+        if self._pipe is not None:
+            return await super()._reach(timeout)
+        loop = asyncio.get_running_loop()
+        give_up = None if timeout is None else loop.time() + timeout
+        while True:
+            left = None if give_up is None else max(0.0, give_up - loop.time())
+            await self._look_up(left)
+            if not self._addresses:
+                raise ConfigError(
+                    "this worker does not know where the trainer listens: pickle or copy the "
+                    "scheme after init_on_sender(), or pass address="
+                )
+            left = None if give_up is None else max(0.0, give_up - loop.time())
+            attempt = _ATTEMPT_SECONDS if left is None else min(_ATTEMPT_SECONDS, left)
+            try:
+                dialler = self._dialler(self._addresses[0], "the trainer")
+                control = await dialler.reach(attempt)
+            except ConnectTimeout:
+                if left is not None and left <= attempt:
+                    raise
+                continue
+            return self._linked(control, listened=False)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """See :meth:`WeightSyncScheme.aclose`."""
+        links = list(self._beside_links)
+        try:
+            await super().aclose()
+        finally:
+            for link in links:
+                await link.aclose()

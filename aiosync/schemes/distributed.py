@@ -1,0 +1,164 @@
+"""Weights over ``torch.distributed``: Gloo or NCCL process groups.
+
+Must not import another concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Any, Literal
+
+from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.schemes._engine import EngineScheme
+from aiosync.strategy import WeightStrategy
+from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.distributed import DistributedTransport, check_backend
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits, Require
+
+__all__ = ["DistributedWeightSyncScheme"]
+
+_LOOK_SECONDS = 0.05
+_SEPARATOR = b"\n"
+
+
+class DistributedWeightSyncScheme(EngineScheme):
+    """Sends weights over process groups of ``torch.distributed``.
+
+    Each worker has a control stream to the sender, which carries messages and small updates, and
+    a process group of two ranks for large ones; they meet through the control stream. The
+    default group of the process, of a DDP trainer for example, is never touched. Workers may
+    come and go at any time. See ``docs/topics/clusters.md``.
+
+    Only the control stream is authenticated: ``torch.distributed`` itself is made for networks
+    that are trusted.
+
+    Args:
+        backend: ``"gloo"``, or ``"nccl"`` where every process has a CUDA device of its own.
+        sync: Kept for TorchRL's signature.
+        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype has to match.
+        require: How many workers have to apply an update for ``send()`` to succeed.
+        group: A process group that the sender and all workers are members of, used for
+            point-to-point transfers instead of groups of two. A transfer that is cut ends the
+            connection between its two ranks, and so the use of the group for that worker. Not
+            pickled: construct the scheme in every process.
+        store: A ``torch.distributed`` store where workers look up the sender, for processes
+            that are not started by the sender. Not pickled.
+        address: Where the sender listens for control streams; on several hosts
+            ``tcp://HOST:0`` with an address of the sender's host that the workers reach.
+        token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
+            of the scheme, or through ``store``.
+        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+            ever, 0 for not at all.
+        patience: Seconds that a transfer may stand still before the worker's link breaks.
+        handshake_timeout: Seconds that a peer has to prove who it is.
+        inline_nbytes: Updates up to this size travel in the control stream.
+        limits: What a peer may announce.
+
+    Raises:
+        ConfigError: An option has an illegal value, or the back-end cannot be used here.
+    """
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        sync: bool = True,
+        timeout: float | None = 120.0,
+        *,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        group: Any = None,
+        store: Any = None,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        patience: float = 10.0,
+        handshake_timeout: float = 10.0,
+        inline_nbytes: int = INLINE_NBYTES,
+        limits: Limits | None = None,
+    ) -> None:
+        check_backend(backend)
+        if not patience > 0:
+            raise ConfigError(f"patience must be positive seconds, got {patience!r}")
+        self._group = group
+        self._store = store
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            address=address,
+            token=token,
+            reconnect=reconnect,
+            handshake_timeout=handshake_timeout,
+            inline_nbytes=inline_nbytes,
+            limits=limits,
+        )
+        self.backend: Literal["gloo", "nccl"] = backend
+        self.patience = patience
+
+    def _get_config(self) -> dict[str, Any]:
+        return {**super()._get_config(), "_group": None, "_store": None}
+
+    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+        return DistributedTransport(
+            control,
+            rank=0 if listened else 1,
+            backend=self.backend,
+            group=self._group,
+            # Several models may travel between the same two ranks.
+            tag=zlib.crc32((self._model_id or "policy").encode()) >> 2,
+            inline_nbytes=self.inline_nbytes,
+            patience=self.patience,
+        )
+
+    # -- finding each other in a store ---------------------------------------------------------
+
+    @property
+    def _key(self) -> str:
+        return f"aiosync/{self._model_id or 'policy'}"
+
+    async def _publish(self, address: Address) -> None:
+        if self._store is not None:
+            token = self._credentials.token_bytes or b""
+            value = str(address).encode() + _SEPARATOR + token.hex().encode()
+            await asyncio.to_thread(self._store.set, self._key, value)
+
+    async def _look_up(self, timeout: float | None) -> None:
+        if self._store is None:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                # Only check() neither blocks nor leaves a thread behind when it is cancelled.
+                there = await asyncio.to_thread(self._store.check, [self._key])
+                while not there:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    there = await asyncio.to_thread(self._store.check, [self._key])
+                found = await asyncio.to_thread(self._store.get, self._key)
+        except TimeoutError as exc:
+            raise ConnectTimeout(
+                f"no trainer put its address into the store within {timeout:g} s: it has to run "
+                "init_on_sender() and connect() with the same store and model_id"
+            ) from exc
+        url, _, token = bytes(found).partition(_SEPARATOR)
+        self._addresses = [Address.parse(url.decode())]
+        self._credentials = Credentials(token=bytes.fromhex(token.decode()))

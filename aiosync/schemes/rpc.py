@@ -1,0 +1,291 @@
+"""Weights over ``torch.distributed.rpc``.
+
+Must not import another concrete scheme, nor torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
+from aiosync.schemes._dialling import Backoff
+from aiosync.schemes._engine import EngineScheme
+from aiosync.schemes._sources import DeviceMap
+from aiosync.strategy import WeightStrategy
+from aiosync.transports import _rpc_meeting as meeting
+from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.rpc import RPCTransport, rpc_name
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits, Require
+
+__all__ = ["RPCWeightSyncScheme"]
+
+_TELL_SECONDS = 5.0  # for one call that tells a worker the address
+_KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
+
+
+class RPCWeightSyncScheme(EngineScheme):
+    """Sends weights by calls of ``torch.distributed.rpc``.
+
+    Each worker has a control stream to the sender, which carries messages and small updates;
+    large ones travel by RPC. Every process calls ``init_rpc()`` itself, before :meth:`connect`,
+    and ``rpc.shutdown()`` after :meth:`aclose`. Copies of this object may be made before
+    :meth:`init_on_sender`, as TorchRL's collectors do: the sender then tells the workers that it
+    knows by name where it listens. Workers may come and go at any time. See
+    ``docs/topics/clusters.md``.
+
+    RPC executes what its peers send, by design: use it only between hosts that trust each other.
+
+    Args:
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
+        sync: Kept for TorchRL's signature.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype has to match.
+        require: How many workers have to apply an update for ``send()`` to succeed.
+        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        address: Where the sender listens for control streams. By default on any port of the
+            address that this host has towards ``MASTER_ADDR``, or else of the loopback.
+        token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
+            of the scheme, and by RPC.
+        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+            ever, 0 for not at all.
+        patience: Seconds that a transfer may stand still before the worker's link breaks.
+        handshake_timeout: Seconds that a peer has to prove who it is.
+        inline_nbytes: Updates up to this size travel in the control stream.
+        limits: What a peer may announce.
+
+    Raises:
+        ConfigError: An option has an illegal value.
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        sync: bool = True,
+        *,
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        patience: float = 30.0,
+        handshake_timeout: float = 10.0,
+        inline_nbytes: int = INLINE_NBYTES,
+        limits: Limits | None = None,
+    ) -> None:
+        if not patience > 0:
+            raise ConfigError(f"patience must be positive seconds, got {patience!r}")
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            address=address,
+            token=token,
+            reconnect=reconnect,
+            handshake_timeout=handshake_timeout,
+            inline_nbytes=inline_nbytes,
+            limits=limits,
+        )
+        self.patience = patience
+        self._scheme_id = secrets.token_hex(16)  # the same in every copy
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._rpc_workers: list[str] = []
+        self._link_lost = asyncio.Event()
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        del state["_rpc_workers"], state["_link_lost"]
+        return state
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+        if listened:
+            control.channel.call_on_end(self._link_lost.set)
+        return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
+
+    def _default_address(self) -> Address:
+        host = meeting.own_host()
+        return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a connected stream socket, or to a remote collector.
+
+        Args:
+            pipe_or_context: Connected TCP or Unix socket, which is owned from then on; a link
+                as it is; or TorchRL's ``(collector_info, collector_rref, collector_class)``:
+                the process of that RPC worker then opens the stream, and the next receiver
+                there that has a copy of this scheme gets it. That blocks for a round trip, for
+                ``handshake_timeout`` seconds at most.
+
+        Raises:
+            ConfigError: It is none of these.
+            ConnectError: The remote process opened no stream.
+        """
+        if not isinstance(pipe_or_context, tuple):
+            return super().create_transport(pipe_or_context)
+        if len(pipe_or_context) != 3:
+            raise ConfigError(
+                "create_transport() takes (collector_info, collector_rref, collector_class), "
+                f"got a tuple of {len(pipe_or_context)}"
+            )
+        name = _name_of(pipe_or_context[0])
+        rpc_name()  # before anything else is tried
+        host = self._addresses[0].host if self._addresses else meeting.own_host()
+        sock = meeting.stream_to(name, self._scheme_id, host, self._handshake_timeout)
+        control = TCPTransport(sock, limits=self._limits, name=f"the RPC worker {name}")
+        return self._linked(control, listened=True)
+
+    # -- the sender tells the workers ----------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        workers: Sequence[str] | None = None,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        pipes: Sequence[Any] | None = None,
+        transports: Mapping[int, Transport] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Make this object the sender; see :meth:`WeightSyncScheme.init_on_sender`.
+
+        Args:
+            model_id: As there, like everything that is not listed here.
+            context: May also have ``collector_infos``, as TorchRL's ``RPCCollector`` has: the
+                RPC workers that are told where to connect.
+            workers: Names of the RPC workers that are told, instead. Only copies that were made
+                before this call need it.
+            params_map: As there.
+            weights: As there.
+            model: As there.
+            devices: As there.
+            device_map_fn: As there.
+            num_workers: As there; by default as many as are told.
+            pipes: As there.
+            transports: As there.
+            ctx: Ignored.
+
+        Raises:
+            ConfigError: The arguments exclude each other.
+            LocalProtocolError: This object has a role already.
+        """
+        if isinstance(workers, str):
+            raise ConfigError(f"workers must be a list of names, got {workers!r}")
+        infos = getattr(context, "collector_infos", None) if workers is None else workers
+        names = [_name_of(info) for info in infos or ()]
+        others = (params_map, devices, pipes, transports)
+        if num_workers is None and names and all(other is None for other in others):
+            num_workers = getattr(context, "num_workers", None) or len(names)
+        super().init_on_sender(
+            model_id,
+            context,
+            params_map=params_map,
+            weights=weights,
+            model=model,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            pipes=pipes,
+            transports=transports,
+            ctx=ctx,
+        )
+        self._rpc_workers = names
+
+    async def _publish(self, address: Address) -> None:
+        """Tell every worker, and again whenever a link was lost: it may have started again."""
+        while self._rpc_workers:
+            self._link_lost.clear()
+            telling = [
+                asyncio.ensure_future(self._keep_telling(name, str(address)))
+                for name in self._rpc_workers
+            ]
+            try:
+                await asyncio.gather(*telling)
+                await self._link_lost.wait()
+            finally:
+                for each in telling:
+                    each.cancel()
+
+    async def _keep_telling(self, name: str, url: str) -> None:
+        give_up = asyncio.get_running_loop().time() + _KEEP_TELLING_SECONDS
+        backoff = Backoff()
+        token = self._credentials.token_bytes
+        while asyncio.get_running_loop().time() < give_up:
+            try:
+                await meeting.tell(name, self._scheme_id, url, token, _TELL_SECONDS)
+            except ConnectError:  # connect() and send() say who is missing
+                await backoff.wait()
+            else:
+                return
+
+    # -- a worker is told ----------------------------------------------------------------------
+
+    @property
+    def _knows_port(self) -> bool:
+        addresses = self._addresses
+        return bool(addresses) and (addresses[0].scheme != "tcp" or addresses[0].port != 0)
+
+    async def _look_up(self, timeout: float | None) -> None:
+        if not self._knows_port:
+            try:
+                async with asyncio.timeout(timeout):
+                    await meeting.wait_until_told(self._scheme_id)
+            except TimeoutError as exc:
+                raise ConnectTimeout(
+                    f"the trainer told nobody here within {timeout or 0:g} s where it listens: "
+                    "its init_on_sender() has to know this RPC worker by name (workers=, or a "
+                    "context with collector_infos), or this copy has to be made after it"
+                ) from exc
+        found = meeting.told(self._scheme_id)
+        if found is not None:
+            url, token = found
+            self._addresses = [Address.parse(url)]
+            self._credentials = Credentials(token=token)
+
+    async def _reach(self, timeout: float | None) -> Transport:
+        if self._pipe is None:
+            rpc_name()
+            started = asyncio.get_running_loop().time()
+            await self._look_up(timeout)
+            sock = meeting.take_stream(self._scheme_id)
+            if sock is not None:
+                return self._transport_over(sock, "the trainer")
+            if timeout is not None:
+                timeout = max(0.0, timeout - asyncio.get_running_loop().time() + started)
+        return await super()._reach(timeout)
+
+
+def _name_of(info: Any) -> str:
+    name = info if isinstance(info, str) else getattr(info, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{info!r} is neither the name of an RPC worker nor its WorkerInfo")
+    return name

@@ -1,0 +1,90 @@
+"""The blocking twin of the ``torch.distributed`` scheme. Must not import torch."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import aiosync.schemes as aio
+from aiosync.strategy import WeightStrategy
+from aiosync.sync._blocking import on_loop, option
+from aiosync.sync._schemes import _TWINS, WeightSyncScheme
+from aiosync.transports._beside import INLINE_NBYTES
+from aiosync.types import Limits, Require
+
+__all__ = ["DistributedWeightSyncScheme"]
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
+
+    _async_class = aio.DistributedWeightSyncScheme
+    _scheme: aio.DistributedWeightSyncScheme
+
+    reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    backend: option[Literal["gloo", "nccl"]] = option("What moves large updates.")
+    patience: option[float] = option("Seconds that a transfer may stand still.")
+    inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
+
+    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
+        aio.DistributedWeightSyncScheme.create_transport
+    )
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        sync: bool = True,
+        timeout: float | None = 120.0,
+        *,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        group: Any = None,
+        store: Any = None,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        patience: float = 10.0,
+        handshake_timeout: float = 10.0,
+        inline_nbytes: int = INLINE_NBYTES,
+        limits: Limits | None = None,
+    ) -> None:
+        self._adopt(
+            aio.DistributedWeightSyncScheme(
+                backend,
+                sync,
+                timeout,
+                strategy=strategy,
+                per_worker_weights=per_worker_weights,
+                apply=apply,
+                apply_copy=apply_copy,
+                guard=guard,
+                strict=strict,
+                require=require,
+                group=group,
+                store=store,
+                address=address,
+                token=token,
+                reconnect=reconnect,
+                patience=patience,
+                handshake_timeout=handshake_timeout,
+                inline_nbytes=inline_nbytes,
+                limits=limits,
+            )
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the sender listens for control streams; with the port once it is bound."""
+        return self._scheme.address
+
+    @property
+    def reconnects(self) -> int:
+        """Receiver: how often a lost link was replaced."""
+        return self._scheme.reconnects
+
+
+_TWINS.append(DistributedWeightSyncScheme)

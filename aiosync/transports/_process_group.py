@@ -1,0 +1,365 @@
+"""Payloads over a process group of ``torch.distributed``: point-to-point, in pipelined chunks.
+
+Each link has a group of two ranks of its own, which meet through the control stream instead of a
+store on a port; or uses a group that it was given. Point-to-point work of Gloo can only be waited
+for by blocking, so each direction that is in use has one thread that waits. Drives torch;
+must not import schemes. See ``docs/topics/clusters.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from aiosync.errors import RemoteProtocolError, TransportBroken
+from aiosync.transports._beside import Carrier, Fetched
+from aiosync.transports._link_store import LinkStore
+from aiosync.wire import ExtValue, Setup
+
+__all__ = ["GroupCarrier", "GroupMember"]
+
+_CHUNK_NBYTES = 2**20  # many of them on their way beat one big one
+_WINDOW = 16  # chunks on their way at a time
+_PATIENCE_SECONDS = 10.0
+_CONNECT_SECONDS = 3.0  # once the peer said where it is
+_CLOSE_SECONDS = 1.0
+_GO, _GOT = "go", "got"
+"""Keys of the messages of a side that receives now, and that has it; never keys of a store."""
+
+
+class GroupMember:
+    """What a link needs to know about a process group that it was given.
+
+    Args:
+        group: The group; used for point-to-point calls only, and never closed.
+        rank: Of this process in it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group: Any = group
+        self.rank: int = dist.get_rank(group)
+
+
+class GroupCarrier(Carrier):
+    """Moves payloads between the two ranks of a process group.
+
+    Args:
+        rank: 0 at the side that listened, 1 at the side that dialled.
+        host: Address of this host that the peer can reach.
+        backend: ``"gloo"``, or ``"nccl"`` through memory of the current CUDA device.
+        member: A group to use instead of one of its own.
+        tag: Distinguishes links within a given group; the same at both ends.
+        patience: Seconds without any progress after which a transfer is given up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        *,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        member: GroupMember | None = None,
+        tag: int = 0,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self.kind = backend
+        self._loop = asyncio.get_running_loop()
+        self._rank = rank
+        self._host = host
+        self._member = member
+        self._tag = tag
+        self._patience = timedelta(seconds=patience)
+        self._peer = 1 - rank
+        self._peer_known = asyncio.Event()
+        self._group: Any = None if member is None else member.group
+        self._making: asyncio.Future[None] | None = None
+        self._store = LinkStore(self._say_from_thread)
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: set[asyncio.Future[None]] = set()
+        self._ending: asyncio.Future[None] | None = None
+        self._stop = False
+        self._said_rank = False
+        # Until the peer begins to take a payload, and until it has all of it.
+        self._going: asyncio.Future[None] | None = None
+        self._taken: asyncio.Future[None] | None = None
+
+    # -- meeting -------------------------------------------------------------------------------
+
+    def _say_from_thread(self, key: str, value: bytes) -> None:
+        self._loop.call_soon_threadsafe(self.say, key, value)
+
+    def hear(self, message: Setup) -> None:
+        """See :class:`Carrier`."""
+        if message.key in (_GO, _GOT):
+            waiter = self._going if message.key == _GO else self._taken
+            if waiter is not None and waiter.cancelled():
+                return  # this side has just called it off
+            if waiter is None or waiter.done():
+                raise RemoteProtocolError("the peer takes a payload that was not announced")
+            waiter.set_result(None)
+            return
+        if self._member is None:
+            self._store.learn(message.key, message.value)
+            self._begin()
+            return
+        text = message.value.decode("ascii", "replace")
+        if message.key != "rank" or not text.isdigit() or len(text) > 9:
+            raise RemoteProtocolError(
+                "the peer has no rank in a process group: pass group= on both sides or on neither"
+            )
+        rank, size = int(text), dist.get_world_size(self._member.group)
+        if rank >= size or rank == self._member.rank:
+            raise RemoteProtocolError(f"the peer says it has rank {rank} of {size}, as this side")
+        self._peer = rank
+        self._peer_known.set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Do this side's part of the meeting."""
+        if self._member is None:
+            if self._making is None and not self._stop:
+                self._making = self._start(self._make_group)
+        elif not self._said_rank:
+            self._said_rank = True
+            self.say("rank", str(self._member.rank).encode())
+
+    async def _meet(self) -> None:
+        """Have a group with the peer. The sender of a payload begins, before it tells of it.
+
+        Cutting a transfer does not cut this: the two sides would wait for each other.
+        """
+        self._begin()
+        if self._member is not None:
+            await self._peer_known.wait()
+        elif self._making is not None:
+            await asyncio.shield(self._making)
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    async def settle(self) -> None:
+        """See :class:`Carrier`."""
+        if self._making is not None and not self._making.done() and not self._stop:
+            await asyncio.wait({self._making}, timeout=_CLOSE_SECONDS)
+
+    def _make_group(self) -> None:
+        timeout = timedelta(seconds=_CONNECT_SECONDS)
+        if self.kind == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(self._store, self._rank, 2, nccl)
+            return
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = timeout
+        options._threads = 1
+        self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    async def offer(
+        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+    ) -> Mapping[str, ExtValue]:
+        """See :class:`Carrier`."""
+        await self._meet()
+        self._going, self._taken = self._loop.create_future(), self._loop.create_future()
+        return {}
+
+    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+        """See :class:`Carrier`."""
+        # A thread that waits for a peer that does not receive could not be called off.
+        assert self._going is not None
+        assert self._taken is not None
+        await self._going
+        await self._in_thread(lambda: self._move(payload, nbytes, self._post_send))
+        await self._taken
+
+    async def fetch(
+        self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
+    ) -> Fetched:
+        """See :class:`Carrier`."""
+        assert lend is not None
+        buffers = lend()
+        await self._meet()
+        self.say(_GO)
+        await self._in_thread(lambda: self._move(buffers, nbytes, self._post_recv))
+        self.say(_GOT)
+        return Fetched(buffers)
+
+    def _start(self, call: Callable[[], None]) -> asyncio.Future[None]:
+        """Run in a thread."""
+        if self._stop:
+            raise TransportBroken("the link has ended")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(2, f"aiosync-{self.kind}")
+        running = self._loop.run_in_executor(self._threads, self._call, call)
+        self._running.add(running)
+        running.add_done_callback(self._on_done)
+        return running
+
+    async def _in_thread(self, call: Callable[[], None]) -> None:
+        """Run in a thread; when cancelled, still wait until it has ended."""
+        running = self._start(call)
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.wait({running})
+            except asyncio.CancelledError as exc:
+                cancelled, self._stop = exc, True
+        if cancelled is not None:
+            raise cancelled
+        running.result()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
+            text = str(exc).partition("\n")[0]
+            raise TransportBroken(f"the transfer over {self.kind} failed: {text}") from exc
+
+    def _on_done(self, running: asyncio.Future[None]) -> None:
+        self._running.discard(running)
+        if not running.cancelled():
+            running.exception()  # whoever waits for it raises it; when cut, the cut is the news
+        if self._stop:
+            self._let_go()
+
+    def _move(
+        self, pieces: list[memoryview], nbytes: int, post: Callable[[list[memoryview]], _Chunk]
+    ) -> None:
+        waiting: deque[_Chunk] = deque()
+        for chunk in _chunks(pieces, nbytes):
+            if self._stop:
+                break
+            if len(waiting) >= _WINDOW:
+                waiting.popleft().wait(self._patience)
+            waiting.append(post(chunk))
+        while waiting:  # also when stopped: the memory is theirs until then
+            waiting.popleft().wait(self._patience)
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    def _post_send(self, chunk: list[memoryview]) -> _Chunk:
+        tensor = _tensor_of(chunk)
+        if self.kind == "nccl":
+            tensor = tensor.cuda()
+        return _Chunk(self._group.send([tensor], self._peer, self._tag), tensor, None)
+
+    def _post_recv(self, chunk: list[memoryview]) -> _Chunk:
+        whole = len(chunk) == 1 and self.kind == "gloo"
+        target = chunk if not whole else None
+        if whole:
+            tensor = _tensor_of(chunk)
+        else:
+            size = sum(view.nbytes for view in chunk)
+            device = "cuda" if self.kind == "nccl" else "cpu"
+            tensor = torch.empty(size, dtype=torch.uint8, device=device)
+        return _Chunk(self._group.recv([tensor], self._peer, self._tag), tensor, target)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """See :class:`Carrier`."""
+        self._stop = True
+        self._store.close()
+        self._peer_known.set()
+        for waiter in (self._going, self._taken):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(TransportBroken("the link has ended"))
+                waiter.exception()  # whoever waits for it raises it
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop the group once no thread uses it: that closes its sockets, and tells the peer."""
+        if self._running or self._ending is not None:
+            return
+        if self._threads is None or self._loop.is_closed():
+            self._group = None
+            return
+        # Its destructor waits for torch's own threads.
+        self._ending = self._loop.run_in_executor(self._threads, self._drop_group)
+        self._threads.shutdown(wait=False)
+
+    def _drop_group(self) -> None:
+        self._group = None
+
+    async def aclose(self) -> None:
+        """See :class:`Carrier`.
+
+        A thread that waits for a peer that stands still is left to end by itself, after
+        ``patience``.
+        """
+        self.end()
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=_CLOSE_SECONDS)
+            await asyncio.sleep(0)  # _on_done()
+        if self._ending is not None and self._threads is not None:
+            await asyncio.wait({self._ending}, timeout=_CLOSE_SECONDS)
+            if self._ending.done():
+                self._threads.shutdown(wait=True)
+
+
+class _Chunk:
+    """One chunk on its way, with the memory that it uses."""
+
+    __slots__ = ("_target", "_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: torch.Tensor, target: list[memoryview] | None) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._target = target
+
+    def wait(self, patience: timedelta) -> None:
+        self._work.wait(patience)
+        if self._target is not None:
+            source = self._tensor.cpu().numpy()
+            offset = 0
+            for view in self._target:
+                np.copyto(np.frombuffer(view, np.uint8), source[offset : offset + view.nbytes])
+                offset += view.nbytes
+
+
+def _chunks(pieces: list[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
+    chunk: list[memoryview] = []
+    room = min(_CHUNK_NBYTES, nbytes)
+    for piece in pieces:
+        offset = 0
+        while offset < piece.nbytes:
+            step = min(room, piece.nbytes - offset)
+            chunk.append(piece[offset : offset + step])
+            offset += step
+            room -= step
+            if not room:
+                yield chunk
+                chunk, room = [], _CHUNK_NBYTES
+    if chunk:
+        yield chunk
+
+
+def _tensor_of(chunk: list[memoryview]) -> torch.Tensor:
+    """The bytes of a chunk: a view of one piece, or a copy of several."""
+    if len(chunk) == 1:
+        array = np.frombuffer(chunk[0], np.uint8)
+        if not array.flags.writeable:
+            array = np.asarray(_OnlyRead(array))  # torch warns of memory it must not write to
+    else:
+        array = np.concatenate([np.frombuffer(view, np.uint8) for view in chunk])
+    return torch.from_numpy(array)
+
+
+class _OnlyRead:
+    """Passes read-only memory off as writable, to code that only reads it."""
+
+    def __init__(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._array = array  # alive as long as what is made of this
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface

@@ -1,0 +1,102 @@
+"""Links over ``torch.distributed``: payloads over a process group, messages over a stream.
+
+Drives torch (see :mod:`aiosync.transports._process_group`); must not import schemes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import distributed as dist
+
+from aiosync.errors import ConfigError
+from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports._framed import FramedTransport
+from aiosync.transports._process_group import GroupCarrier, GroupMember
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Cancellation, Capabilities, Limits
+
+__all__ = ["DistributedTransport", "check_backend"]
+
+
+def check_backend(backend: str) -> None:
+    """Say early that a back-end cannot be used here.
+
+    Raises:
+        ConfigError: It is unknown, or this build or machine lacks it.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
+    if not dist.is_available() or (backend == "gloo" and not dist.is_gloo_available()):
+        raise ConfigError(f"this build of torch has no torch.distributed with {backend}")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError("backend='nccl' needs a CUDA device and a build of torch with NCCL")
+
+
+class DistributedTransport(BesideTransport):
+    """A link whose large payloads travel over a process group. Takes ownership of ``control``.
+
+    Messages and small payloads travel in the control stream. The first large payload makes a
+    process group of two ranks, which never touches the default group; or a given one is used.
+
+    Args:
+        control: Connected link for messages.
+        rank: 0 at one end, 1 at the other.
+        backend: ``"gloo"`` or ``"nccl"``.
+        group: A process group that both ends are members of, to use instead. A transfer that is
+            cut breaks its connection between these two ranks.
+        tag: With ``group``: distinguishes links between the same two ranks.
+        inline_nbytes: Payloads up to this size travel in the control stream.
+        patience: Seconds that a transfer may stand still before the link breaks.
+
+    Raises:
+        ConfigError: The back-end cannot be used here.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="distributed",
+        cross_host=True,
+        whole_payloads=True,
+        send_cancellation=Cancellation.BREAKS_LINK,
+        recv_cancellation=Cancellation.BREAKS_LINK,
+    )
+
+    def __init__(
+        self,
+        control: FramedTransport,
+        *,
+        rank: int,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        group: Any = None,
+        tag: int = 0,
+        inline_nbytes: int = INLINE_NBYTES,
+        patience: float = 10.0,
+    ) -> None:
+        check_backend(backend)
+        if rank not in (0, 1):
+            raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
+        carrier = GroupCarrier(
+            rank,
+            control.channel.local_host,
+            backend=backend,
+            member=None if group is None else GroupMember(group),
+            tag=tag,
+            patience=patience,
+        )
+        super().__init__(control, carrier, inline_nbytes=inline_nbytes)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def pair(
+        cls, *, limits: Limits | None = None, inline_nbytes: int = INLINE_NBYTES
+    ) -> AsyncIterator[tuple[DistributedTransport, DistributedTransport]]:
+        """Two connected ends in this process, closed when the context ends."""
+        async with TCPTransport.pair(limits=limits) as (left, right):
+            async with (
+                cls(left, rank=0, inline_nbytes=inline_nbytes) as one,
+                cls(right, rank=1, inline_nbytes=inline_nbytes) as two,
+            ):
+                yield one, two
