@@ -1,6 +1,8 @@
 """The loop matrix and the leak checks that every test runs under.
 
-Every ``@pytest.mark.asyncio`` test runs once on asyncio and once on uvloop. After every test
+Every ``@pytest.mark.asyncio`` test runs once on asyncio and once on uvloop; where many
+combinations of parameters show the same on either, ``one_loop`` runs each on one of them in turn.
+After every test
 nothing may be left that was not there before it: no thread, file descriptor, child process,
 ``/dev/shm`` entry, memfd mapping or unfinished task, and no exception that only the event loop
 saw.
@@ -16,10 +18,12 @@ import importlib.util
 import os
 import re
 import select
+import signal
 import sys
 import threading
 import time
 import weakref
+import zlib
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +95,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     return result
 
 
+# -- before anything runs ---------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "one_loop: each combination of parameters runs on asyncio or on uvloop, in turns; "
+        "with --heavy on both",
+    )
+    # A shell that is not interactive starts background jobs with SIGINT ignored; Python leaves it
+    # so, and every process that a test starts inherits it. Ctrl-C would then reach nobody.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # -- marks ------------------------------------------------------------------------------------
 
 
@@ -104,8 +123,38 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _left_to_the_other_loop(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What ``one_loop`` spares: every other combination of loop and parameters, by function.
+
+    As on a chessboard: each combination of parameters keeps one of the loops, each value of a
+    parameter meets both where there is a second parameter, and functions without any take turns.
+    """
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("one_loop") and item.get_closest_marker("asyncio"):
+            assert isinstance(item, pytest.Function)
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    spared: set[pytest.Item] = set()
+    for name, group in functions.items():
+        if len(group) == 1:
+            continue  # somebody asked for just this one
+        axes = set()  # a set, because names that are given together are one axis
+        for key in group[0].callspec.params:
+            values = [id(item.callspec.params[key]) for item in group]
+            order = list(dict.fromkeys(values))
+            axes.add(tuple(order.index(value) for value in values))
+        turns = zip(*axes, strict=True)
+        first = zlib.crc32(name.encode())
+        spared |= {item for item, turn in zip(group, turns, strict=True) if (first + sum(turn)) % 2}
+    return spared
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     heavy = config.getoption("--heavy")
+    if not heavy and _HAS_UVLOOP:
+        spared = _left_to_the_other_loop(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in spared])
+        items[:] = [item for item in items if item not in spared]
     for item in items:
         if not heavy and item.get_closest_marker("heavy"):
             item.add_marker(pytest.mark.skip(reason="takes minutes or gigabytes; use --heavy"))
@@ -173,10 +222,10 @@ def _shm_entries() -> dict[str, str]:
 
 
 def _memfd_mappings() -> dict[str, str]:
-    text = Path("/proc/self/maps").read_text()
-    if "/memfd:" not in text:
+    maps = Path("/proc/self/maps").read_bytes()  # long; decoded only where there is one
+    if b"/memfd:" not in maps:
         return {}
-    lines = [line for line in text.splitlines() if "/memfd:" in line]
+    lines = [line for line in maps.decode().splitlines() if "/memfd:" in line]
     # Neighbouring mappings of one file merge and split; the file is what counts.
     return {" ".join(line.split()[3:]): line for line in lines}
 

@@ -69,8 +69,7 @@ ALLOWED = {
     "transports._rpc_landing": {"torch"},
     "transports._rpc_meeting": {"torch"},
     "transports.rpc": {"torch"},
-    "transports.ray": {"ray"},
-    "schemes.ray": {"ray"},
+    "transports._ray_remote": {"torch"},  # in the processes of actors without aiosync
 }
 
 

@@ -151,10 +151,12 @@ def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
-    with started("tcp_trainer.py", "--listen", "tcp://127.0.0.1:0", token="one token") as trainer:
-        match, _ = wait_for(trainer, r"^listening on (tcp://127\.0\.0\.1:\d+)$")
-        with started("tcp_worker.py", match[1], token="another token") as worker:
-            out, err = worker.communicate(timeout=100)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        started("tcp_trainer.py", "--listen", url, token="one token"),
+        started("tcp_worker.py", url, token="another token") as worker,  # dials until it listens
+    ):
+        out, err = worker.communicate(timeout=100)
     assert out == ""
     assert worker.returncode == 1
     assert "AuthError: the listener refused the dialer: their tokens are not the same" in err

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import resource
 import stat
-import subprocess
 import sys
 from collections import OrderedDict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from aiosync.cli._files import SAFETENSORS, TORCH, check_target, load_weights, s
 from aiosync.errors import ConfigError
 from aiosync.tensors import collect, torch_dtype
 from aiosync.wire import DTYPE_NBYTES
+from tests.schemes import _harness as harness
 from tests.tensors._models import Tied, bits, filled, packed
 
 ENDINGS = SAFETENSORS + TORCH
@@ -338,17 +340,15 @@ def test_a_failing_disk_leaves_the_old_file(
     assert os.listdir(tmp_path) == [path.name]
 
 
-FULL = """
-import resource, sys, torch
-from aiosync.cli._files import save_weights
-from aiosync.errors import ConfigError
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-for path in sys.argv[1:]:
-    try:
-        save_weights(path, {"new": torch.ones(2**20)})
-    except ConfigError as exc:
-        print(exc)
-"""
+def _save_to_a_full_disk(conn: Connection, paths: list[Path]) -> None:
+    """In a process of its own, because the limit cannot be taken back."""
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    for path in paths:
+        try:
+            save_weights(path, {"new": torch.ones(2**20)})
+        except ConfigError as exc:
+            conn.send(str(exc))
 
 
 @pytest.mark.slow
@@ -356,11 +356,22 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     paths = [tmp_path / f"x{ending}" for ending in (".safetensors", ".pt")]
     for path in paths:
         save_weights(path, {"old": torch.ones(1)})
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, *map(str, paths)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("cannot be written") == 2, done.stdout
+    ctx = harness.context("fork")
+    mine, theirs = ctx.Pipe(duplex=False)
+    process = ctx.Process(target=_save_to_a_full_disk, args=(theirs, paths))
+    process.start()
+    theirs.close()
+    try:
+        for _ in paths:
+            assert mine.poll(harness.PATIENCE)
+            assert "cannot be written" in mine.recv()
+        process.join(harness.PATIENCE)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        mine.close()
     for path in paths:
         assert set(load_weights(path)) == {"old"}
     assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in paths)

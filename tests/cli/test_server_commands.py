@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
 from tests.cli._serving import (
     SECRET,
+    Forked,
     Served,
     assert_same,
-    command,
     environment,
     refused,
     run,
@@ -117,11 +118,13 @@ def test_push_pull_and_status_as_processes(
         pushed.stdout,
     )
     assert line, pushed.stdout
-    pulled = run("pull", url, str(tmp_path / "copy.safetensors"))
+    with ThreadPoolExecutor(2) as pool:  # both start at the same time
+        pulling = pool.submit(run, "pull", url, str(tmp_path / "copy.safetensors"))
+        telling = pool.submit(run, "status", url, "--json", NO_COLOR="1")
+        pulled, told = pulling.result(), telling.result()
     assert (pulled.returncode, pulled.stderr) == (0, "")
     assert pulled.stdout.startswith(f"Pulled policy: version 1 of epoch {line[1]}, ")
     assert_same(tmp_path / "copy.safetensors", tensors)
-    told = run("status", url, "--json", NO_COLOR="1")
     assert (told.returncode, told.stderr) == (0, "")
     values = json.loads(told.stdout)
     (model,) = values["models"]
@@ -375,11 +378,10 @@ def test_ctrl_c_ends_a_pull_that_waits(
     servers: dict[str, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = servers["plain"].url
-    pulling = subprocess.Popen(
-        command("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never"),
+    pulling = Forked(
+        *("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env=environment(),
     )
 
@@ -389,7 +391,7 @@ def test_ctrl_c_ends_a_pull_that_waits(
         models = json.loads(capsys.readouterr().out)["models"]
         return any(model["model_id"] == "never" and model["workers"] for model in models)
 
-    with pulling:
+    with contextlib.closing(pulling):
         wait_for(waits)
         pulling.send_signal(signal.SIGINT)
         out, err = pulling.communicate(timeout=PATIENCE)

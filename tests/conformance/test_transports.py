@@ -1,4 +1,8 @@
-"""Every transport, on every loop, against every check of the published suite."""
+"""Every transport against every check of the published suite, on every loop.
+
+Without ``--heavy`` each of them runs on one of the loops, but every transport and every check meet
+both.
+"""
 
 from __future__ import annotations
 
@@ -243,6 +247,7 @@ SUBJECTS = [
 
 @pytest.mark.parametrize("check", CONFORMANCE_CHECKS, ids=lambda check: check.name)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_conformance(subject: Subject, check: Check) -> None:
     reason = check.skip_reason(subject.hooks, subject.capabilities)

@@ -20,10 +20,10 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
-SOON = 1.0
-"""Seconds in which a death has to be noticed."""
+SOON = 3.0
+"""Seconds in which a death has to be noticed: far fewer than any deadline that ends a wait."""
 
 
 @contextlib.contextmanager

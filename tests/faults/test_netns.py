@@ -84,13 +84,18 @@ def left() -> list[str]:
 @pytest.mark.usefixtures("_possible")
 @pytest.mark.parametrize(("rate_bits", "nbytes"), [(40_000_000, 6 * 2**20), (200_000_000, 2**25)])
 def test_a_transfer_takes_as_long_as_the_bandwidth_says(rate_bits: int, nbytes: int) -> None:
-    with shaped_link(rate_bits) as link:
-        _, result = run_both(link, SERVER, CLIENT, str(nbytes))
-    total, measured, seconds = result.split()
-    assert int(total) == nbytes
-    expected = int(measured) / goodput(rate_bits)
-    assert abs(float(seconds) - expected) < 0.1 * expected
-    assert left() == []
+    found = []
+    for _ in range(3):  # a machine that is busy elsewhere only adds to the time
+        with shaped_link(rate_bits) as link:
+            _, result = run_both(link, SERVER, CLIENT, str(nbytes))
+        total, measured, seconds = result.split()
+        assert int(total) == nbytes
+        assert left() == []
+        found.append(float(seconds) * goodput(rate_bits) / int(measured))
+        assert found[-1] > 0.9  # never faster than the link
+        if found[-1] < 1.1:
+            break
+    assert min(found) < 1.1, found
 
 
 @pytest.mark.usefixtures("_possible")

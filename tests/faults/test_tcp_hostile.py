@@ -60,7 +60,7 @@ GROWTH = 48 * 2**20
 """Bytes that the process may have grown by after an attack; each attack promises far more."""
 
 both = pytest.mark.parametrize("kind", ["scheme", "server"])
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 
 def resident() -> int:
@@ -350,14 +350,14 @@ def promising(message: Message, *, header: int | None = None, payload: int | Non
 @pytest.mark.parametrize("sizes", [{"header": 2**32 - 1}, {"payload": 2**40}])
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_sizes_beyond_the_limits(kind: str, sizes: dict[str, int], when: str) -> None:
-    async with scene(kind) as stage:
+    async with scene(kind, handshake_timeout=PATIENCE) as stage:
         if when == "before":
             with await stage.raw() as sock:
                 frame = promising(Challenge(secrets.token_bytes(32)), **sizes)
                 await asyncio.get_running_loop().sock_sendall(sock, frame)
                 began = time.monotonic()
                 await read_all(sock)
-                assert time.monotonic() - began < SOON  # and not the deadline of the handshake
+                assert time.monotonic() - began < PATIENCE / 4  # not the handshake's deadline
             await stage.is_refused("FrameTooLarge")
             return
         link = await stage.link()
@@ -390,7 +390,7 @@ async def test_slow_loris(kind: str, tls: bool, how: str) -> None:
         took = time.monotonic() - began
         if how == "silent" or not tls:
             assert took > 0.9 * SOON
-        assert took < 5 * SOON
+        assert took < 10 * SOON  # of 20 that it would take
         await until(lambda: sum(stage.refused.values()) == 1)
 
 
@@ -511,7 +511,7 @@ async def test_a_peer_that_authenticates_and_says_nothing(
     async with scene(kind) as stage:
         began = time.monotonic()
         await ends(await stage.link())
-        assert time.monotonic() - began < 5 * SOON
+        assert time.monotonic() - began < 10 * SOON
 
 
 @both
@@ -526,7 +526,10 @@ async def test_anything_but_a_hello(kind: str, first: Message) -> None:
 
 
 @both
-async def test_the_index_of_a_worker_that_is_connected(kind: str) -> None:
+async def test_the_index_of_a_worker_that_is_connected(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiosync.schemes._handshake._GRACE_SECONDS", 0.2)
     async with scene(kind) as stage:
         link = await stage.link()
         await link.send(hello(worker_idx=0))

@@ -69,10 +69,9 @@ def test_both_ends_notice_that_the_network_is_gone() -> None:
             stack.callback(process.kill)
             return process
 
-        sender = start(b, SENDER)
+        sender, receiver = start(b, SENDER), start(a, RECEIVER)
         assert sender.stdout is not None
         assert sender.stdout.readline() == "ready\n"
-        receiver = start(a, RECEIVER)
         assert sender.stdout.readline() == "connected\n"
         device = subprocess.run(
             ["ip", "-n", a, "-o", "-4", "addr", "show", "scope", "global"],

@@ -13,7 +13,7 @@ import torch
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 modes = pytest.mark.parametrize("apply_copy", [False, True], ids=["flip", "copy"])
 

@@ -11,6 +11,8 @@ import torch
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
 SENDS = 1000
 
 

@@ -13,7 +13,7 @@ import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 6.0
 MAX_LATE_SECONDS = 0.02
 
 

@@ -18,6 +18,8 @@ import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 

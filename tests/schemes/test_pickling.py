@@ -11,6 +11,8 @@ import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
 both = pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.NoWeightSyncScheme])
 
 OPTIONS = {

@@ -8,6 +8,8 @@ import torch
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
 
 async def _round_trips(make, method, count) -> None:
     scheme = make()

@@ -17,7 +17,7 @@ from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 copies = pytest.mark.parametrize("apply_copy", [False, True])
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 def _hooks(model: nn.Module) -> int:

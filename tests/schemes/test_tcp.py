@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from aiosync.schemes._peer import Peer
 
+pytestmark = pytest.mark.one_loop
+
 PATIENCE = harness.PATIENCE
 TCP = "tcp://127.0.0.1:0"
 
@@ -307,7 +309,10 @@ async def test_an_update_applied_while_the_link_was_away_is_told_on_the_next(url
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_worker_takes_over_from_its_own_half_open_link_and_from_no_other(url) -> None:
+async def test_a_worker_takes_over_from_its_own_half_open_link_and_from_no_other(
+    url, monkeypatch
+) -> None:
+    monkeypatch.setattr("aiosync.schemes._handshake._GRACE_SECONDS", 0.2)
     async with Stage(url) as stage, FaultProxy(stage.sender.address) as proxy:
         receiver = await stage.add(0, through=proxy)
         old = stage.peer()
@@ -1288,5 +1293,5 @@ async def test_closing_while_reconnecting_is_quick(url) -> None:
         receiver = await stage.add(through=proxy, reconnect=None)
         async with away(proxy, stage):
             await harness.until(lambda: proxy.connections >= 3)
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(4):  # tasks that do not end get 5 s
                 await receiver.aclose()

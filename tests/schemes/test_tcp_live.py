@@ -12,6 +12,8 @@ import aiosync
 from aiosync.testing import FaultProxy
 from tests.schemes import _harness as h
 
+pytestmark = pytest.mark.one_loop
+
 MIB = 2**20
 
 

@@ -19,7 +19,7 @@ from tests.schemes import _models as models
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 PATIENCE = harness.PATIENCE
 TCP = "tcp://127.0.0.1:0"

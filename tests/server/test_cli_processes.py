@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -22,8 +23,8 @@ import torch
 import aiosync.cli
 from aiosync.server import WeightStore
 from tests.cli._serving import (
+    Forked,
     assert_same,
-    command,
     environment,
     refused,
     serving,
@@ -55,8 +56,8 @@ def test_signals_end_a_server_in_order(
     unix = f"unix://{folder / 'ends'}"
     store = folder / "ends-store"
     with (
-        serving(folder / "term", "--listen", unix, "--store", str(store)) as term,
-        serving(folder / "int", "--listen", tcp) as interrupted,
+        serving(folder / "term", "--listen", unix, "--store", str(store), fresh=True) as term,
+        serving(folder / "int", "--listen", tcp, fresh=True) as interrupted,
     ):
         assert aiosync.cli.main(["push", weights[0], term.url]) == 0
         assert term.end(signal.SIGTERM) == (0, "")
@@ -110,14 +111,13 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
     copy = tmp_path / "copy.pt"
     with serving(folder / "kill-1", *args) as first:
         assert aiosync.cli.main(["push", str(tmp_path / "1.pt"), first.url]) == 0
-        pushing = subprocess.Popen(
-            command("push", str(tmp_path / "2.pt"), first.url, "--timeout", "60"),
+        pushing = Forked(
+            *("push", str(tmp_path / "2.pt"), first.url, "--timeout", "60"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env=environment(),
         )
-        with pushing:
+        with contextlib.closing(pushing):
             before = os.stat(store / "policy.safetensors").st_ino
             wait_for(
                 lambda: (
@@ -163,23 +163,21 @@ def test_on_a_terminal_there_are_a_table_and_a_bar(
 
     variables = environment(TERM="xterm", COLUMNS="160")
     args = ["serve", "--listen", f"unix://{folder / 'tty'}"]
-    server = subprocess.Popen(
-        command(*args), stdin=theirs, stdout=theirs, stderr=theirs, env=variables
-    )
+    server = Forked(*args, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
     try:
         read_until(f"unix://{folder / 'tty'}\r\n")
         read_until("no models yet")
-        pushed = subprocess.run(
-            command("push", weights[0], f"unix://{folder / 'tty'}", "--model-id", "shown"),
+        pushing = Forked(
+            *("push", weights[0], f"unix://{folder / 'tty'}", "--model-id", "shown"),
             stdin=theirs,
             stdout=subprocess.PIPE,
             stderr=theirs,
             env=variables,
-            timeout=PATIENCE,
-            check=False,
         )
-        assert pushed.returncode == 0
-        assert pushed.stdout.startswith(b"Pushed shown: version 1 ")
+        with contextlib.closing(pushing):
+            out, _ = pushing.communicate(timeout=PATIENCE)
+            assert pushing.returncode == 0
+        assert out.startswith("Pushed shown: version 1 ")
         read_until("push shown")
         read_until("/240.")
         read_until("│ any      │       1 │ 240.")

@@ -6,11 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import stat
-import subprocess
-import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from aiosync.server._format import encode_header
 from aiosync.tensors import FlatBuffer, Layout, torch_dtype
 from aiosync.types import Limits
 from aiosync.wire import DTYPE_NBYTES, plan_manifest
+from tests.schemes import _harness as harness
 
 Entry = tuple[str, str, tuple[int, ...], str, tuple[str, ...]]
 
@@ -556,45 +557,37 @@ def test_the_order_is_data_then_name_then_directory(
     assert done == [f"file of {the_file(store).stat().st_size}", "replace", "directory"]
 
 
-FULL = """
-import resource, sys
-from aiosync.server import StoreError, WeightStore
-from tests.server.test_store import assert_same, small, update_of
-store = WeightStore(sys.argv[1])
-store.save("m", small())
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-try:
-    store.save("m", update_of([("t", "uint8", (2**24,), "param", ())]))
-except StoreError as exc:
-    print(exc)
-assert_same(store.load("m"), small())
-"""
+def _save_to_a_full_disk(folder: str) -> None:
+    """In a process of its own, because the limit cannot be taken back."""
+    store = WeightStore(folder)
+    store.save("m", small())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    with pytest.raises(StoreError, match=r"m\.safetensors: cannot be saved: \[Errno 27\]"):
+        store.save("m", update_of([("t", "uint8", (2**24,), "param", ())]))
+    assert_same(store.load("m"), small())
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_file(store: WeightStore) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, store.directory], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "m.safetensors: cannot be saved: [Errno 27]" in done.stdout
+    process = harness.context("fork").Process(target=_save_to_a_full_disk, args=(store.directory,))
+    process.start()
+    process.join(harness.PATIENCE)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        process.close()
     the_file(store)
 
 
 # -- killed while it saves --------------------------------------------------------------------
 
-SAVE_FOREVER = """
-import sys
-from aiosync.server import WeightStore
-from tests.server.test_store import big
-store = WeightStore(sys.argv[1])
-updates = [big(version) for version in (1, 2)]
-def report(done, total):
-    print(done, flush=True)
-while True:
-    for update in updates:
-        store.save("m", update, report)
-"""
+
+def _save_forever(conn: Connection, folder: str, updates: list[StoredUpdate]) -> None:
+    store = WeightStore(folder)
+    while True:
+        for update in updates:
+            store.save("m", update, lambda done, total: conn.send(done))
 
 
 def big(version: int) -> StoredUpdate:
@@ -607,17 +600,25 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_complete_version(
     store: WeightStore,
 ) -> None:
     """Killed at varying progress of varying saves, by a signal from outside."""
-    expected = {version: leaf_bytes(big(version)) for version in (1, 2)}
-    store.save("m", big(2))
+    updates = [big(version) for version in (1, 2)]
+    expected = {update.version: leaf_bytes(update) for update in updates}
+    store.save("m", updates[1])
     cut_short = 0
-    for lines in (1, 2, 5):
-        with subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOREVER, store.directory], stdout=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            for _ in range(lines):
-                assert process.stdout.readline()
-            os.kill(process.pid, signal.SIGKILL)
+    ctx = harness.context("fork")
+    for reports in (1, 2, 5):
+        mine, theirs = ctx.Pipe(duplex=False)
+        process = ctx.Process(target=_save_forever, args=(theirs, store.directory, updates))
+        process.start()
+        theirs.close()
+        try:
+            for _ in range(reports):
+                assert mine.poll(harness.PATIENCE)
+                mine.recv()
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            mine.close()
         cut_short += any(name.endswith(".tmp") for name in os.listdir(store.directory))
         found = WeightStore(store.directory).load("m")
         the_file(store)

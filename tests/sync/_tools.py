@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -145,18 +148,79 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def script(text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end in a fresh interpreter."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.run(
-        [sys.executable, *options, "-c", text],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+_FRESH = """
+import json, os, sys, warnings
+import torch  # takes seconds; nothing of aiosync, which scripts import for themselves
+print("ready", flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        break
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+for fd, path in enumerate((os.devnull, job["stdout"], job["stderr"])):
+    os.dup2(os.open(path, os.O_RDWR), fd)
+if job["resource_warnings"]:
+    warnings.simplefilter("default", ResourceWarning)
+exec(job["text"])
+"""
+
+
+class Fresh:
+    """An interpreter that has imported torch and runs each script in a fork of itself.
+
+    A fork ends as an interpreter does, with everything that happens when one is torn down, which
+    a worker of multiprocessing does not.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _FRESH],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._ready = False
+
+    def _line(self) -> str:
+        stdout = self._process.stdout
+        assert stdout is not None
+        assert select.select([stdout], [], [], PATIENCE)[0], "it does not end"
+        return stdout.readline().decode().strip()
+
+    def script(
+        self, text: str, *, resource_warnings: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script to its end."""
+        if not self._ready:
+            assert self._line() == "ready"
+            self._ready = True
+        with tempfile.TemporaryDirectory() as folder:
+            files = {name: Path(folder) / name for name in ("stdout", "stderr")}
+            job: dict[str, Any] = {"text": text, "resource_warnings": resource_warnings}
+            for name, path in files.items():
+                path.touch()
+                job[name] = str(path)
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            pid = int(self._line())
+            try:
+                status = int(self._line())
+            except AssertionError:
+                os.kill(pid, signal.SIGKILL)
+                self._line()
+                raise
+            out, err = (path.read_text() for path in files.values())
+        return subprocess.CompletedProcess([text], status, out, err)
+
+    def close(self) -> None:
+        with self._process:
+            self._process.kill()
 
 
 class Interrupter(threading.Thread):

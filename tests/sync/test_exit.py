@@ -25,9 +25,9 @@ print("end")
 _NOISE = ("Traceback", "Task was destroyed", "never awaited", "Exception ignored", "Fatal")
 
 
-def _check(text: str, *options: str, code: int = 0) -> str:
-    done = tools.script(text, *options)
-    assert (done.returncode, done.stdout) == (code, "end\n"), done
+def _check(fresh: tools.Fresh, text: str, *, resource_warnings: bool = False) -> str:
+    done = fresh.script(text, resource_warnings=resource_warnings)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done
     for noise in _NOISE:
         assert noise not in done.stderr, done.stderr
     return done.stderr
@@ -35,27 +35,27 @@ def _check(text: str, *options: str, code: int = 0) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "make"), [("uvloop", "SHM"), ("asyncio", "PIPE")])
-def test_exit_without_shutdown(loop: str, make: str) -> None:
+def test_exit_without_shutdown(loop: str, make: str, fresh: tools.Fresh) -> None:
     text = _START.format(loop=loop, make=make, before="", after="")
-    assert _check(text) == ""
-    warned = _check(text, "-W", "default::ResourceWarning")
+    assert _check(fresh, text) == ""
+    warned = _check(fresh, text, resource_warnings=True)
     assert warned.count("was never closed") == 2
     assert warned.count("ResourceWarning: <") == 2, warned
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_shutdown_from_atexit(when: str) -> None:
+def test_shutdown_from_atexit(when: str, fresh: tools.Fresh) -> None:
     """Registered before the portal's own clean-up it runs after that, and the other way round."""
     lines = {"before": "", "after": ""}
     lines[when] = "atexit.register(lambda: (receiver.shutdown(), sender.shutdown()))"
     text = _START.format(loop="uvloop", make="SHM", **lines)
-    stderr = _check(text, "-W", "default::ResourceWarning")
+    stderr = _check(fresh, text, resource_warnings=True)
     assert stderr.count("was never closed") == (2 if when == "before" else 0)
 
 
 @pytest.mark.slow
-def test_exit_while_another_thread_waits() -> None:
+def test_exit_while_another_thread_waits(fresh: tools.Fresh) -> None:
     after = """
 def wait():
     try:
@@ -67,4 +67,4 @@ def wait():
 tools.in_thread(wait)
 tools.until(lambda: receiver._calls == 1)
 """
-    _check(_START.format(loop="uvloop", make="SHM", before="", after=after))
+    _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))

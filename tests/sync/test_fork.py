@@ -176,7 +176,7 @@ def test_forks_while_the_portal_is_busy() -> None:
 
         thread = tools.in_thread(train)
         try:
-            for _ in range(10):
+            for _ in range(5):
                 assert _in_child(child) == ""
         finally:
             over.set()
@@ -186,9 +186,9 @@ def test_forks_while_the_portal_is_busy() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_child_that_ends_as_a_script_does(loop: str) -> None:
+def test_a_child_that_ends_as_a_script_does(loop: str, fresh: tools.Fresh) -> None:
     """Destructors in the child leave the parent's loop alone."""
-    done = tools.script(
+    done = fresh.script(
         f"""
 import asyncio, os, sys
 from aiosync.sync import _portal

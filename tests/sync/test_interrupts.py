@@ -135,8 +135,8 @@ def test_ctrl_c(scenario: Any, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_script_with_its_traceback() -> None:
-    done = tools.script(
+def test_ctrl_c_ends_a_script_with_its_traceback(fresh: tools.Fresh) -> None:
+    done = fresh.script(
         """
 import signal, threading
 import aiosync.sync

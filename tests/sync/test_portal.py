@@ -469,8 +469,15 @@ def _torn(make: Any, forwards: int, reading: bool) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reading", [False, True], ids=["hooks", "reading"])
-@pytest.mark.parametrize("make", tools.SCHEMES)
+@pytest.mark.parametrize(
+    ("make", "reading"),
+    [
+        pytest.param(tools.PIPE, False, id="pipe-hooks"),
+        pytest.param(tools.SHM, True, id="shm-reading"),
+        pytest.param(tools.PIPE, True, id="pipe-reading", marks=pytest.mark.heavy),
+        pytest.param(tools.SHM, False, id="shm-hooks", marks=pytest.mark.heavy),
+    ],
+)
 def test_no_forward_mixes_two_versions(make: Any, reading: bool) -> None:
     torn, updates = _torn(make, 5_000, reading)
     assert torn == 0

@@ -41,8 +41,14 @@ def _context(method: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("make", tools.SCHEMES)
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        *((make, method) for make in tools.SCHEMES for method in ("fork", "forkserver")),
+        (tools.SHM, "spawn"),
+        pytest.param(tools.PIPE, "spawn", marks=pytest.mark.heavy),  # two imports of torch
+    ],
+)
 def test_workers_get_every_version(make: Any, method: str) -> None:
     model = tools.filled(1.0)
     scheme = make(timeout=tools.PATIENCE)

@@ -106,7 +106,7 @@ async def test_a_listener_that_never_answers() -> None:
         began = time.monotonic()
         with pytest.raises(ConnectTimeout, match=r"0\.1 s"):
             await TCPTransport.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
-        assert 0.09 < time.monotonic() - began < 2
+        assert 0.09 < time.monotonic() - began < 10
 
 
 async def test_a_dialer_that_never_speaks() -> None:
