@@ -8,6 +8,12 @@ from aiosync.schemes.guard import Guard, Reading
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
+from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.ray_transform import (
+    RayModuleTransformReceiver,
+    RayModuleTransformScheme,
+    RayModuleTransformSender,
+)
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.registry import (
     backend_names,
@@ -26,6 +32,10 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayWeightSyncScheme",
     "Reading",
     "Ready",
     "SendHandle",
@@ -42,6 +52,7 @@ __all__ = [
 register_weight_sync_backend("distributed")(DistributedWeightSyncScheme)
 register_weight_sync_backend("none")(NoWeightSyncScheme)
 register_weight_sync_backend("process")(MultiProcessWeightSyncScheme)
+register_weight_sync_backend("ray")(RayWeightSyncScheme)
 register_weight_sync_backend("rpc")(RPCWeightSyncScheme)
 register_weight_sync_backend("shared")(SharedMemWeightSyncScheme)
 register_weight_sync_backend("tcp")(TCPWeightSyncScheme)

@@ -29,7 +29,7 @@ from aiosync.types import Require
 if TYPE_CHECKING:
     from typing import Self
 
-    from aiosync.schemes._snapshots import SnapshotMaker
+    from aiosync.schemes._making import SnapshotMaker
     from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender

@@ -108,6 +108,12 @@ class EngineScheme(StreamReceiving):
         """Receiver: how often a lost link was replaced."""
         return 0 if self._receiver is None else self._receiver.reconnects
 
+    @property
+    def _untaken(self) -> float | None:
+        # Large updates travel elsewhere: what is said here fits into the buffers of a host, which
+        # takes it however busy the process is, unless it is gone.
+        return None if self._keepalive is None else 2 * self._keepalive
+
     # -- what an engine decides ----------------------------------------------------------------
 
     @abc.abstractmethod

@@ -20,7 +20,7 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
-from aiosync.transports._beside import SharedPayload
+from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Again, Received, Transport

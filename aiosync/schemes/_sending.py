@@ -15,7 +15,8 @@ from typing import Any
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.schemes._context import resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
-from aiosync.schemes._snapshots import Planned, SnapshotMaker, SnapshotStore
+from aiosync.schemes._making import Planned, SnapshotMaker
+from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, resolve_sources
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle
@@ -57,6 +58,8 @@ class SendingScheme(SchemeCore):
 
     # Whether what carries large payloads takes them from the tensors at once.
     _borrows = False
+    # Whether it waits for the part of a snapshot that it sends.
+    _copies_ahead = False
 
     def _streaming(self) -> Streaming | None:
         """How payloads travel; ``None`` where links neither damage nor lose them."""
@@ -143,6 +146,7 @@ class SendingScheme(SchemeCore):
             clock=self._clock,
             streaming=self._streaming(),
             borrows=self._borrows,
+            copies_ahead=self._copies_ahead,
         )
         planned = self._plan(weights, None, initial=True)
         for idx, link in self._links.items():

@@ -8,21 +8,19 @@ links that carry bytes; :class:`ArenaStore` in shared slots that receivers read 
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, LiveBytes, Prepared
-from aiosync.transports._beside import KEPT
+from aiosync.tensors import FlatBuffer, Layout, LiveBytes
 from aiosync.transports._incoming import LAZY_NBYTES
 from aiosync.transports._segment import Arena, Slot
 
-__all__ = ["ArenaStore", "Planned", "PrivateStore", "Snapshot", "SnapshotMaker", "SnapshotStore"]
+if TYPE_CHECKING:
+    from aiosync.schemes._making import Planned
 
-# Copies up to this size run on the loop: a hop to a thread costs more than they do.
-_INLINE_NBYTES = 4 * 2**20
+__all__ = ["ArenaStore", "PrivateStore", "Snapshot", "SnapshotStore"]
+
 # How long a send waits for a slot that its readers are about to leave.
 _LEAVING_SECONDS = 0.05
 
@@ -35,6 +33,7 @@ class Snapshot:
         "_release",
         "buffer",
         "checksums",
+        "copying",
         "layout",
         "live",
         "memo",
@@ -62,6 +61,7 @@ class Snapshot:
         # Until it is copied, links send from the tensors themselves.
         self.live: LiveBytes | None = None
         self.planned: Planned | None = None
+        self.copying: asyncio.Future[None] | None = None  # in order, while links send already
         # What carriers made of it, for all links; KEPT in it says that they need no bytes of it.
         self.memo: dict[Any, Any] = {}
         self._refs = 1
@@ -77,6 +77,11 @@ class Snapshot:
             return self.live.views(start, stop)
         return [self.buffer.memoryview()[start:stop]] if stop > start else []
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the tensors it was made of must not change yet."""
+        return self.live is not None or self.copying is not None
+
     def retain(self) -> Snapshot:
         """Add a reference."""
         self._refs += 1
@@ -89,9 +94,13 @@ class Snapshot:
             # An exception that somebody keeps may keep this object: it must not keep the memory.
             release, self._release = self._release, _nothing
             self.buffer, self.slot = _no_buffer, None
+            copying, self.copying = self.copying, None
             self.live = self.planned = None
             self.memo.clear()
-            release()
+            if copying is None or copying.done():
+                release()
+            else:
+                copying.add_done_callback(lambda _: release())
 
 
 def _nothing() -> None:
@@ -217,149 +226,3 @@ class ArenaStore:
         """See :class:`SnapshotStore`."""
         self._buffers.clear()
         self.arena.close()
-
-
-class Planned(NamedTuple):
-    """Weights that were looked at, and who planned their copy."""
-
-    flattener: Flattener
-    prepared: Prepared
-
-
-class SnapshotMaker:
-    """Copies weights into snapshots, on the loop when small and on plain threads when big."""
-
-    def __init__(
-        self, store: SnapshotStore, extract_as: Literal["tensordict", "state_dict"]
-    ) -> None:
-        self._store = store
-        self._extract_as = extract_as
-        self._flatteners: dict[int, Flattener] = {}
-        self._closed = False
-        self._executor: ThreadPoolExecutor | None = None
-        self._pool: CopyPool | None = None
-
-    def prepare(self, source: object, key: int = -1) -> Planned:
-        """Look at ``source`` and plan its copy; cheap when it is the same as last time.
-
-        Args:
-            source: Module, TensorDict or mapping.
-            key: Worker index for per-worker sources, each of which has its own plan.
-        """
-        flattener = self._flatteners.get(key)
-        if flattener is None:
-            flattener = self._flatteners[key] = Flattener(self._extract_as)
-        return Planned(flattener, flattener.prepare(source))
-
-    def take_nowait(self, planned: Planned) -> Snapshot:
-        """Copy now, on this thread."""
-        snapshot = self._store.acquire_nowait(planned.prepared.layout.nbytes)
-        return self._fill(snapshot, planned)
-
-    def take_free(
-        self, planned: Mapping[int | None, Planned]
-    ) -> Mapping[int | None, Snapshot] | None:
-        """Copy now if there is one source, it is small, and memory for it is free."""
-        if len(planned) != 1:
-            return None
-        [(key, plan)] = planned.items()
-        nbytes = plan.prepared.layout.nbytes
-        snapshot = self._store.acquire_free(nbytes) if nbytes <= _INLINE_NBYTES else None
-        return None if snapshot is None else {key: self._fill(snapshot, plan)}
-
-    async def take(self, planned: Planned) -> Snapshot:
-        """Copy without holding the loop for long.
-
-        Cancellation: safe; a copy under way on a thread is waited for, and its memory kept.
-        """
-        nbytes = planned.prepared.layout.nbytes
-        snapshot = await self._store.acquire(nbytes)
-        if nbytes <= _INLINE_NBYTES:
-            return self._fill(snapshot, planned)
-        copying = self._start_copy(snapshot, planned)
-        try:
-            await asyncio.shield(copying)
-        except BaseException:  # goes on to the caller of send()
-            copying.add_done_callback(lambda done: _after_cancel(done, snapshot))
-            raise
-        return self._describe(snapshot, planned)
-
-    async def borrow(self, planned: Planned) -> Snapshot:
-        """As :meth:`take`, but leave the bytes of large tensors where they are.
-
-        The tensors must not change until :meth:`copy` was awaited.
-        """
-        layout = planned.prepared.layout
-        live = None
-        if layout.nbytes > _INLINE_NBYTES:
-            live = LiveBytes.of(layout, planned.prepared.tensors)
-        if live is None:
-            return await self.take(planned)
-        snapshot = self._describe(await self._store.acquire(layout.nbytes), planned)
-        snapshot.live, snapshot.planned = live, planned
-        return snapshot
-
-    async def copy(self, snapshot: Snapshot) -> None:
-        """Copy what was borrowed; the tensors may change afterwards.
-
-        Cancellation: waits for the copy all the same, and is raised then.
-        """
-        planned = snapshot.planned
-        if snapshot.live is None or planned is None or self._closed:
-            return
-        if KEPT in snapshot.memo:
-            snapshot.live = snapshot.planned = None
-            return
-        copying = self._start_copy(snapshot, planned)
-        cancelled: asyncio.CancelledError | None = None
-        while not copying.done():
-            try:
-                await asyncio.wait({copying})
-            except asyncio.CancelledError as exc:
-                cancelled = exc
-        copying.result()
-        snapshot.live = snapshot.planned = None
-        if cancelled is not None:
-            raise cancelled
-
-    def _start_copy(self, snapshot: Snapshot, planned: Planned) -> asyncio.Future[None]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
-            self._pool = CopyPool()
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
-
-    def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
-        try:
-            planned.flattener.copy_into(planned.prepared, snapshot.buffer)
-        except BaseException:  # goes on to the caller of send()
-            snapshot.release()
-            raise
-        return self._describe(snapshot, planned)
-
-    @staticmethod
-    def _describe(snapshot: Snapshot, planned: Planned) -> Snapshot:
-        snapshot.layout = planned.prepared.layout
-        snapshot.nbytes = snapshot.layout.nbytes
-        if planned.prepared.values:
-            snapshot.values = copy.deepcopy(planned.prepared.values)
-        return snapshot
-
-    def _copy(self, snapshot: Snapshot, planned: Planned, pool: CopyPool | None) -> None:
-        planned.flattener.copy_into(planned.prepared, snapshot.buffer, pool=pool)
-
-    def close(self) -> None:
-        """Join the copying threads and give the memory back."""
-        self._closed = True
-        if self._executor is not None and self._pool is not None:
-            self._executor.shutdown(wait=True)
-            self._pool.close()
-            self._executor = self._pool = None
-        self._store.close()
-
-
-def _after_cancel(copying: asyncio.Future[None], snapshot: Snapshot) -> None:
-    """The copy that nobody waits for any more has ended: its memory may be used again."""
-    if not copying.cancelled():
-        copying.exception()
-    snapshot.release()

@@ -199,7 +199,7 @@ class Staging:
             flat = self.map(key, received.payload[0])
         else:
             landing, self._landing = self._landing, None
-            flat = landing if landing is not None else FlatBuffer(layout.nbytes)
+            flat = landing if landing is not None else self._new_landing(layout)
             if landing is None and received.nbytes:
                 _fill(flat, received)
             give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer

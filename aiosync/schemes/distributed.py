@@ -116,6 +116,8 @@ class DistributedWeightSyncScheme(EngineScheme):
         self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
 
+    _copies_ahead = True
+
     def _get_config(self) -> dict[str, Any]:
         return {**super()._get_config(), "_group": None, "_store": None}
 

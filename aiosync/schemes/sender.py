@@ -19,9 +19,10 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
+from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._send import Send
-from aiosync.schemes._snapshots import Planned, Snapshot, SnapshotMaker
+from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
@@ -48,6 +49,7 @@ class WeightSender:
         streaming: How payloads travel over links that may damage or lose them.
         borrows: Large payloads go out from the tensors themselves, which stay as they are until
             ``send()`` returns; otherwise from a snapshot. Links with ``streaming`` always do.
+        copies_ahead: Large payloads go out from a snapshot that is still being made.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class WeightSender:
         clock: VersionClock,
         streaming: Streaming | None = None,
         borrows: bool = False,
+        copies_ahead: bool = False,
     ) -> None:
+        self._copies_ahead = copies_ahead
         self._borrows = borrows or streaming is not None
         self.require: Require = require
         self.maker = maker
@@ -218,6 +222,8 @@ class WeightSender:
         snapshots = {}
         # Links that carry bytes take them from the tensors, which must not change meanwhile.
         take = self.maker.borrow if self._borrows else self.maker.take
+        if self._copies_ahead:
+            take = self.maker.copy_ahead
         try:
             for key, plan in planned.items():
                 snapshots[key] = await take(plan)
@@ -260,7 +266,7 @@ class WeightSender:
         future = self._loop.create_future()
         send = Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
         self._sends[version] = send
-        send.borrowed = [each.retain() for each in snapshots.values() if each.live is not None]
+        send.borrowed = [each.retain() for each in snapshots.values() if each.is_borrowed]
         for idx in sorted(targets):
             peer = workers.peers.get(idx)
             if peer is None:

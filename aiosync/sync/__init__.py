@@ -7,6 +7,7 @@ nothing; the first call that has to wait starts one background thread.
 from __future__ import annotations
 
 from aiosync.sync._distributed import DistributedWeightSyncScheme
+from aiosync.sync._ray import RayModuleTransformScheme, RayWeightSyncScheme
 from aiosync.sync._rpc import RPCWeightSyncScheme
 from aiosync.sync._schemes import (
     MultiProcessWeightSyncScheme,
@@ -21,6 +22,8 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",

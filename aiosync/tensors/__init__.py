@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
-from aiosync.tensors.copying import CopyPool
+from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.dtypes import dtype_name, torch_dtype
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import Leaf, Leaves, collect
@@ -27,6 +27,7 @@ __all__ = [
     "Prepared",
     "Target",
     "collect",
+    "copy_bytes",
     "dtype_name",
     "torch_dtype",
 ]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["CopyPool", "copy_blocks"]
+__all__ = ["CopyPool", "copy_blocks", "copy_bytes"]
 
 _Pair: TypeAlias = "tuple[NDArray[np.uint8], NDArray[np.uint8]]"
 
@@ -186,3 +186,8 @@ def copy_blocks(pairs: Sequence[_Pair]) -> None:
     """Copy every (destination, source) pair in this thread; each copy releases the GIL."""
     for target, source in pairs:
         np.copyto(target, source)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy one block in this thread, without the GIL."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

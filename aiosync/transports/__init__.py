@@ -10,6 +10,7 @@ from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
+from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.registry import get_transport, register_transport, transport_names
 from aiosync.transports.rpc import RPCTransport
 from aiosync.transports.shared_memory import SharedMemTransport
@@ -24,6 +25,8 @@ __all__ = [
     "MemoryTransport",
     "Payload",
     "RPCTransport",
+    "RayActorTransport",
+    "RayTransport",
     "Received",
     "SharedMemTransport",
     "TCPTransport",

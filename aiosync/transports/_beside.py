@@ -7,12 +7,10 @@ payloads that are too large to travel in the stream. Must not import torch, ray 
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiosync.errors import (
@@ -26,122 +24,24 @@ from aiosync.errors import (
     TransportBusy,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
+from aiosync.transports._carrier import Carrier, SharedPayload
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._link import LinkError, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
-__all__ = ["INLINE_NBYTES", "KEPT", "BesideTransport", "Carrier", "Fetched", "SharedPayload"]
+__all__ = ["INLINE_NBYTES", "BesideTransport"]
 
 INLINE_NBYTES = 128 * 2**10
 """Payloads up to this size travel in the control stream."""
 
 _MAX_EARLY = 64  # messages that are kept while nobody is in recv()
 
-KEPT = "kept"
-"""Key of :attr:`SharedPayload.memo`: some carrier keeps the bytes, and no link needs others."""
-
 _NBYTES = "beside"
 """Entry of an extension map: bytes of the payload that travels beside the stream."""
 
 _T = TypeVar("_T")
-
-
-class SharedPayload(list[memoryview]):
-    """A payload that goes over several links, with a place for what carriers make of it once.
-
-    Attributes:
-        memo: Entries of carriers, by keys of their own; cleared when the payload's memory is
-            about to be used for another.
-    """
-
-    def __init__(self, views: Iterable[memoryview], memo: dict[Any, Any]) -> None:
-        super().__init__(views)
-        self.memo = memo
-
-
-@dataclass(slots=True)
-class Fetched:
-    """A payload that arrived beside the stream.
-
-    Attributes:
-        payload: Its bytes.
-        release: Gives memory of the carrier back; see :class:`Received`.
-        key: See :class:`Received`; ``None`` when the bytes lie in lent buffers.
-    """
-
-    payload: Sequence[memoryview]
-    release: Callable[[], None] | None = None
-    key: Hashable | None = None
-
-
-class Carrier(abc.ABC):
-    """Moves payloads of one link, one at a time in each direction.
-
-    Its coroutines run on the loop of the link and may raise
-    :class:`~aiosync.errors.TransportError`, which ends the link. When one of them is cancelled it
-    must not return before nothing reads from or writes to the memory that it was given.
-    """
-
-    kind: str
-    """Names the way in :class:`~aiosync.wire.Setup` messages."""
-
-    control: FramedChannel
-    """The control stream; set before anything else is called."""
-
-    @abc.abstractmethod
-    async def offer(
-        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
-    ) -> Mapping[str, ExtValue]:
-        """Prepare to send; returns what the peer has to know. It is told after this.
-
-        Args:
-            payload: The bytes, in order.
-            nbytes: How many in total.
-            memo: Belongs to the payload, see :class:`SharedPayload`.
-
-        Raises:
-            LocalProtocolError: It cannot be sent; the link is as it was.
-        """
-
-    @abc.abstractmethod
-    async def push(self, payload: list[memoryview], nbytes: int) -> None:
-        """Send, once the peer was told. Returns when the payload's memory may change."""
-
-    @abc.abstractmethod
-    async def fetch(
-        self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
-    ) -> Fetched:
-        """Receive what the peer told of.
-
-        Args:
-            ext: What the peer's :meth:`offer` returned, unchecked.
-            nbytes: Size of the payload.
-            lend: Gives the buffers that the payload has to land in; ``None`` where memory of the
-                carrier is welcome.
-        """
-
-    def hear(self, message: Setup) -> None:
-        """The peer set something up. May raise ``RemoteProtocolError``, which ends the link."""
-        raise RemoteProtocolError(f"unexpected set-up of {message.kind!r}")
-
-    async def settle(self) -> None:
-        """Bring what is being set up to its end while the peer can still be heard. Bounded."""
-        return None
-
-    @abc.abstractmethod
-    def end(self) -> None:
-        """The link has ended: make what is under way fail soon. Never waits."""
-
-    @abc.abstractmethod
-    async def aclose(self) -> None:
-        """Give everything back. Bounded."""
-
-    def say(self, key: str, value: bytes = b"") -> None:
-        """Tell the peer's carrier something, as soon as the stream is between two frames."""
-        if not self.control.ended:
-            self.control.queue(encode_frame(Setup(self.kind, key, value)))
 
 
 class BesideTransport(Transport):

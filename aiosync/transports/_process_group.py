@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
-from aiosync.transports._beside import Carrier, Fetched
+from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress
 from aiosync.transports._link_store import LinkStore
 from aiosync.wire import ExtValue, Setup
 
@@ -87,6 +87,7 @@ class GroupCarrier(Carrier):
         self._ending: asyncio.Future[None] | None = None
         self._stop = False
         self._said_rank = False
+        self._copying: Progress | None = None
         # Until the peer begins to take a payload, and until it has all of it.
         self._going: asyncio.Future[None] | None = None
         self._taken: asyncio.Future[None] | None = None
@@ -169,6 +170,7 @@ class GroupCarrier(Carrier):
     ) -> Mapping[str, ExtValue]:
         """See :class:`Carrier`."""
         await self._meet()
+        self._copying = memo.get(COPYING)
         self._going, self._taken = self._loop.create_future(), self._loop.create_future()
         return {}
 
@@ -178,7 +180,8 @@ class GroupCarrier(Carrier):
         assert self._going is not None
         assert self._taken is not None
         await self._going
-        await self._in_thread(lambda: self._move(payload, nbytes, self._post_send))
+        copying, self._copying = self._copying, None
+        await self._in_thread(lambda: self._move(payload, nbytes, self._post_send, copying))
         await self._taken
 
     async def fetch(
@@ -232,12 +235,20 @@ class GroupCarrier(Carrier):
             self._let_go()
 
     def _move(
-        self, pieces: list[memoryview], nbytes: int, post: Callable[[list[memoryview]], _Chunk]
+        self,
+        pieces: list[memoryview],
+        nbytes: int,
+        post: Callable[[list[memoryview]], _Chunk],
+        copying: Progress | None = None,
     ) -> None:
         waiting: deque[_Chunk] = deque()
+        sent = 0
         for chunk in _chunks(pieces, nbytes):
             if self._stop:
                 break
+            if copying is not None:
+                sent += sum(view.nbytes for view in chunk)
+                copying.wait(sent)
             if len(waiting) >= _WINDOW:
                 waiting.popleft().wait(self._patience)
             waiting.append(post(chunk))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
-from aiosync.transports._beside import Carrier, Fetched
+from aiosync.transports._carrier import Carrier, Fetched
 from aiosync.transports._rpc_flight import LINGER_SECONDS, Flight, call, chunks_of, from_thread
 from aiosync.transports._rpc_landing import ID_NBYTES, Landing, landings
 from aiosync.wire import ExtValue, Setup

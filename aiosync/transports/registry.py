@@ -20,6 +20,7 @@ _known: dict[str, str | type[Transport]] = {
     "distributed": "aiosync.transports.distributed:DistributedTransport",
     "memory": "aiosync.transports.memory:MemoryTransport",
     "pipe": "aiosync.transports.pipe:MPTransport",
+    "ray": "aiosync.transports.ray:RayTransport",
     "rpc": "aiosync.transports.rpc:RPCTransport",
     "tcp": "aiosync.transports.tcp:TCPTransport",
     "shm": "aiosync.transports.shared_memory:SharedMemTransport",

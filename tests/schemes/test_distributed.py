@@ -104,6 +104,34 @@ async def test_a_newer_update_overtakes_the_older_ones() -> None:
         assert await value(worker) == 4.0
 
 
+# -- copies that go ahead of the transfer --------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_what_changes_after_send_does_not_travel() -> None:
+    source, target = models.big(), models.big()
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="policy", model=target)
+    async with scheme as sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        for number in range(2, 8):
+            models.fill(source, float(number))
+            sent = asyncio.ensure_future(sender.send())
+            if number % 2:  # cut it somewhere: the transfer goes on, from the copy
+                await asyncio.sleep(0.004 * number)
+                sent.cancel()
+                await asyncio.wait({sent})
+            else:
+                assert (await sent).acked == {0}
+            models.fill(source, -9.0)
+            await receiver.wait_for_version(number, timeout=PATIENCE)
+            assert models.filled(target, float(number))
+    assert models.filled(target, 7.0)
+
+
 # -- faults -------------------------------------------------------------------------------------
 
 

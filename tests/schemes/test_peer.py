@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from aiosync.errors import FrameTooLarge
+from aiosync.schemes._making import SnapshotMaker
 from aiosync.schemes._peer import Peer
-from aiosync.schemes._snapshots import PrivateStore, SnapshotMaker
+from aiosync.schemes._snapshots import PrivateStore
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports import TCPTransport

@@ -15,6 +15,8 @@ CLASSES = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",

@@ -1,0 +1,302 @@
+"""Weights inside a Ray cluster, through its object store.
+
+Ray is loaded when a scheme is constructed. Must not import another concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.schemes._engine import EngineScheme
+from aiosync.schemes._sources import DeviceMap
+from aiosync.strategy import WeightStrategy
+from aiosync.transports._beside import BesideTransport
+from aiosync.transports._ray_objects import RayObjects, load_ray, need_cluster
+from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
+from aiosync.transports.ray import RayActorTransport, RayTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits, Require, SendReport
+
+__all__ = ["RAY_INLINE_NBYTES", "RayWeightSyncScheme"]
+
+_LOOK_SECONDS = 0.05
+_CLOSE_SECONDS = 5.0
+_KV_NAMESPACE = b"aiosync"
+# Larger weights go out from the tensors themselves, which only the object store copies at once.
+_MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
+RAY_INLINE_NBYTES = 4 * 2**20
+"""Updates up to this size travel in the control stream.
+
+A call of an actor takes a millisecond or two, in which a stream moves as much.
+"""
+
+
+class RayWeightSyncScheme(EngineScheme):
+    """Sends weights to actors of a Ray cluster.
+
+    Each worker has a control stream to the sender, which carries messages and small updates.
+    Large ones are put into Ray's object store, once for all workers; workers of one node share
+    that memory and point their parameters at it. See ``docs/topics/clusters.md``.
+
+    That memory is read-only: a worker that writes to its parameters in place, for example by
+    training them, ends with a segmentation fault. Pass ``apply_copy=True`` where workers do.
+
+    Args:
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
+        backend: Kept for TorchRL's signature; all values mean the object store.
+        sync: Kept for TorchRL's signature.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype has to match.
+        require: How many workers have to apply an update for ``send()`` to succeed.
+        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        address: Where the sender listens for control streams; its node's address in the
+            cluster, and a free port, if left out.
+        token: Secret of the control streams; drawn anew when left out, and pickled with the
+            scheme.
+        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+            ever, 0 for not at all.
+        handshake_timeout: Seconds that a peer has to prove who it is.
+        inline_nbytes: Updates up to this size travel in the control stream.
+        limits: What a peer may announce.
+
+    Raises:
+        ConfigError: Ray is not installed, or an option has an illegal value.
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        handshake_timeout: float = 10.0,
+        inline_nbytes: int = RAY_INLINE_NBYTES,
+        limits: Limits | None = None,
+    ) -> None:
+        load_ray()
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            address=address,
+            token=token,
+            reconnect=reconnect,
+            handshake_timeout=handshake_timeout,
+            inline_nbytes=inline_nbytes,
+            limits=limits,
+        )
+        self.backend = backend
+        # Copies that were pickled before the sender listened find its address by this.
+        self._meeting = secrets.token_hex(16)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._objects: RayObjects | None = None
+        self._published: bytes | None = None
+        self._shares = True
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        for name in self._not_pickled:
+            del state[name]
+        return state
+
+    _not_pickled: tuple[str, ...] = ("_objects", "_published", "_shares")
+
+    @property
+    def _borrows(self) -> bool:  # type: ignore[override]  # a constant above
+        return self._shares and self.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES
+
+    # -- the sender ----------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        pipes: Sequence[Any] | None = None,
+        transports: Mapping[int, Transport] | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`.
+
+        Args:
+            model_id: Name of the model.
+            context: Owner of the model.
+            params_map: Worker index -> its weights.
+            weights: Weights for every worker.
+            model: Module whose weights every worker gets.
+            devices: One device for each worker.
+            device_map_fn: Called with (worker index, weights) for each worker and send.
+            num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
+            pipes: Connected sockets to the workers, by index.
+            transports: Links to the workers, by index; :class:`RayActorTransport` for actors
+                that know nothing of aiosync.
+            remote_collectors: The workers' actors; they only say how many workers there are.
+            ctx: Ignored.
+        """
+        if remote_collectors is not None:
+            if num_workers not in (None, len(remote_collectors)):
+                raise ConfigError(
+                    f"the number of workers is not the same everywhere (num_workers: "
+                    f"{num_workers}, remote_collectors: {len(remote_collectors)})"
+                )
+            num_workers = len(remote_collectors)
+        need_cluster()
+        super().init_on_sender(
+            model_id,
+            context,
+            params_map=params_map,
+            weights=weights,
+            model=model,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            pipes=pipes,
+            transports=transports,
+            ctx=ctx,
+        )
+        kinds = {type(link) for link in self._links.values()}
+        # Links of one kind share what one of them put; others need the bytes.
+        self._shares = len(kinds) <= 1 and kinds <= {RayTransport, RayActorTransport}
+        for link in self._links.values():
+            if isinstance(link, RayActorTransport):
+                link.model_id = self._model_id or "policy"
+
+    async def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """See :meth:`WeightSyncScheme.send`.
+
+        Args:
+            weights: What to send.
+            worker_ids: Only these workers change.
+            timeout: Seconds for the whole call, but for copying into the object store.
+        """
+        try:
+            return await super().send(weights, worker_ids, timeout=timeout)
+        finally:  # also when it failed: the tensors are the caller's again afterwards
+            await self._puts_done()
+
+    async def _puts_done(self) -> None:
+        if self._objects is not None:
+            await self._objects.idle()
+        for link in self._links.values():
+            if isinstance(link, RayActorTransport):
+                await link.idle()
+
+    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+        if listened and self._objects is None:
+            self._objects = RayObjects()
+        link = RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
+        if not listened:
+            link.introduce()
+        return link
+
+    def _default_address(self) -> Address:
+        host = need_cluster().util.get_node_ip_address()
+        return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+
+    # -- finding each other --------------------------------------------------------------------
+
+    @property
+    def _key(self) -> bytes:
+        return f"aiosync:{self._meeting}:{self._model_id or 'policy'}".encode()
+
+    async def _publish(self, address: Address) -> None:
+        self._published = str(address).encode()
+        put = functools.partial(_key_values()._internal_kv_put, namespace=_KV_NAMESPACE)
+        await asyncio.to_thread(put, self._key, self._published, True)
+
+    async def _look_up(self, timeout: float | None) -> None:
+        need_cluster()
+        get = functools.partial(_key_values()._internal_kv_get, namespace=_KV_NAMESPACE)
+        try:
+            async with asyncio.timeout(timeout):
+                found = await asyncio.to_thread(get, self._key)
+                while found is None and not self._knows_address:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    found = await asyncio.to_thread(get, self._key)
+        except TimeoutError as exc:
+            raise ConnectTimeout(
+                f"no trainer announced itself in the Ray cluster within {timeout:g} s: it has to "
+                "run init_on_sender() and connect() with the scheme that this one was copied "
+                "from, and the same model_id"
+            ) from exc
+        if found is not None:
+            self._addresses = [Address.parse(bytes(found).decode())]
+
+    @property
+    def _knows_address(self) -> bool:
+        return bool(self._addresses) and self._addresses[0].port != 0
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """See :meth:`WeightSyncScheme.aclose`."""
+        objects, self._objects = self._objects, None
+        published, self._published = self._published, None
+        try:
+            await super().aclose()
+        finally:
+            if objects is not None:
+                await objects.aclose()
+            if published is not None and load_ray().is_initialized():
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await asyncio.to_thread(_withdraw, self._key, published)
+            for link in self._links.values():
+                await link.aclose()
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        super().abort()
+        if self._objects is not None:
+            self._objects.abort()
+
+
+def _key_values() -> Any:
+    return importlib.import_module("ray.experimental.internal_kv")
+
+
+def _withdraw(key: bytes, published: bytes) -> None:
+    """Take the address back, unless another sender has announced itself since."""
+    store = _key_values()
+    if store._internal_kv_get(key, namespace=_KV_NAMESPACE) == published:
+        store._internal_kv_del(key, namespace=_KV_NAMESPACE)

@@ -1,0 +1,165 @@
+"""What runs in other processes of a Ray cluster: pickled by value, so they need no aiosync.
+
+It has to stand alone: must not import anything of aiosync, and torch only where an actor asked
+for tensors. See ``docs/topics/clusters.md``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Hub", "Weights", "flat_memory"]
+
+
+class Hub:
+    """An asynchronous actor that passes references on from the sender to the receivers.
+
+    A reference that is pickled by hand pins its object for ever. Actor calls count references,
+    so each goes into a call to this actor and out of another one.
+    """
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self._refs: dict[bytes, Any] = {}
+        self._changed = asyncio.Condition()
+
+    async def put(self, ticket: bytes, refs: list[Any]) -> None:
+        """Keep ``refs`` until they are dropped."""
+        async with self._changed:
+            self._refs[ticket] = refs
+            self._changed.notify_all()
+
+    async def get(self, ticket: bytes, seconds: float) -> list[Any]:
+        """Wait until there is something for ``ticket``; nothing after that many seconds."""
+        import asyncio
+
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: ticket in self._refs)
+        except TimeoutError:
+            return []
+        return list(self._refs.get(ticket, ()))
+
+    async def drop(self, ticket: bytes) -> None:
+        """Forget what belongs to ``ticket``."""
+        self._refs.pop(ticket, None)
+
+    async def count(self) -> int:
+        """How many tickets there are."""
+        return len(self._refs)
+
+    async def stay(self) -> None:
+        """Never returns: a caller that waits for it notices the end of this actor."""
+        import asyncio
+
+        await asyncio.Event().wait()
+
+
+def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
+    """The arrays as one block of memory that nothing can write to, if they lie in a row.
+
+    The object store is mapped writable by every process of a node. The block is a second
+    mapping of the same memory, read-only: a write through it ends the process instead of
+    changing what others compute with.
+
+    Args:
+        arrays: Flat arrays of bytes, as they came out of the store.
+        nbytes: Of all of them.
+
+    Returns:
+        A ctypes array that keeps ``arrays`` alive, or ``None`` where this cannot be done: they
+        do not lie in a row, not in shared memory, or the system is not Linux.
+    """
+    if not sys.platform.startswith("linux") or not nbytes:
+        return None
+    start: int = arrays[0].__array_interface__["data"][0]
+    at = start
+    for array in arrays:
+        if array.__array_interface__["data"][0] != at:
+            return None
+        at += array.nbytes
+    page = mmap.PAGESIZE
+    first = start - start % page
+    length = -(-(at - first) // page) * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # An old size of 0 makes a second mapping of shared pages; private ones are refused.
+    may_move = 1
+    mapped = libc.mremap(first, 0, length, may_move, None)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        return None
+    if libc.mprotect(mapped, length, mmap.PROT_READ):
+        libc.munmap(mapped, length)
+        return None
+    block = (ctypes.c_ubyte * nbytes).from_address(mapped + start - first)
+    # The store may use the memory for something else once the arrays are gone.
+    owner = weakref.finalize(block, lambda _arrays: libc.munmap(mapped, length), arrays)
+    owner.atexit = False
+    return block
+
+
+class Weights:
+    """Weights for an actor that knows nothing of aiosync: arrives as a dict of tensors.
+
+    Args:
+        arrays: Flat arrays of bytes, each but the last a multiple of 64 bytes long.
+        nbytes: Of all of them.
+        leaves: Names, dtype, shape, offset and size of each tensor.
+        values: What else the weights have, by name.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        nbytes: int,
+        leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
+        values: dict[str, Any],
+    ) -> None:
+        self.parts = (arrays, nbytes, leaves, values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, self.parts
+
+
+def _unpack(
+    arrays: Sequence[Any],
+    nbytes: int,
+    leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
+    values: dict[str, Any],
+) -> dict[str, Any]:
+    import numpy
+    import torch
+
+    block = flat_memory(arrays, nbytes)
+    if block is None and nbytes:  # private memory, where writing harms nobody
+        own = numpy.empty(nbytes + 64, numpy.uint8)
+        own = own[-own.ctypes.data % 64 :][:nbytes]
+        numpy.concatenate(arrays, out=own)
+        block = own
+    weights: dict[str, Any] = {}
+    for names, dtype_name, shape, offset, size in leaves:
+        dtype = getattr(torch, dtype_name)
+        if size:
+            count = size // dtype.itemsize
+            flat = torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
+            tensor = flat.view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        weights.update(dict.fromkeys(names, tensor))
+    weights.update(values)
+    return weights

@@ -1,0 +1,384 @@
+"""What the Ray tests do, in the process of the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import pickle
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import ray
+
+from aiosync.errors import (
+    ApplyError,
+    ConnectError,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+    TransportBroken,
+)
+from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.ray_transform import RayModuleTransformScheme
+from aiosync.testing import CONFORMANCE_CHECKS, Hooks, check_transport
+from aiosync.transports._ray_objects import RayObjects
+from aiosync.transports.ray import RayActorTransport, RayTransport
+from aiosync.wire import Update
+from tests.conformance.test_transports import cut_stream
+from tests.schemes import _models
+from tests.schemes._models import fill
+from tests.schemes._ray_actors import NoTransform, Plain, Serial, Transform, Worker
+
+MIB = 2**20
+
+
+def stored() -> int:
+    """Bytes of the objects that the cluster keeps; other copies of them do not count."""
+    name = "object_store_memory"
+    return int(ray.cluster_resources()[name] - ray.available_resources().get(name, 0))
+
+
+async def until(condition: Any, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if found:
+                return
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def crew(
+    scheme: RayWeightSyncScheme,
+    model: Any,
+    actors: list[Any],
+    *,
+    early: Any = None,
+    name: str = "medium",
+) -> AsyncIterator[list[Any]]:
+    """A connected sender, and actors that have joined."""
+    try:
+        scheme.init_on_sender(model_id="policy", model=model, num_workers=len(actors))
+        joining = [
+            actor.join.remote(early if early is not None and idx == 0 else scheme, idx, name)
+            for idx, actor in enumerate(actors)
+        ]
+        await scheme.connect(timeout=30)
+        assert await asyncio.gather(*joining) == [1] * len(actors)
+        yield actors
+    finally:
+        await scheme.aclose()
+        for actor in actors:
+            ray.kill(actor)
+
+
+async def conformance(share: int, shares: int) -> tuple[set[str], dict[str, str]]:
+    """Every ``shares``-th check of the suite, from ``share`` on; one hub for all links."""
+    objects = RayObjects()
+
+    def pair() -> Any:
+        return RayTransport.pair(objects=objects)
+
+    try:
+        await objects.put({}, "warm", list, publish=True)
+        await _warm_up(pair)
+        report = await check_transport(
+            pair, hooks=Hooks(cut=cut_stream), checks=CONFORMANCE_CHECKS[share::shares]
+        )
+    finally:
+        await objects.aclose()
+    return set(report.passed), dict(report.skipped)
+
+
+async def _warm_up(pair: Any) -> None:
+    """Ray opens connections at the first use of an actor, and keeps them."""
+    async with pair() as (left, right):
+        for each in (left, right):
+            each.channel.allow_payloads()
+        sending = asyncio.ensure_future(left.send(Update(1, 1, bytes(16)), [bytes(2 * MIB)]))
+        await right.recv()
+        await sending
+
+
+async def local_cluster() -> None:
+    """Three asynchronous actors and a serial one; one copy was pickled before init_on_sender()."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    early = pickle.loads(pickle.dumps(scheme))
+    actors = [Worker.remote(), Worker.remote(), Worker.remote(), Serial.remote()]
+    async with crew(scheme, model, actors, early=early, name="big"):
+        resting = await asyncio.gather(*(actor.memory.remote() for actor in actors))
+        for value in range(2, 12):
+            fill(model, float(value))
+            report = await scheme.send()
+            assert report.acked == {0, 1, 2, 3}
+            fill(model, -1.0)  # belongs to the trainer again
+            if value == 3:
+                await asyncio.gather(*(actor.keep.remote() for actor in actors))
+            if value in (2, 7, 11):
+                found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+                assert found == [(value, {float(value)})] * 4
+            # One object for all workers; the one before goes.
+            await until(lambda: 64 * MIB <= stored() < 65 * MIB)
+        assert await scheme._objects.hub.actor.count.remote() == 1
+        grown = await asyncio.gather(*(actor.memory.remote() for actor in actors))
+        for old, new in zip(resting, grown, strict=True):
+            assert new["RssAnon"] - old["RssAnon"] < 16 * MIB, (old, new)
+        await asyncio.gather(*(actor.close.remote() for actor in actors))
+        values = await asyncio.gather(*(actor.kept_values.remote() for actor in actors))
+        assert values == [{3.0}] * 4
+    await until(lambda: stored() < MIB)
+
+
+async def late_joiner() -> None:
+    """An actor that comes later gets what was put for the others."""
+    model = _models.medium()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()]) as actors:
+        scheme._sender.workers.num_workers = None
+        fill(model, 2.0)
+        await scheme.send()
+        fill(model, -1.0)
+        actors.append(Worker.remote())
+        assert await actors[1].join.remote(scheme, 1) == 2
+        assert await actors[1].look.remote() == (2, {2.0})
+
+
+async def killed_and_restarted() -> None:
+    """An actor that dies in mid-transfer is named, the others go on; restarted, it re-joins."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    restarting = Worker.options(max_restarts=1).remote()
+    async with crew(scheme, model, [Worker.remote(), restarting], name="big") as actors:
+        pid = await restarting.pid.remote()
+        os.kill(pid, signal.SIGSTOP)  # takes the announcement, but not the object
+        fill(model, 2.0)
+        sending = asyncio.ensure_future(scheme.send())
+        await until(lambda: scheme.worker_versions[0] == 2)
+        assert not sending.done()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(PartialSyncError) as caught:
+            await sending
+        assert set(caught.value.failed) == {1}
+        assert caught.value.acked == {0}
+        error = caught.value.failed[1]
+        assert isinstance(error, (PeerClosed, TransportBroken))
+        assert restarting._actor_id.hex() in str(error)
+        fill(model, 3.0)
+        report = await scheme.send()
+        assert report.acked == {0} and set(report.lost) == {1}
+        assert await actors[0].look.remote() == (3, {3.0})
+        assert await rejoin(restarting, scheme) == 3
+        assert await restarting.look.remote() == (3, {3.0})
+        fill(model, 4.0)
+        assert (await scheme.send()).acked == {0, 1}
+
+
+async def rejoin(actor: Any, scheme: RayWeightSyncScheme) -> int:
+    while True:
+        try:
+            return await actor.join.remote(scheme, 1, "big")
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(0.05)
+
+
+async def coalesced() -> None:
+    """A newer update overtakes one that a slow actor has not begun with."""
+    model = _models.medium()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
+        pid = await actors[1].pid.remote()
+        os.kill(pid, signal.SIGSTOP)
+        handles = []
+        for value in (2.0, 3.0, 4.0):
+            fill(model, value)
+            handles.append(scheme.send_nowait())
+            await until(lambda v=value: scheme.worker_versions[0] == int(v))
+        os.kill(pid, signal.SIGCONT)
+        reports = [await handle for handle in handles]
+        assert reports[1].skipped == {1: 4}
+        assert reports[0].acked == reports[2].acked == {0, 1}
+        assert await actors[1].look.remote() == (4, {4.0})
+
+
+async def serves_meanwhile() -> None:
+    """Calls of an actor are answered while updates come in."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()], name="big") as actors:
+        slowest, count, stop = 0.0, 0, False
+
+        async def ask() -> None:
+            nonlocal slowest, count
+            while not stop:
+                begun = time.perf_counter()
+                await actors[0].ping.remote()
+                slowest = max(slowest, time.perf_counter() - begun)
+                count += 1
+
+        asking = asyncio.ensure_future(ask())
+        for value in range(2, 10):
+            fill(model, float(value))
+            await scheme.send()
+        stop = True
+        await asking
+        assert count >= 8 and slowest < 1.0
+
+
+async def in_place() -> None:
+    """Writing to shared weights ends the actor and nobody else; copying is the way out."""
+    model = _models.medium()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
+        fill(model, 2.0)
+        await scheme.send()
+        with pytest.raises(ray.exceptions.RayActorError):
+            await actors[0].write.remote()
+        assert await actors[1].look.remote() == (2, {2.0})
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme(apply_copy=True)
+    async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
+        fill(model, 2.0)
+        await scheme.send()
+        await actors[0].write.remote()
+        assert await actors[0].look.remote() == (2, {3.0})
+        assert await actors[1].look.remote() == (2, {2.0})
+
+
+async def hub_dies() -> None:
+    """Another hub takes over."""
+    model = _models.medium()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()]) as actors:
+        old = scheme._objects.hub
+        ray.kill(old.actor)
+        await until(lambda: old.dead)
+        fill(model, 2.0)
+        assert (await scheme.send()).acked == {0}
+        assert await actors[0].look.remote() == (2, {2.0})
+
+
+async def cancelled_send() -> None:
+    """The tensors are the caller's again once a cancelled send() returned."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()], name="big") as actors:
+        fill(model, 2.0)
+        thread = scheme._objects._thread
+        thread.start(lambda: time.sleep(0.5))  # as if the store were slow
+        sending = asyncio.ensure_future(scheme.send())
+        await until(lambda: len(thread._running) == 2)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        fill(model, -1.0)
+        assert await actors[0].wait_for.remote(2) == 2
+        assert await actors[0].look.remote() == (2, {2.0})
+
+
+async def plain_actors() -> None:
+    """Actors without aiosync: acknowledged, refused, dead."""
+    model = _models.medium()
+    fill(model, 1.0)
+    one, two = Plain.remote(), Plain.remote()
+    links = {0: RayActorTransport(one, "update"), 1: RayActorTransport(two, "update")}
+    async with RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="mine", model=model, transports=links)
+        await scheme.connect(timeout=30)
+        for value in (2.0, 3.0):
+            fill(model, value)
+            assert (await scheme.send()).acked == {0, 1}
+            assert await one.look.remote() == await two.look.remote() == {value}
+            await until(lambda: 8 * MIB <= stored() < 9 * MIB)
+        assert (await one.where.remote()).startswith("r--s")
+    async with RayWeightSyncScheme() as scheme:
+        links = {0: RayActorTransport(one, "update"), 1: RayActorTransport(two, "refuse")}
+        scheme.init_on_sender(model_id="mine", model=model, transports=links)
+        with pytest.raises(PartialSyncError, match="not these") as caught:
+            await scheme.connect(timeout=30)
+        assert isinstance(caught.value.failed[1], ApplyError)
+        assert caught.value.failed[1].remote_type == "ValueError"
+    async with RayWeightSyncScheme() as scheme:
+        links = {0: RayActorTransport(one, "update"), 1: RayActorTransport(two, "end")}
+        scheme.init_on_sender(model_id="mine", model=model, transports=links)
+        with pytest.raises(PartialSyncError) as caught:
+            await scheme.connect(timeout=30)
+        assert isinstance(caught.value.failed[1], PeerClosed)
+        assert caught.value.acked == {0}
+    ray.kill(one)
+
+
+async def transform() -> None:
+    """The module of an actor whose methods block."""
+    actor = Transform.remote()
+    model = _models.medium()
+    fill(model, 1.0)
+    scheme = RayModuleTransformScheme()
+    scheme._set_transform(actor)
+    scheme.init_on_sender(model=model)
+    await scheme.connect(timeout=30)
+    assert await actor.look.remote() == {1.0}
+    fill(model, 2.0)
+    assert (await scheme.send()).acked == {0}
+    assert await actor.look.remote() == {2.0}
+    await scheme.aclose()
+    assert await actor.look.remote() == {2.0}
+    async with RayModuleTransformScheme() as again:  # without weights at first
+        again.init_on_sender(model_id="m", ray_transform=actor)
+        await again.connect(timeout=30)
+        fill(model, 3.0)
+        await again.send(model)
+        assert await actor.look.remote() == {3.0}
+    async with RayModuleTransformScheme() as wrong:
+        wrong.init_on_sender(ray_transform=NoTransform.remote())
+        with pytest.raises(ConnectError, match="no attribute 'module'"):
+            await wrong.connect(timeout=30)
+    ray.kill(actor)
+
+
+async def full_store() -> None:
+    """What the store does not take fails that send, and the link stays."""
+    model = _models.medium()
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()]) as actors:
+        link = scheme._sender.peers[0].transport
+        objects = scheme._objects
+
+        def too_large() -> Any:
+            raise ray.exceptions.ObjectStoreFullError("full")
+
+        with pytest.raises(LocalProtocolError, match="did not take the weights"):
+            await objects.put({}, objects, too_large, publish=True)
+        fill(model, 2.0)
+        assert (await scheme.send()).acked == {0}
+        assert scheme._sender.peers[0].transport is link
+        assert await actors[0].look.remote() == (2, {2.0})
+
+
+async def two_nodes() -> None:
+    """Actors on the sender's node and on another one."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    actors = [Worker.options(resources={f"node{idx}": 0.1}).remote() for idx in (0, 1, 1)]
+    async with crew(scheme, model, actors, name="big"):
+        for value in (2, 3, 4):
+            fill(model, float(value))
+            assert (await scheme.send()).acked == {0, 1, 2}
+            found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+            assert found == [(value, {float(value)})] * 3
+        restored = copy.copy(scheme)
+        assert restored.address == scheme.address

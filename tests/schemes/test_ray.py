@@ -1,0 +1,81 @@
+"""The Ray scheme, on a cluster of this host whose driver is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("ray", reason="needs aiosync[ray]")
+
+from tests.schemes import _ray_scenarios as scenarios
+from tests.schemes._ray_driver import Driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from typing import Any
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "loop"),
+    [
+        (scenarios.local_cluster, "uvloop"),
+        (scenarios.late_joiner, "asyncio"),
+        (scenarios.killed_and_restarted, "uvloop"),
+        (scenarios.coalesced, "asyncio"),
+        (scenarios.serves_meanwhile, "uvloop"),
+        (scenarios.in_place, "asyncio"),
+        (scenarios.hub_dies, "uvloop"),
+        (scenarios.cancelled_send, "asyncio"),
+        (scenarios.plain_actors, "uvloop"),
+        (scenarios.transform, "asyncio"),
+        (scenarios.full_store, "uvloop"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_scenario(
+    driver: Driver, scenario: Callable[[], Coroutine[Any, Any, None]], loop: str
+) -> None:
+    driver.run(scenario, loop=loop)
+
+
+def test_two_nodes() -> None:
+    driver = Driver(nodes=2)
+    try:
+        driver.run(scenarios.two_nodes)
+    finally:
+        driver.close()
+
+
+def test_without_ray() -> None:
+    """The error says what to install."""
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from aiosync.schemes.ray import RayWeightSyncScheme\n"
+        "try: RayWeightSyncScheme()\n"
+        "except Exception as e: print(type(e).__name__, e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("ConfigError")
+    assert "aiosync[ray]" in done.stdout
+
+
+def test_without_a_cluster() -> None:
+    from aiosync.errors import ConfigError
+    from aiosync.schemes.ray import RayWeightSyncScheme
+
+    with pytest.raises(ConfigError, match=r"ray\.init"):
+        RayWeightSyncScheme().init_on_sender(model_id="policy", weights={}, num_workers=1)
