@@ -30,7 +30,14 @@ from aiosync.types import Limits, Require
 if TYPE_CHECKING:
     from aiosync.schemes.sender import WeightSender
 
-__all__ = ["EngineScheme"]
+__all__ = ["INLINE_NBYTES", "EngineScheme"]
+
+INLINE_NBYTES = 4 * 2**20
+"""Updates up to this size travel in the control stream.
+
+Setting a transfer beside it going takes a few messages or calls, and a thread or two: as long as a
+stream takes for so many bytes.
+"""
 
 _ATTEMPT_SECONDS = 5.0  # at one address, before it is looked up again
 

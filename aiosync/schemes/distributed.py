@@ -10,9 +10,9 @@ import zlib
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectTimeout
-from aiosync.schemes._engine import EngineScheme
+from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.strategy import WeightStrategy
-from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport, check_backend

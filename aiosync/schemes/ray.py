@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectTimeout
-from aiosync.schemes._engine import EngineScheme
+from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.transports._beside import BesideTransport
@@ -24,18 +24,13 @@ from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require, SendReport
 
-__all__ = ["RAY_INLINE_NBYTES", "RayWeightSyncScheme"]
+__all__ = ["RayWeightSyncScheme"]
 
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
 _KV_NAMESPACE = b"aiosync"
 # Larger weights go out from the tensors themselves, which only the object store copies at once.
 _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
-RAY_INLINE_NBYTES = 4 * 2**20
-"""Updates up to this size travel in the control stream.
-
-A call of an actor takes a millisecond or two, in which a stream moves as much.
-"""
 
 
 class RayWeightSyncScheme(EngineScheme):
@@ -90,7 +85,7 @@ class RayWeightSyncScheme(EngineScheme):
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
         handshake_timeout: float = 10.0,
-        inline_nbytes: int = RAY_INLINE_NBYTES,
+        inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
     ) -> None:
         load_ray()

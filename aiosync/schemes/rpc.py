@@ -6,17 +6,17 @@ Must not import another concrete scheme, nor torch.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._dialling import Backoff
-from aiosync.schemes._engine import EngineScheme
+from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
-from aiosync.transports import _rpc_meeting as meeting
-from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -127,7 +127,7 @@ class RPCWeightSyncScheme(EngineScheme):
         return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
 
     def _default_address(self) -> Address:
-        host = meeting.own_host()
+        host = _meeting().own_host()
         return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
@@ -153,8 +153,8 @@ class RPCWeightSyncScheme(EngineScheme):
             )
         name = _name_of(pipe_or_context[0])
         rpc_name()  # before anything else is tried
-        host = self._addresses[0].host if self._addresses else meeting.own_host()
-        sock = meeting.stream_to(name, self._scheme_id, host, self._handshake_timeout)
+        host = self._addresses[0].host if self._addresses else _meeting().own_host()
+        sock = _meeting().stream_to(name, self._scheme_id, host, self._handshake_timeout)
         control = TCPTransport(sock, limits=self._limits, name=f"the RPC worker {name}")
         return self._linked(control, listened=True)
 
@@ -241,7 +241,7 @@ class RPCWeightSyncScheme(EngineScheme):
         token = self._credentials.token_bytes
         while asyncio.get_running_loop().time() < give_up:
             try:
-                await meeting.tell(name, self._scheme_id, url, token, _TELL_SECONDS)
+                await _meeting().tell(name, self._scheme_id, url, token, _TELL_SECONDS)
             except ConnectError:  # connect() and send() say who is missing
                 await backoff.wait()
             else:
@@ -258,14 +258,14 @@ class RPCWeightSyncScheme(EngineScheme):
         if not self._knows_port:
             try:
                 async with asyncio.timeout(timeout):
-                    await meeting.wait_until_told(self._scheme_id)
+                    await _meeting().wait_until_told(self._scheme_id)
             except TimeoutError as exc:
                 raise ConnectTimeout(
                     f"the trainer told nobody here within {timeout or 0:g} s where it listens: "
                     "its init_on_sender() has to know this RPC worker by name (workers=, or a "
                     "context with collector_infos), or this copy has to be made after it"
                 ) from exc
-        found = meeting.told(self._scheme_id)
+        found = _meeting().told(self._scheme_id)
         if found is not None:
             url, token = found
             self._addresses = [Address.parse(url)]
@@ -276,7 +276,7 @@ class RPCWeightSyncScheme(EngineScheme):
             rpc_name()
             started = asyncio.get_running_loop().time()
             await self._look_up(timeout)
-            sock = meeting.take_stream(self._scheme_id)
+            sock = _meeting().take_stream(self._scheme_id)
             if sock is not None:
                 return self._transport_over(sock, "the trainer")
             if timeout is not None:
@@ -289,3 +289,8 @@ def _name_of(info: Any) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{info!r} is neither the name of an RPC worker nor its WorkerInfo")
     return name
+
+
+def _meeting() -> Any:
+    """The module by which RPC workers meet; loaded late, as some builds of torch have no RPC."""
+    return importlib.import_module("aiosync.transports._rpc_meeting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final, Literal
 
 import aiosync.schemes as aio
-from aiosync.schemes.ray import RAY_INLINE_NBYTES
+from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.schemes.ray_transform import RayModuleTransformSender
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import blocking, direct, on_loop, option
@@ -52,7 +52,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
         handshake_timeout: float = 10.0,
-        inline_nbytes: int = RAY_INLINE_NBYTES,
+        inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
     ) -> None:
         self._adopt(

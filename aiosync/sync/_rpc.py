@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import aiosync.schemes as aio
+from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import direct, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
-from aiosync.transports._beside import INLINE_NBYTES
 from aiosync.types import Limits, Require
 
 __all__ = ["RPCWeightSyncScheme"]

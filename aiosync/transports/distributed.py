@@ -15,7 +15,6 @@ from torch import distributed as dist
 from aiosync.errors import ConfigError
 from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
 from aiosync.transports._framed import FramedTransport
-from aiosync.transports._process_group import GroupCarrier, GroupMember
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 
@@ -78,6 +77,9 @@ class DistributedTransport(BesideTransport):
         check_backend(backend)
         if rank not in (0, 1):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
+        # Not before: some builds of torch have no process groups.
+        from aiosync.transports._process_group import GroupCarrier, GroupMember
+
         carrier = GroupCarrier(
             rank,
             control.channel.local_host,

@@ -9,12 +9,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
-from torch.distributed import rpc
+from torch import distributed
 
 from aiosync.errors import ConfigError
 from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
 from aiosync.transports._framed import FramedTransport
-from aiosync.transports._rpc_carrier import RPCCarrier
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 
@@ -55,9 +54,12 @@ class RPCTransport(BesideTransport):
         inline_nbytes: int = INLINE_NBYTES,
         patience: float = 30.0,
     ) -> None:
-        super().__init__(
-            control, RPCCarrier(rpc_name(), patience=patience), inline_nbytes=inline_nbytes
-        )
+        own_name = rpc_name()
+        # Not before: some builds of torch have no RPC.
+        from aiosync.transports._rpc_carrier import RPCCarrier
+
+        carrier = RPCCarrier(own_name, patience=patience)
+        super().__init__(control, carrier, inline_nbytes=inline_nbytes)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -82,6 +84,10 @@ def rpc_name() -> str:
     Raises:
         ConfigError: RPC is not initialised in this process, or this build of torch has none.
     """
+    if not distributed.is_available():
+        raise ConfigError("this build of torch has no torch.distributed.rpc")
+    from torch.distributed import rpc
+
     if not rpc.is_available():
         raise ConfigError("this build of torch has no torch.distributed.rpc")
     try:

@@ -22,7 +22,7 @@ def process(rank: int, port: int) -> None:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     group = dist.new_group([0, 1, 2])
-    model = nn.Linear(512, 512)
+    model = nn.Linear(512, 4096)
     with torch.no_grad():
         model.weight.fill_(1.0)
     scheme = aiosync.DistributedWeightSyncScheme(group=group, store=store)
