@@ -6,6 +6,7 @@ Must not import another concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import os
 import zlib
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from aiosync.errors import ConfigError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.strategy import WeightStrategy
 from aiosync.transports._beside import BesideTransport
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport, check_backend
 from aiosync.transports.tcp import TCPTransport
@@ -53,8 +54,9 @@ class DistributedWeightSyncScheme(EngineScheme):
             pickled: construct the scheme in every process.
         store: A ``torch.distributed`` store where workers look up the sender, for processes
             that are not started by the sender. Not pickled.
-        address: Where the sender listens for control streams; on several hosts
-            ``tcp://HOST:0`` with an address of the sender's host that the workers reach.
+        address: Where the sender listens for control streams. By default on any port of the
+            address that this host has towards that of ``store``, or ``MASTER_ADDR``, or else of
+            the loopback.
         token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
             of the scheme, or through ``store``.
         reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
@@ -117,6 +119,10 @@ class DistributedWeightSyncScheme(EngineScheme):
         self.patience = patience
 
     _copies_ahead = True
+
+    def _default_address(self) -> Address:
+        towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
+        return any_port_of(own_host(towards))
 
     def _get_config(self) -> dict[str, Any]:
         return {**super()._get_config(), "_group": None, "_store": None}

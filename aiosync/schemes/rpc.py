@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.transports._beside import BesideTransport
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.rpc import RPCTransport, rpc_name
@@ -127,8 +128,7 @@ class RPCWeightSyncScheme(EngineScheme):
         return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
 
     def _default_address(self) -> Address:
-        host = _meeting().own_host()
-        return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+        return any_port_of(own_host(os.environ.get("MASTER_ADDR")))
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a connected stream socket, or to a remote collector.
@@ -153,7 +153,7 @@ class RPCWeightSyncScheme(EngineScheme):
             )
         name = _name_of(pipe_or_context[0])
         rpc_name()  # before anything else is tried
-        host = self._addresses[0].host if self._addresses else _meeting().own_host()
+        host = (self._addresses or [self._default_address()])[0].host
         sock = _meeting().stream_to(name, self._scheme_id, host, self._handshake_timeout)
         control = TCPTransport(sock, limits=self._limits, name=f"the RPC worker {name}")
         return self._linked(control, listened=True)

@@ -129,8 +129,8 @@ class Entry:
     __slots__ = ("__weakref__", "hub", "ref", "ticket", "told")
 
     def __init__(self, ref: Any) -> None:
-        self.ref = ref
-        self.ticket = secrets.token_bytes(16)
+        self.ref: Any = ref
+        self.ticket: bytes = secrets.token_bytes(16)
         self.hub: Hub | None = None
         self.told: asyncio.Future[Any] | None = None
 
@@ -145,8 +145,8 @@ class Hub:
 
     def __init__(self, ray: Any, loop: asyncio.AbstractEventLoop) -> None:
         _pickle_by_value(ray)
-        self.name = f"aiosync-{secrets.token_hex(16)}"
-        self.dead = False
+        self.name: str = f"aiosync-{secrets.token_hex(16)}"
+        self.dead: bool = False
         here = ray.get_runtime_context().get_node_id()
         where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
         self._ray = ray

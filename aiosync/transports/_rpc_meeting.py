@@ -7,8 +7,6 @@ may ask long after. Drives torch; must not import schemes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
 import socket
 import threading
@@ -19,7 +17,7 @@ from torch.distributed import rpc
 from aiosync.errors import ConnectError
 from aiosync.transports._rpc_flight import call, from_thread
 
-__all__ = ["Told", "own_host", "stream_to", "take_stream", "tell", "told", "wait_until_told"]
+__all__ = ["Told", "stream_to", "take_stream", "tell", "told", "wait_until_told"]
 
 _MAX_KEPT = 1024
 _SECRET_NBYTES = 16
@@ -163,17 +161,6 @@ def stream_to(name: str, scheme_id: str, host: str, timeout: float) -> socket.so
             raise ConnectError(
                 f"the RPC worker {name!r} opened no stream to {host}: {_text(exc)}"
             ) from exc
-
-
-def own_host() -> str:
-    """Address of this host that the workers reach: the one towards the master of the group."""
-    master = os.environ.get("MASTER_ADDR")
-    if master:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((master, 9))  # sends nothing
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _make_ready(sock: socket.socket) -> None:

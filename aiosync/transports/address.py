@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Address", "bind"]
+__all__ = ["Address", "any_port_of", "bind", "own_host"]
 
 _BACKLOG = 1024
 _MAX_PATH_NBYTES = 107  # of sockaddr_un on Linux
@@ -175,3 +175,21 @@ def _is_stale(path: str) -> bool:
         except OSError:
             return False
     return False
+
+
+def own_host(towards: str | None) -> str:
+    """Address of this host that ``towards`` and its neighbours reach; the loopback for nobody.
+
+    Looks up a name, and sends nothing.
+    """
+    if towards:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((towards, 9))
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def any_port_of(host: str) -> Address:
+    """``tcp://host:0``, for numbers of both families."""
+    return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")

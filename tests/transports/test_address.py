@@ -11,7 +11,7 @@ import pytest
 
 from aiosync.errors import ConfigError
 from aiosync.schemes.listening import StreamListener
-from aiosync.transports.address import Address, bind
+from aiosync.transports.address import Address, any_port_of, bind, own_host
 
 
 @pytest.mark.parametrize(
@@ -158,3 +158,10 @@ def test_a_listener_removes_its_own_file_only(tmp_path: Path) -> None:
     assert path.is_socket()  # it is the second one's
     second.close()
     assert not path.exists()
+
+
+def test_the_own_host_towards_another() -> None:
+    assert own_host(None) == own_host("") == own_host("127.0.0.1") == "127.0.0.1"
+    assert own_host("::1") == "::1"
+    assert str(any_port_of("::1")) == "tcp://[::1]:0"
+    assert str(any_port_of("127.0.0.1")) == "tcp://127.0.0.1:0"
