@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import os
 import secrets
 import socket
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
@@ -39,6 +41,7 @@ Setting a transfer beside it going takes a few messages or calls, and a thread o
 stream takes for so many bytes.
 """
 
+_AGAIN_SECONDS = 0.2
 _ATTEMPT_SECONDS = 5.0  # at one address, before it is looked up again
 
 
@@ -141,6 +144,11 @@ class EngineScheme(StreamReceiving):
             ConnectTimeout: It did not appear in time.
         """
 
+    @property
+    def _may_change(self) -> bool:
+        """Whether looking the sender up again may find another one."""
+        return False
+
     # -- links ---------------------------------------------------------------------------------
 
     def _linked(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
@@ -182,10 +190,12 @@ class EngineScheme(StreamReceiving):
 
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):
-            self._listener.start(
-                lambda control: sender.welcome(self._linked(control, listened=True)),
-                sender.workers._crashed,
-            )
+
+            def welcome(control: TCPTransport) -> None:
+                with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
+                    sender.welcome(self._linked(control, listened=True))
+
+            self._listener.start(welcome, sender.workers._crashed)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
     # -- a worker ------------------------------------------------------------------------------
@@ -212,6 +222,12 @@ class EngineScheme(StreamReceiving):
                 if left is not None and left <= attempt:
                     raise
                 continue
+            except AuthError:
+                # A new trainer may be about to say where it is, and what its token is.
+                if not self._may_change or (left is not None and left <= _AGAIN_SECONDS):
+                    raise
+                await asyncio.sleep(_AGAIN_SECONDS)
+                continue
             return self._linked(control, listened=False)
 
     # -- closing -------------------------------------------------------------------------------
@@ -222,5 +238,5 @@ class EngineScheme(StreamReceiving):
         try:
             await super().aclose()
         finally:
-            for link in links:
-                await link.aclose()
+            if self._pid == os.getpid():
+                await asyncio.gather(*(link.aclose() for link in links))

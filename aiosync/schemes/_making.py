@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
+from aiosync.errors import TransportClosed
 from aiosync.schemes._snapshots import Snapshot, SnapshotStore
 from aiosync.tensors import CopyPool, FlatBuffer, Flattener, LiveBytes, Prepared, copy_bytes
 from aiosync.transports._carrier import COPYING, KEPT, Progress
@@ -144,6 +145,8 @@ class SnapshotMaker:
             raise cancelled
 
     def _start_executor(self) -> None:
+        if self._closed:
+            raise TransportClosed("this scheme was closed")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
             self._pool = CopyPool()

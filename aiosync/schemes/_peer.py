@@ -6,6 +6,7 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -218,7 +219,7 @@ class Peer:
                 return  # nobody waits for it any more
             if version not in self.outbox.in_flight or self.outbox.window_open:
                 return  # the worker has answered all the same
-            outcomes = self.outbox.give_up(version, error)
+            outcomes = self.outbox.give_up(version, without_frames(error))
             self._answered()
             self._settle(outcomes)
         else:
@@ -256,6 +257,7 @@ class Peer:
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
+            await self._copied(snapshot)
             if self.stream is not None:
                 await self.stream.write(snapshot, epoch)
                 await self._say_words()
@@ -269,6 +271,16 @@ class Peer:
             snapshot.release()
             self._writing = False
         self._pump()
+
+    async def _copied(self, snapshot: Snapshot) -> None:
+        """Wait until the snapshot is made, unless the link sends only what is in place."""
+        copying = snapshot.copying
+        above = getattr(self.transport, "follows_copies_above", None)
+        if copying is None or (above is not None and snapshot.nbytes > above):
+            return
+        await asyncio.wait({copying})
+        if copying.exception() is not None:
+            raise LocalProtocolError("the weights could not be copied") from copying.exception()
 
     @staticmethod
     def _payload(snapshot: Snapshot) -> list[memoryview]:

@@ -10,7 +10,7 @@ import os
 import zlib
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.strategy import WeightStrategy
 from aiosync.transports._beside import BesideTransport
@@ -48,10 +48,10 @@ class DistributedWeightSyncScheme(EngineScheme):
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
-        group: A process group that the sender and all workers are members of, used for
-            point-to-point transfers instead of groups of two. A transfer that is cut ends the
-            connection between its two ranks, and so the use of the group for that worker. Not
-            pickled: construct the scheme in every process.
+        group: A Gloo process group that the sender and all workers are members of, used for
+            point-to-point transfers instead of groups of two. A transfer that is cut or stands
+            still breaks the whole group, so use none that anything else depends on. Not pickled:
+            construct the scheme in every process.
         store: A ``torch.distributed`` store where workers look up the sender, for processes
             that are not started by the sender. Not pickled.
         address: Where the sender listens for control streams. By default on any port of the
@@ -120,6 +120,10 @@ class DistributedWeightSyncScheme(EngineScheme):
 
     _copies_ahead = True
 
+    @property
+    def _may_change(self) -> bool:
+        return self._store is not None
+
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
         return any_port_of(own_host(towards))
@@ -146,10 +150,14 @@ class DistributedWeightSyncScheme(EngineScheme):
         return f"aiosync/{self._model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
-        if self._store is not None:
+        if self._store is None:
+            return
+        try:
             token = self._credentials.token_bytes or b""
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
             await asyncio.to_thread(self._store.set, self._key, value)
+        except RuntimeError as exc:  # of torch
+            raise ConnectError(f"the store did not take the trainer's address: {exc}") from exc
 
     async def _look_up(self, timeout: float | None) -> None:
         if self._store is None:
@@ -167,6 +175,10 @@ class DistributedWeightSyncScheme(EngineScheme):
                 f"no trainer put its address into the store within {timeout:g} s: it has to run "
                 "init_on_sender() and connect() with the same store and model_id"
             ) from exc
+        except RuntimeError as exc:  # of torch
+            if self._addresses:
+                return  # the store is gone; the trainer may not be
+            raise ConnectError(f"the store cannot be reached: {exc}") from exc
         url, _, token = bytes(found).partition(_SEPARATOR)
         self._addresses = [Address.parse(url.decode())]
         self._credentials = Credentials(token=bytes.fromhex(token.decode()))

@@ -6,13 +6,15 @@ Ray is loaded when a scheme is constructed. Must not import another concrete sch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
@@ -185,8 +187,8 @@ class RayWeightSyncScheme(EngineScheme):
             ctx=ctx,
         )
         kinds = {type(link) for link in self._links.values()}
-        # Links of one kind share what one of them put; others need the bytes.
-        self._shares = len(kinds) <= 1 and kinds <= {RayTransport, RayActorTransport}
+        # What one of these puts the others use, too; links of another kind need the bytes.
+        self._shares = kinds <= {RayActorTransport}
         for link in self._links.values():
             if isinstance(link, RayActorTransport):
                 link.model_id = self._model_id or "policy"
@@ -238,21 +240,25 @@ class RayWeightSyncScheme(EngineScheme):
     async def _publish(self, address: Address) -> None:
         self._published = str(address).encode()
         put = functools.partial(_key_values()._internal_kv_put, namespace=_KV_NAMESPACE)
-        await asyncio.to_thread(put, self._key, self._published, True)
+        try:
+            await asyncio.to_thread(put, self._key, self._published, True)
+        except Exception as exc:  # of Ray, of many types; connect() and send() raise it
+            raise ConnectError(
+                f"the Ray cluster did not take the trainer's address: {type(exc).__name__}: {exc}"
+            ) from exc
 
     async def _look_up(self, timeout: float | None) -> None:
         need_cluster()
-        get = functools.partial(_key_values()._internal_kv_get, namespace=_KV_NAMESPACE)
         try:
             async with asyncio.timeout(timeout):
-                found = await asyncio.to_thread(get, self._key)
+                found = await asyncio.to_thread(_found, self._key)
                 while found is None and not self._knows_address:
                     await asyncio.sleep(_LOOK_SECONDS)
-                    found = await asyncio.to_thread(get, self._key)
+                    found = await asyncio.to_thread(_found, self._key)
         except TimeoutError as exc:
             raise ConnectTimeout(
-                f"no trainer announced itself in the Ray cluster within {timeout:g} s: it has to "
-                "run init_on_sender() and connect() with the scheme that this one was copied "
+                f"no trainer announced itself in the Ray cluster within {timeout or 0:g} s: it has "
+                "to run init_on_sender() and connect() with the scheme that this one was copied "
                 "from, and the same model_id"
             ) from exc
         if found is not None:
@@ -266,18 +272,25 @@ class RayWeightSyncScheme(EngineScheme):
 
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`."""
+        if self._pid != os.getpid():
+            await super().aclose()  # forked: the rest is the parent's
+            return
         objects, self._objects = self._objects, None
         published, self._published = self._published, None
+        connected = load_ray().is_initialized()  # before anything of Ray's connects again
         try:
             await super().aclose()
-        finally:
-            if objects is not None:
-                await objects.aclose()
-            if published is not None and load_ray().is_initialized():
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await asyncio.to_thread(_withdraw, self._key, published)
             for link in self._links.values():
                 await link.aclose()
+        finally:
+            try:
+                if objects is not None:
+                    await objects.aclose()
+            finally:
+                if published is not None and connected and load_ray().is_initialized():
+                    withdrawing = asyncio.to_thread(_withdraw, self._key, published)
+                    with contextlib.suppress(TimeoutError):  # workers find nobody there then
+                        await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
@@ -288,6 +301,14 @@ class RayWeightSyncScheme(EngineScheme):
 
 def _key_values() -> Any:
     return importlib.import_module("ray.experimental.internal_kv")
+
+
+def _found(key: bytes) -> Any:
+    """What is kept under a key; nothing where the cluster cannot say so now."""
+    try:
+        return _key_values()._internal_kv_get(key, namespace=_KV_NAMESPACE)
+    except Exception:  # noqa: BLE001 - of Ray, of many types; ConnectTimeout says that none came
+        return None
 
 
 def _withdraw(key: bytes, published: bytes) -> None:

@@ -222,7 +222,7 @@ class WeightSender:
         snapshots = {}
         # Links that carry bytes take them from the tensors, which must not change meanwhile.
         take = self.maker.borrow if self._borrows else self.maker.take
-        if self._copies_ahead:
+        if self._copies_ahead and len(planned) == 1:
             take = self.maker.copy_ahead
         try:
             for key, plan in planned.items():

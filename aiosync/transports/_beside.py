@@ -17,6 +17,7 @@ from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
     PeerClosed,
+    ProtocolError,
     RecvTimeout,
     RemoteProtocolError,
     SendTimeout,
@@ -36,6 +37,7 @@ __all__ = ["INLINE_NBYTES", "BesideTransport"]
 INLINE_NBYTES = 128 * 2**10
 """Payloads up to this size travel in the control stream."""
 
+_POLL_SECONDS = 1.0
 _MAX_EARLY = 64  # messages that are kept while nobody is in recv()
 
 _NBYTES = "beside"
@@ -77,6 +79,14 @@ class BesideTransport(Transport):
         """The framed control stream, for schemes that watch the peer's process."""
         return self._control.channel
 
+    @property
+    def follows_copies_above(self) -> int | None:
+        """Payloads above so many bytes may still be filled, from their start on, as they are sent.
+
+        ``None``: none may.
+        """
+        return self._inline_nbytes if self._carrier.follows_copies else None
+
     def _check(self) -> None:
         if self._broken is not None and not self.channel.closed:
             again = type(self._broken)(*self._broken.args)
@@ -86,7 +96,9 @@ class BesideTransport(Transport):
 
     def _hear(self, message: Message, ext: Mapping[str, ExtValue] | None = None) -> bool:
         if not isinstance(message, Setup):
-            if self._waiting or self._subscribed or len(self._early) >= _MAX_EARLY:
+            if self._waiting or (self._subscribed and not self._early):
+                return False
+            if len(self._early) >= _MAX_EARLY:
                 return False
             # Read on: what lets a payload of this side go may be behind it.
             self._early.append((message, ext))
@@ -175,6 +187,10 @@ class BesideTransport(Transport):
             if begun():
                 self._fail(TransportBroken(f"{what} was cut by a deadline"), what)
             raise late from exc
+        except ProtocolError as exc:
+            if begun() or not isinstance(exc, LocalProtocolError):
+                self._fail(exc, what)
+            raise
         except AiosyncError as exc:
             self._fail(exc, what)
             self._check()
@@ -185,7 +201,7 @@ class BesideTransport(Transport):
             raise
 
     def _fail(self, error: AiosyncError, what: str) -> None:
-        if self.channel.closed or isinstance(error, LocalProtocolError):
+        if self.channel.closed:
             return
         lost = self.channel.error
         if isinstance(lost, PeerClosed):
@@ -194,7 +210,7 @@ class BesideTransport(Transport):
             error.__cause__ = lost
         elif lost is not None:
             error = lost
-        elif not isinstance(error, LinkError):
+        elif not isinstance(error, LinkError) or isinstance(error, LocalProtocolError):
             broken = TransportBroken(f"{what} failed: {error}")
             broken.__cause__ = error
             error = broken
@@ -230,7 +246,9 @@ class BesideTransport(Transport):
                     continue
                 if not ext or _NBYTES not in ext:
                     return Received(message, [flat_view(each) for each in buffers], nbytes)
-                left = None if timeout is None else max(0.0, timeout + started - loop.time())
+                # A payload that is announced takes its time, also where recv() only looks.
+                least = _POLL_SECONDS if timeout is not None and timeout <= 0 else 0.0
+                left = None if timeout is None else max(least, timeout + started - loop.time())
                 what = f"the payload of a {type(message).__name__} from {self.channel.name}"
                 late = RecvTimeout(f"{what} was not complete within {timeout or 0:g} s")
                 fetch = functools.partial(self._fetch, message, ext, into)
@@ -297,8 +315,10 @@ class BesideTransport(Transport):
 
     async def aclose(self) -> None:
         """Close the link and what carries its payloads; waiters see ``TransportClosed``."""
-        await self._carrier.settle()
-        self.abort()
+        try:
+            await self._carrier.settle()
+        finally:
+            self.abort()
         await self._carrier.aclose()
 
     def abort(self) -> None:

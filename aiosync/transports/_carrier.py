@@ -9,7 +9,7 @@ import abc
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.transports._channel import FramedChannel
@@ -97,6 +97,9 @@ class Carrier(abc.ABC):
 
     kind: str
     """Names the way in :class:`~aiosync.wire.Setup` messages."""
+
+    follows_copies: ClassVar[bool] = False
+    """Whether :meth:`push` waits for the parts of a payload that are not in place yet."""
 
     control: FramedChannel
     """The control stream; set before anything else is called."""

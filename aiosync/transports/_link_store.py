@@ -32,6 +32,7 @@ class LinkStore(Store):
         self._say = say
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._unknown: set[str] = set()  # keys of this side that the other may not have yet
         self._closed = False
 
     def learn(self, key: str, value: bytes) -> None:
@@ -40,6 +41,12 @@ class LinkStore(Store):
             if len(self._values) >= _MAX_KEYS:
                 raise RemoteProtocolError("the peer's process group sets too many keys")
             self._values[key] = value
+            self._changed.notify_all()
+
+    def acknowledged(self, key: str) -> None:
+        """The other side has a key of this one."""
+        with self._changed:
+            self._unknown.discard(key)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -52,6 +59,8 @@ class LinkStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         value = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            self._unknown.add(key)
         self.learn(key, value)
         self._say(key, value)
 
@@ -62,11 +71,13 @@ class LinkStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         del timeout  # of the connection, which comes after this
         with self._changed:
-            there = self._changed.wait_for(
-                lambda: self._closed or all(key in self._values for key in keys), _MEET_SECONDS
-            )
+            there = self._changed.wait_for(lambda: self._closed or self._has(keys), _MEET_SECONDS)
             if self._closed or not there:
                 raise dist.DistStoreError("the peer did not come to the process group")
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        # Connecting, which follows, has a short deadline: both sides have to be that far.
+        return not self._unknown and all(key in self._values for key in keys)
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._changed:

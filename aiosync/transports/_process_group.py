@@ -9,30 +9,39 @@ must not import schemes. See ``docs/topics/clusters.md``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import distributed as dist
 
-from aiosync.errors import RemoteProtocolError, TransportBroken
+from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
 from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress
+from aiosync.transports._fork import close_in_child
+from aiosync.transports._group_chunks import Chunk, chunks_of, tensor_of
 from aiosync.transports._link_store import LinkStore
 from aiosync.wire import ExtValue, Setup
 
 __all__ = ["GroupCarrier", "GroupMember"]
 
-_CHUNK_NBYTES = 2**20  # many of them on their way beat one big one
 _WINDOW = 16  # chunks on their way at a time
 _PATIENCE_SECONDS = 10.0
+_FIRST_CHUNK = timedelta(seconds=60)
 _CONNECT_SECONDS = 3.0  # once the peer said where it is
 _CLOSE_SECONDS = 1.0
-_GO, _GOT = "go", "got"
-"""Keys of the messages of a side that receives now, and that has it; never keys of a store."""
+_GO, _GOT, _HAVE = "go", "got", "have"
+"""Keys of the messages of a side that receives now, that has it, or has a key of the store; never
+keys of a store themselves."""
+
+
+_of_parents: list[Any] = []
+"""Groups of the process that this one was forked from. Their destructors would wait for ever."""
 
 
 class GroupMember:
@@ -46,6 +55,13 @@ class GroupMember:
     def __init__(self, group: Any) -> None:
         self.group: Any = group
         self.rank: int = dist.get_rank(group)
+        if self.rank < 0:
+            raise ConfigError("this process is no member of the group that was given")
+        if dist.get_backend(group) != "gloo":
+            raise ConfigError(
+                f"the group that was given is one of {dist.get_backend(group)}; only groups of "
+                "gloo can be shared"
+            )
 
 
 class GroupCarrier(Carrier):
@@ -59,6 +75,8 @@ class GroupCarrier(Carrier):
         tag: Distinguishes links within a given group; the same at both ends.
         patience: Seconds without any progress after which a transfer is given up.
     """
+
+    follows_copies = True
 
     def __init__(
         self,
@@ -86,7 +104,9 @@ class GroupCarrier(Carrier):
         self._running: set[asyncio.Future[None]] = set()
         self._ending: asyncio.Future[None] | None = None
         self._stop = False
+        close_in_child(self)
         self._said_rank = False
+        self._nonce = secrets.token_hex(8)
         self._copying: Progress | None = None
         # Until the peer begins to take a payload, and until it has all of it.
         self._going: asyncio.Future[None] | None = None
@@ -108,18 +128,28 @@ class GroupCarrier(Carrier):
             waiter.set_result(None)
             return
         if self._member is None:
+            if message.key == _HAVE:
+                self._store.acknowledged(message.value.decode("utf-8", "replace"))
+                return
             self._store.learn(message.key, message.value)
+            self.say(_HAVE, message.key.encode())
             self._begin()
             return
-        text = message.value.decode("ascii", "replace")
-        if message.key != "rank" or not text.isdigit() or len(text) > 9:
+        text, _, nonce = message.value.decode("ascii", "replace").partition(" ")
+        if message.key != "rank" or not text.isdigit() or len(text) > 9 or len(nonce) != 16:
             raise RemoteProtocolError(
                 "the peer has no rank in a process group: pass group= on both sides or on neither"
             )
+        if self._peer_known.is_set():
+            raise RemoteProtocolError("the peer says a second time which rank it has")
         rank, size = int(text), dist.get_world_size(self._member.group)
         if rank >= size or rank == self._member.rank:
             raise RemoteProtocolError(f"the peer says it has rank {rank} of {size}, as this side")
         self._peer = rank
+        # Gloo matches chunks by rank and tag: what another link of the two processes left, or has
+        # under way, must not be taken for a part of this one's payloads.
+        nonces = [self._nonce, nonce] if self._rank == 0 else [nonce, self._nonce]
+        self._tag = zlib.crc32("/".join([str(self._tag), *nonces]).encode()) >> 2
         self._peer_known.set()
         self._begin()
 
@@ -130,7 +160,7 @@ class GroupCarrier(Carrier):
                 self._making = self._start(self._make_group)
         elif not self._said_rank:
             self._said_rank = True
-            self.say("rank", str(self._member.rank).encode())
+            self.say("rank", f"{self._member.rank} {self._nonce}".encode())
 
     async def _meet(self) -> None:
         """Have a group with the peer. The sender of a payload begins, before it tells of it.
@@ -238,41 +268,50 @@ class GroupCarrier(Carrier):
         self,
         pieces: list[memoryview],
         nbytes: int,
-        post: Callable[[list[memoryview]], _Chunk],
+        post: Callable[[list[memoryview]], Chunk],
         copying: Progress | None = None,
     ) -> None:
-        waiting: deque[_Chunk] = deque()
+        waiting: deque[Chunk] = deque()
         sent = 0
-        for chunk in _chunks(pieces, nbytes):
-            if self._stop:
-                break
-            if copying is not None:
-                sent += sum(view.nbytes for view in chunk)
-                copying.wait(sent)
-            if len(waiting) >= _WINDOW:
-                waiting.popleft().wait(self._patience)
-            waiting.append(post(chunk))
-        while waiting:  # also when stopped: the memory is theirs until then
-            waiting.popleft().wait(self._patience)
+        # A peer that sends has to hear first that it may: its loop may be busy.
+        patience = self._patience if post == self._post_send else _FIRST_CHUNK
+        try:
+            for chunk in chunks_of(pieces, nbytes):
+                if self._stop:
+                    break
+                if copying is not None:
+                    sent += sum(view.nbytes for view in chunk)
+                    copying.wait(sent)
+                if len(waiting) >= _WINDOW:
+                    waiting.popleft().wait(patience)
+                    patience = self._patience
+                waiting.append(post(chunk))
+            while waiting:
+                waiting.popleft().wait(patience)
+                patience = self._patience
+        finally:  # the memory is theirs until then; where one failed, so do the others at once
+            for each in waiting:
+                with contextlib.suppress(RuntimeError):
+                    each.wait(self._patience)
         if self._stop:
             raise TransportBroken("the link has ended")
 
-    def _post_send(self, chunk: list[memoryview]) -> _Chunk:
-        tensor = _tensor_of(chunk)
+    def _post_send(self, chunk: list[memoryview]) -> Chunk:
+        tensor = tensor_of(chunk)
         if self.kind == "nccl":
             tensor = tensor.cuda()
-        return _Chunk(self._group.send([tensor], self._peer, self._tag), tensor, None)
+        return Chunk(self._group.send([tensor], self._peer, self._tag), tensor, None)
 
-    def _post_recv(self, chunk: list[memoryview]) -> _Chunk:
+    def _post_recv(self, chunk: list[memoryview]) -> Chunk:
         whole = len(chunk) == 1 and self.kind == "gloo"
         target = chunk if not whole else None
         if whole:
-            tensor = _tensor_of(chunk)
+            tensor = tensor_of(chunk)
         else:
             size = sum(view.nbytes for view in chunk)
             device = "cuda" if self.kind == "nccl" else "cpu"
             tensor = torch.empty(size, dtype=torch.uint8, device=device)
-        return _Chunk(self._group.recv([tensor], self._peer, self._tag), tensor, target)
+        return Chunk(self._group.recv([tensor], self._peer, self._tag), tensor, target)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -280,6 +319,9 @@ class GroupCarrier(Carrier):
         """See :class:`Carrier`."""
         self._stop = True
         self._store.close()
+        if self._loop.is_closed():
+            self._let_go()
+            return
         self._peer_known.set()
         for waiter in (self._going, self._taken):
             if waiter is not None and not waiter.done():
@@ -301,6 +343,13 @@ class GroupCarrier(Carrier):
     def _drop_group(self) -> None:
         self._group = None
 
+    def close_after_fork(self) -> None:
+        """In a forked child: never touch the group, whose threads are the parent's."""
+        if self._group is not None:
+            _of_parents.append(self._group)
+        self._group, self._threads, self._stop = None, None, True
+        self._running.clear()
+
     async def aclose(self) -> None:
         """See :class:`Carrier`.
 
@@ -315,62 +364,3 @@ class GroupCarrier(Carrier):
             await asyncio.wait({self._ending}, timeout=_CLOSE_SECONDS)
             if self._ending.done():
                 self._threads.shutdown(wait=True)
-
-
-class _Chunk:
-    """One chunk on its way, with the memory that it uses."""
-
-    __slots__ = ("_target", "_tensor", "_work")
-
-    def __init__(self, work: Any, tensor: torch.Tensor, target: list[memoryview] | None) -> None:
-        self._work = work
-        self._tensor = tensor
-        self._target = target
-
-    def wait(self, patience: timedelta) -> None:
-        self._work.wait(patience)
-        if self._target is not None:
-            source = self._tensor.cpu().numpy()
-            offset = 0
-            for view in self._target:
-                np.copyto(np.frombuffer(view, np.uint8), source[offset : offset + view.nbytes])
-                offset += view.nbytes
-
-
-def _chunks(pieces: list[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
-    chunk: list[memoryview] = []
-    room = min(_CHUNK_NBYTES, nbytes)
-    for piece in pieces:
-        offset = 0
-        while offset < piece.nbytes:
-            step = min(room, piece.nbytes - offset)
-            chunk.append(piece[offset : offset + step])
-            offset += step
-            room -= step
-            if not room:
-                yield chunk
-                chunk, room = [], _CHUNK_NBYTES
-    if chunk:
-        yield chunk
-
-
-def _tensor_of(chunk: list[memoryview]) -> torch.Tensor:
-    """The bytes of a chunk: a view of one piece, or a copy of several."""
-    if len(chunk) == 1:
-        array = np.frombuffer(chunk[0], np.uint8)
-        if not array.flags.writeable:
-            array = np.asarray(_OnlyRead(array))  # torch warns of memory it must not write to
-    else:
-        array = np.concatenate([np.frombuffer(view, np.uint8) for view in chunk])
-    return torch.from_numpy(array)
-
-
-class _OnlyRead:
-    """Passes read-only memory off as writable, to code that only reads it."""
-
-    def __init__(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self._array = array  # alive as long as what is made of this
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface

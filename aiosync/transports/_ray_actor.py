@@ -19,6 +19,7 @@ from aiosync.errors import (
     RecvTimeout,
     RemoteProtocolError,
     SendTimeout,
+    TransportBroken,
     TransportBusy,
     TransportClosed,
 )
@@ -142,7 +143,15 @@ class RayActorTransport(Transport):
         key = ("ray-actor", manifest.digest)
         entry = await self._objects.put(memo, key, make, publish=False)
         self._check()
-        answered = landed(self._method.remote(entry.ref), loop)
+        if not self._ray.is_initialized():
+            raise TransportBroken("this process is not connected to a Ray cluster any more")
+        try:
+            answered = landed(self._method.remote(entry.ref), loop)
+        except Exception as exc:  # of Ray, of many types; the caller of the scheme's send() sees it
+            exc.__traceback__ = None  # its frames would keep the weights
+            raise LocalProtocolError(
+                f"{self._name} could not be called: {type(exc).__name__}: {exc}"
+            ) from exc
         answered.add_done_callback(
             functools.partial(self._on_answer, message.epoch, message.version)
         )
@@ -151,7 +160,10 @@ class RayActorTransport(Transport):
         if self._closed or done.cancelled():
             return
         error = done.exception()
-        if isinstance(error, self._ray.exceptions.RayActorError):
+        exceptions = self._ray.exceptions
+        # An actor that starts again, or cannot be reached for a moment, gets the next update.
+        passing = getattr(exceptions, "ActorUnavailableError", ())
+        if isinstance(error, exceptions.RayActorError) and not isinstance(error, passing):
             text = str(error).strip().partition("\n")[0]
             self._error = PeerClosed(f"{self._name} has died: {text}")
         else:

@@ -38,7 +38,7 @@ _HUB_SECONDS = 60.0  # until the hub has what the sender gave it
 _FETCH_SECONDS = 600.0  # until an object came from another node
 _COPIED_NBYTES = 2**20  # larger copies are made off the loop
 _HUB_NAME = re.compile(r"aiosync-[0-9a-f]{32}")
-_ACTOR_NAME = re.compile(r"[\w .:()-]{1,120}", re.ASCII)
+_NOT_IN_NAMES = re.compile(r"[^\w .:()/-]", re.ASCII)
 _ACTOR, _GOT = "actor", "got"
 
 _regions = itertools.count(1)
@@ -83,10 +83,9 @@ class RayCarrier(Carrier):
                 self._announced = None
                 self._changed.set()
         elif message.key == _ACTOR:
-            name = message.value.decode("ascii", "replace").replace("?", "_")
-            if not _ACTOR_NAME.fullmatch(name):
-                raise RemoteProtocolError("the peer has an illegal actor name")
-            if not self.control.name.startswith("actor "):
+            name = message.value.decode("ascii", "replace")[:120]
+            name = _NOT_IN_NAMES.sub("_", name)
+            if name and not self.control.name.startswith("actor "):
                 self.control.name = f"actor {name} at {self.control.name}"
         else:
             super().hear(message)

@@ -123,6 +123,12 @@ def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
     return arrays
 
 
+def _check_cluster(ray: Any) -> None:
+    """Ray's calls start a cluster where there is none any more."""
+    if not ray.is_initialized():
+        raise TransportBroken("this process is not connected to a Ray cluster any more")
+
+
 class Entry:
     """One payload in the object store; dropped from the hub when this object goes."""
 
@@ -181,7 +187,8 @@ class Hub:
             self._loop.call_soon_threadsafe(self._drop, ticket)
 
     def _drop(self, ticket: bytes) -> None:
-        if not self.dead:
+        # Any call would connect this process to a cluster again, or start one.
+        if not self.dead and self._ray.is_initialized():
             self.actor.drop.remote(ticket)
 
     def end(self) -> None:
@@ -202,6 +209,7 @@ class RayObjects:
 
     def __init__(self) -> None:
         self._ray = need_cluster()
+        _pickle_by_value(self._ray)
         self._loop = asyncio.get_running_loop()
         self._thread = OneThread(self._loop)
         self._hub: Hub | None = None
@@ -249,10 +257,12 @@ class RayObjects:
         return entry
 
     def _put(self, make: Callable[[], Any]) -> Entry:
+        _check_cluster(self._ray)
         try:
             return Entry(self._ray.put(make()))
         except Exception as exc:  # of Ray: the store is full; who sends sees it
             text = str(exc).partition("\n")[0]
+            exc.__traceback__ = None  # its frames would keep the weights
             raise LocalProtocolError(
                 f"Ray's object store did not take the weights: {type(exc).__name__}: {text}"
             ) from exc
@@ -260,6 +270,7 @@ class RayObjects:
     def _tell(self, entry: Entry) -> None:
         if entry.hub is not None and not entry.hub.dead:
             return  # another link was quicker
+        _check_cluster(self._ray)
         try:
             if self._hub is None or self._hub.dead:
                 self._hub = Hub(self._ray, self._loop)

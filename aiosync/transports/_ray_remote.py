@@ -48,7 +48,8 @@ class Hub:
 
     async def drop(self, ticket: bytes) -> None:
         """Forget what belongs to ``ticket``."""
-        self._refs.pop(ticket, None)
+        async with self._changed:  # behind a put() that waits for it
+            self._refs.pop(ticket, None)
 
     async def count(self) -> int:
         """How many tickets there are."""

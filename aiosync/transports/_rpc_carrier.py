@@ -46,6 +46,8 @@ def accept(offer: bytes, key: bytes, name: str) -> str | None:
     Returns:
         Why not; ``None`` when the payload will come.
     """
+    if type(key) is not bytes or len(key) != ID_NBYTES or type(name) is not str:
+        return "this is no answer to an offer"
     go = _offers.pop(offer, None)
     if go is None:
         return "the sender does not offer this payload, or not any more"

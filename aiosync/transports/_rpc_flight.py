@@ -57,7 +57,7 @@ def call(
         future: Any = rpc.rpc_async(name, function, args=args, timeout=timeout)
         future.add_done_callback(on_done)
     except (RuntimeError, ValueError) as exc:  # no RPC any more, or no such worker
-        loop.call_soon(on_answer, exc)
+        loop.call_soon(on_answer, exc.with_traceback(None))  # its frames keep the arguments
 
 
 def from_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -109,9 +110,10 @@ async def test_a_newer_update_overtakes_the_older_ones() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-async def test_what_changes_after_send_does_not_travel() -> None:
+@pytest.mark.parametrize("inline_nbytes", [2**20, 2**30], ids=["group", "stream"])
+async def test_what_changes_after_send_does_not_travel(inline_nbytes: int) -> None:
     source, target = models.big(), models.big()
-    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE)
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, inline_nbytes=inline_nbytes)
     scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = harness.twin(scheme)
     receiver.init_on_receiver(model_id="policy", model=target)
@@ -130,6 +132,33 @@ async def test_what_changes_after_send_does_not_travel() -> None:
             await receiver.wait_for_version(number, timeout=PATIENCE)
             assert models.filled(target, float(number))
     assert models.filled(target, 7.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_a_forked_child_leaves_the_group_alone() -> None:
+    source, target = models.medium(), models.medium()
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="policy", model=target)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+
+        def child() -> None:
+            scheme.abort()
+            scheme._reset()  # as init_on_receiver() does
+            gc.collect()
+
+        process = harness.context("fork").Process(target=child)
+        process.start()
+        await asyncio.to_thread(process.join, PATIENCE)
+        assert process.exitcode == 0
+        process.close()
+        models.fill(source, 2.0)
+        assert (await scheme.send()).acked == {0}
+        assert models.filled(target, 2.0)
 
 
 # -- faults -------------------------------------------------------------------------------------
@@ -254,6 +283,21 @@ async def test_nobody_in_the_store() -> None:
     scheme.init_on_receiver(model=models.linear())
     with pytest.raises(ConnectTimeout, match="store"):
         await scheme.connect(timeout=0.2)
+
+
+class BrokenStore(dist.Store):
+    """As one is whose server has gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("connection reset by peer")
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_has_gone() -> None:
+    scheme = aiosync.DistributedWeightSyncScheme(store=BrokenStore())
+    scheme.init_on_receiver(model=models.linear())
+    with pytest.raises(aiosync.ConnectError, match="reset by peer"):
+        await scheme.connect(timeout=5)
 
 
 @pytest.mark.asyncio

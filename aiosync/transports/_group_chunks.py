@@ -1,0 +1,77 @@
+"""Payloads cut into chunks, and chunks as tensors on the memory of the payload.
+
+Drives torch; must not import asyncio or schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Chunk", "chunks_of", "tensor_of"]
+
+_CHUNK_NBYTES = 2**20  # many of them on their way beat one big one
+
+
+class Chunk:
+    """One chunk on its way, with the memory that it uses."""
+
+    __slots__ = ("_target", "_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: torch.Tensor, target: list[memoryview] | None) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._target = target
+
+    def wait(self, patience: timedelta) -> None:
+        """Block until it is done; ``RuntimeError`` when it failed, or not in time."""
+        self._work.wait(patience)
+        if self._target is not None:
+            source = self._tensor.cpu().numpy()
+            offset = 0
+            for view in self._target:
+                np.copyto(np.frombuffer(view, np.uint8), source[offset : offset + view.nbytes])
+                offset += view.nbytes
+
+
+def chunks_of(pieces: list[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
+    chunk: list[memoryview] = []
+    room = min(_CHUNK_NBYTES, nbytes)
+    for piece in pieces:
+        offset = 0
+        while offset < piece.nbytes:
+            step = min(room, piece.nbytes - offset)
+            chunk.append(piece[offset : offset + step])
+            offset += step
+            room -= step
+            if not room:
+                yield chunk
+                chunk, room = [], _CHUNK_NBYTES
+    if chunk:
+        yield chunk
+
+
+def tensor_of(chunk: list[memoryview]) -> torch.Tensor:
+    """The bytes of a chunk: a view of one piece, or a copy of several."""
+    if len(chunk) == 1:
+        array = np.frombuffer(chunk[0], np.uint8)
+        if not array.flags.writeable:
+            array = np.asarray(_OnlyRead(array))  # torch warns of memory it must not write to
+    else:
+        array = np.concatenate([np.frombuffer(view, np.uint8) for view in chunk])
+    return torch.from_numpy(array)
+
+
+class _OnlyRead:
+    """Passes read-only memory off as writable, to code that only reads it."""
+
+    def __init__(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._array = array  # alive as long as what is made of this
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
