@@ -246,14 +246,15 @@ def test_a_signal_handler_may_use_the_guard_at_any_point() -> None:
     """It runs between two byte codes of a method that holds the lock."""
     module = Probe()
     guard = _guarded(module)
-    count = 0
+    count, ending = 0, False
 
     def handler(*_: Any) -> None:
         nonlocal count
         count += 1
         guard.withdraw()
         guard.retry()
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-4))
+        if not ending:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-4))
 
     old = signal.signal(signal.SIGALRM, handler)
     try:
@@ -263,7 +264,9 @@ def test_a_signal_handler_may_use_the_guard_at_any_point() -> None:
             module()
             guard.submit(lambda: None)
     finally:
+        ending = True  # a signal that is pending must not start the timer again
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # the old handler ends a test that hangs
         signal.signal(signal.SIGALRM, old)
     assert count >= 500
     assert guard.exclusively(lambda: None, timeout=1.0)
