@@ -195,7 +195,7 @@ def _copy_in_order(live: LiveBytes, flat: FlatBuffer, nbytes: int, progress: Pro
                 copy_bytes(target[at : at + view.nbytes], view)
                 at += view.nbytes
             progress.advance(stop)
-    except BaseException as exc:
+    except BaseException as exc:  # send() raises it, and so does every link that waits
         progress.fail(exc)
         raise
 

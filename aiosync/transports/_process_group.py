@@ -32,12 +32,11 @@ __all__ = ["GroupCarrier", "GroupMember"]
 
 _WINDOW = 16  # chunks on their way at a time
 _PATIENCE_SECONDS = 10.0
-_FIRST_CHUNK = timedelta(seconds=60)
 _CONNECT_SECONDS = 3.0  # once the peer said where it is
 _CLOSE_SECONDS = 1.0
-_GO, _GOT, _HAVE = "go", "got", "have"
-"""Keys of the messages of a side that receives now, that has it, or has a key of the store; never
-keys of a store themselves."""
+_GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
+"""Keys of the messages of a side that is ready to receive, that sends now, that has received all,
+or that has a key of the store; never keys of a store themselves."""
 
 
 _of_parents: list[Any] = []
@@ -49,7 +48,9 @@ class GroupMember:
 
     Args:
         group: The group; used for point-to-point calls only, and never closed.
-        rank: Of this process in it.
+
+    Raises:
+        ConfigError: This process is no member of it, or it is not one of Gloo.
     """
 
     def __init__(self, group: Any) -> None:
@@ -111,6 +112,7 @@ class GroupCarrier(Carrier):
         # Until the peer begins to take a payload, and until it has all of it.
         self._going: asyncio.Future[None] | None = None
         self._taken: asyncio.Future[None] | None = None
+        self._coming: asyncio.Future[None] | None = None  # until the peer begins to send one
 
     # -- meeting -------------------------------------------------------------------------------
 
@@ -119,12 +121,14 @@ class GroupCarrier(Carrier):
 
     def hear(self, message: Setup) -> None:
         """See :class:`Carrier`."""
-        if message.key in (_GO, _GOT):
-            waiter = self._going if message.key == _GO else self._taken
+        if message.key in (_GO, _NOW, _GOT):
+            waiter = {_GO: self._going, _NOW: self._coming, _GOT: self._taken}[message.key]
             if waiter is not None and waiter.cancelled():
                 return  # this side has just called it off
             if waiter is None or waiter.done():
-                raise RemoteProtocolError("the peer takes a payload that was not announced")
+                raise RemoteProtocolError(
+                    f"the peer says {message.key!r} where nobody waits for it"
+                )
             waiter.set_result(None)
             return
         if self._member is None:
@@ -210,6 +214,7 @@ class GroupCarrier(Carrier):
         assert self._going is not None
         assert self._taken is not None
         await self._going
+        self.say(_NOW)
         copying, self._copying = self._copying, None
         await self._in_thread(lambda: self._move(payload, nbytes, self._post_send, copying))
         await self._taken
@@ -221,7 +226,9 @@ class GroupCarrier(Carrier):
         assert lend is not None
         buffers = lend()
         await self._meet()
+        self._coming = self._loop.create_future()
         self.say(_GO)
+        await self._coming  # the peer's loop may be busy for long: no thread waits for that
         await self._in_thread(lambda: self._move(buffers, nbytes, self._post_recv))
         self.say(_GOT)
         return Fetched(buffers)
@@ -273,8 +280,6 @@ class GroupCarrier(Carrier):
     ) -> None:
         waiting: deque[Chunk] = deque()
         sent = 0
-        # A peer that sends has to hear first that it may: its loop may be busy.
-        patience = self._patience if post == self._post_send else _FIRST_CHUNK
         try:
             for chunk in chunks_of(pieces, nbytes):
                 if self._stop:
@@ -283,12 +288,10 @@ class GroupCarrier(Carrier):
                     sent += sum(view.nbytes for view in chunk)
                     copying.wait(sent)
                 if len(waiting) >= _WINDOW:
-                    waiting.popleft().wait(patience)
-                    patience = self._patience
+                    waiting.popleft().wait(self._patience)
                 waiting.append(post(chunk))
             while waiting:
-                waiting.popleft().wait(patience)
-                patience = self._patience
+                waiting.popleft().wait(self._patience)
         finally:  # the memory is theirs until then; where one failed, so do the others at once
             for each in waiting:
                 with contextlib.suppress(RuntimeError):
@@ -323,7 +326,7 @@ class GroupCarrier(Carrier):
             self._let_go()
             return
         self._peer_known.set()
-        for waiter in (self._going, self._taken):
+        for waiter in (self._going, self._coming, self._taken):
             if waiter is not None and not waiter.done():
                 waiter.set_exception(TransportBroken("the link has ended"))
                 waiter.exception()  # whoever waits for it raises it
