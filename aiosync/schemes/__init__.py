@@ -18,6 +18,7 @@ from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.registry import (
     backend_names,
     register_weight_sync_backend,
+    scheme_class,
     scheme_from_backend,
 )
 from aiosync.schemes.rpc import RPCWeightSyncScheme
@@ -46,6 +47,7 @@ __all__ = [
     "WeightSyncScheme",
     "backend_names",
     "register_weight_sync_backend",
+    "scheme_class",
     "scheme_from_backend",
 ]
 

@@ -39,8 +39,10 @@ class Applying(abc.ABC):
         strict: bool,
         guard: Guard,
         install_hooks: bool,
+        flipped: Callable[[int, int], None] | None = None,
     ) -> None:
         self.guard = guard
+        self._flipped = flipped
         self.inbox: Inbox = Inbox()
         self.refused: tuple[int, BaseException] | None = None
         self._resolve = resolve
@@ -95,6 +97,8 @@ class Applying(abc.ABC):
             if error is None:  # readers see the version together with the weights
                 self.inbox.applied(staged.epoch, staged.version)
                 self._current = staged
+                if self._flipped is not None:
+                    self._flipped(staged.epoch, staged.version)
             self._apply_outcome = (staged.version, error)
             self._outcomes.append((staged, old, error))
             if asyncio._get_running_loop() is self._loop:

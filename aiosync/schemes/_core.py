@@ -19,6 +19,7 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, validate_require
 from aiosync.schemes._context import resolve_model
+from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
 from aiosync.schemes.rendezvous import new_address
@@ -109,6 +110,7 @@ class SchemeCore:
         self._closed = False
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Task[Any] | None = None  # the one inside connect()
         self._worker_idx: int | None = None
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None
@@ -123,6 +125,9 @@ class SchemeCore:
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._reported = 0
+        # What the owner of the model wants to know, and do, when it has another version.
+        self._flipped: Callable[[int, int], None] | None = None
+        self._relay: Relay | None = None
 
     # -- pickling ------------------------------------------------------------------------------
 
@@ -138,6 +143,13 @@ class SchemeCore:
         state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
         state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
         return state
+
+    def _bind_early(self) -> None:
+        """Have copies made before ``init_on_sender()`` know where the sender will be."""
+
+    def _separate(self) -> None:
+        """Have this copy meet only copies that are made of it from now on."""
+        self._address = new_address()
 
     def __copy__(self) -> Self:
         other = object.__new__(type(self))

@@ -183,8 +183,10 @@ class EngineScheme(StreamReceiving):
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         del sources
-        address = self._addresses[0] if self._addresses else self._default_address()
-        listener = self._listen(address)
+        listener = self._listener  # bound early
+        if not isinstance(listener, StreamListener):
+            address = self._addresses[0] if self._addresses else self._default_address()
+            listener = self._listen(address)
         self._addresses = [Address.parse(listener.url)]  # copies find the port in it
         return listener
 

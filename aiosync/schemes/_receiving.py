@@ -111,6 +111,8 @@ class ReceivingScheme(SchemeCore):
             guard=self._guard_object,
             install_hooks=self.guard == "forward",
             on_applied=self._on_applied,
+            flipped=self._on_flip,
+            relay=lambda: self._relay,
             relink=self._relink,
         )
         receiver.prepare_target()
@@ -172,6 +174,10 @@ class ReceivingScheme(SchemeCore):
 
     def _on_applied(self, epoch: int, version: int) -> None:
         """Called on the loop after each applied update; subclasses may extend it."""
+
+    def _on_flip(self, epoch: int, version: int) -> None:
+        if self._flipped is not None:
+            self._flipped(epoch, version)
 
     async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
         """Wait for the next update that is applied and was not returned before.

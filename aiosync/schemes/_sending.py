@@ -90,7 +90,7 @@ class SendingScheme(SchemeCore):
             model_id: Name of the model, the same on both sides; ``"policy"`` by default. With a
                 ``context``, also the path to the model in it.
             context: Owner of the model (kept as a weak reference). May offer
-                ``get_model(model_id)``, ``num_workers`` and ``pipes``.
+                ``get_model(model_id)`` and ``num_workers``.
             params_map: Worker index -> its weights.
             weights: Weights for every worker: TensorDict or state dict, nested or dotted.
             model: Module whose weights every worker gets.

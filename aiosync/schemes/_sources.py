@@ -85,8 +85,6 @@ def resolve_sources(
             )
         if model_id is None:
             raise ConfigError("model_id must be provided if context is provided")
-        found = getattr(context, "pipes", None)
-        pipes = pipes if pipes is not None or not _is_pipes(found) else found
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
     if device_map_fn is not None and not callable(device_map_fn):
@@ -165,7 +163,3 @@ def _check_device(device: Any) -> None:
         torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise ConfigError(f"devices holds {device!r}, which is no torch device") from exc
-
-
-def _is_pipes(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(hasattr(item, "fileno") for item in value)

@@ -124,6 +124,16 @@ class StreamReceiving(WeightSyncScheme):
         self._listener = listener
         return listener
 
+    def _bind_early(self) -> None:
+        """Bind what copies will dial: they are made before ``init_on_sender()``."""
+        address = self._early_address() if self._role is None else None
+        if address is not None and self._listener is None:
+            self._addresses = [Address.parse(self._listen(address).url)]
+
+    def _early_address(self) -> Address | None:
+        """What to bind early; ``None`` where copies find the sender by other means."""
+        return None
+
     def _dialler(self, address: Address, name: str) -> Dialler:
         if address.scheme == "tcp" and address.port == 0:
             raise ConfigError(

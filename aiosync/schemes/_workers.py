@@ -68,6 +68,7 @@ class Workers:
         self._changed = asyncio.Event()
         self._watched = False
         self.closed: bool = False
+        self.on_empty: Callable[[], None] = lambda: None  # the last worker's link was lost
         self.crash: BaseException | None = None
         self._on_outcomes = on_outcomes
         self._on_crash = on_crash
@@ -242,6 +243,8 @@ class Workers:
                 self.unreported.add(peer.worker_idx)
         peer.transport.abort()
         self.notify()
+        if not self.peers and not self.closed:
+            self.on_empty()
 
     def _outcomes(self, peer: Peer, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:

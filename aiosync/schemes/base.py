@@ -15,7 +15,13 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiosync.errors import ConnectTimeout, LocalProtocolError, PartialSyncError, RecvTimeout
+from aiosync.errors import (
+    ConnectTimeout,
+    LocalProtocolError,
+    PartialSyncError,
+    RecvTimeout,
+    TransportClosed,
+)
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
 from aiosync.schemes._snapshots import SnapshotStore
@@ -129,6 +135,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 "Cannot specify weights on receiver side during synchronization."
             )
         self._loop = asyncio.get_running_loop()
+        self._connecting = asyncio.current_task()
         limit = self._limit(timeout)
         try:
             if self._role == "sender":
@@ -138,9 +145,16 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
+            closed = self._closed
             if not (survives and self._sender is not None and self._sender.peers):
+                self._connecting = None
                 self.abort()
+                self._abort_runtime()  # made after it was closed
+            if closed and isinstance(exc, asyncio.CancelledError):
+                raise TransportClosed("this scheme was closed while it connected") from None
             raise
+        finally:
+            self._connecting = None
         self._connected = True
 
     # -- versions ------------------------------------------------------------------------------
@@ -206,6 +220,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         if self._closed:
             return
         self._closed = True
+        self._stop_connecting()
         self._close_listener()
         try:
             if self._sender is not None:
@@ -220,14 +235,24 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         if self._closed:
             return
         self._closed = True
+        self._stop_connecting()
         self._close_listener()
+        self._abort_runtime()
+        self._abort_unused_links()
+
+    def _abort_runtime(self) -> None:
         if self._sender is not None:
             self._sender.abort()
         elif self._maker is not None:
             self._maker.close()
         if self._receiver is not None:
             self._receiver.abort()
-        self._abort_unused_links()
+
+    def _stop_connecting(self) -> None:
+        """End a connect() that goes on in another task; it raises ``TransportClosed``."""
+        task, self._connecting = self._connecting, None
+        if task is not None and self._pid == os.getpid() and task is not _current_task():
+            task.cancel()
 
     def _close_listener(self) -> None:
         if self._listener is not None and self._pid == os.getpid():
@@ -255,8 +280,10 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
 
     def _abandon(self) -> None:
         """Close what nobody closed, and say so."""
-        runtime = getattr(self, "_sender", None) or getattr(self, "_receiver", None)
-        if runtime is None or self._closed or self._pid != os.getpid():
+        if getattr(self, "_closed", True) or self._pid != os.getpid():
+            return  # also where an option was refused: there is nothing yet
+        if self._sender is None and self._receiver is None:
+            self._close_listener()
             return
         try:
             warnings.warn(
@@ -267,3 +294,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             )
         finally:  # the warning may be an error
             self.abort()
+
+
+def _current_task() -> asyncio.Task[object] | None:
+    # abort() may be called where no loop runs.
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None

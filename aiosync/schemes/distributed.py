@@ -128,6 +128,9 @@ class DistributedWeightSyncScheme(EngineScheme):
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
         return any_port_of(own_host(towards))
 
+    def _early_address(self) -> Address | None:
+        return None if self._addresses or self._store is not None else self._default_address()
+
     def _get_config(self) -> dict[str, Any]:
         return {**super()._get_config(), "_group": None, "_store": None}
 

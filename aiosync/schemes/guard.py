@@ -74,6 +74,8 @@ class Guard:
         self._patience = _PATIENCE_SECONDS
         self._patient_until = 0.0  # 0: nothing waits for readers
         self._watchers: list[Callable[[], None]] = []
+        # Called under the lock when the next outermost read starts, before it sees anything.
+        self.before_next_read: Callable[[], None] | None = None
 
     # -- readers -------------------------------------------------------------------------------
 
@@ -103,6 +105,9 @@ class Guard:
                     else self._begin(sys._getframe())
                 )
                 if todo is None:
+                    if self.before_next_read is not None:
+                        call, self.before_next_read = self.before_next_read, None
+                        call()
                     self._open.setdefault(thread, []).append(frame)
                     return
             self._run(todo)

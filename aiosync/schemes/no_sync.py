@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
@@ -17,8 +18,10 @@ from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.tensors import Layout, Target, collect
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
+from aiosync.wire import Manifest
 
 __all__ = ["NoWeightSyncScheme"]
 
@@ -28,6 +31,47 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None`` at once.
     """
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.__dict__.setdefault("_carried", None)  # a pickle brings it
+
+    def _get_config(self) -> dict[str, Any]:
+        return {**super()._get_config(), "_carried": self._carried}
+
+    def carry(self, model: nn.Module | None) -> None:
+        """Take along a copy of a model's weights, in pickles of this object.
+
+        A worker that is given the model on the meta device, without memory, as TorchRL's
+        collectors do, begins with them.
+
+        Args:
+            model: What to copy; ``None`` for nothing.
+        """
+        self._carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
+        if model is None:
+            return
+        leaves = collect(model)
+        layout = Layout.plan(leaves)
+        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for view, leaf in zip(layout.views(flat), leaves.leaves, strict=True):
+            view.copy_(leaf.tensor.detach())
+        self._carried = (layout.manifest, flat.numpy().tobytes(), dict(leaves.values))
+
+    def _unpack(self, model: Any) -> None:
+        """Give a model without memory the weights that were taken along."""
+        if not isinstance(model, nn.Module) or not any(p.is_meta for p in model.parameters()):
+            return
+        if self._carried is None:
+            raise ConfigError(
+                "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "
+                "device: materialise it in the worker, or use a scheme that sends weights"
+            )
+        manifest, data, values = self._carried
+        layout = Layout(manifest)
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        flat.numpy()[:] = memoryview(data)
+        Target(model).apply_tensors(layout, layout.views(flat), values)
 
     def _make_listener(self, sources: Sources) -> None:
         del sources  # nobody comes
@@ -53,12 +97,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
             raise LocalProtocolError(
                 "Neither init_on_sender nor init_on_receiver have been called."
             )
-        model = self.model if self._role == "receiver" else None
-        if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
-            raise ConfigError(
-                "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "
-                "device: materialise it in the worker, or use a scheme that sends weights"
-            )
+        if self._role == "receiver":
+            self._unpack(self.model)
         if worker_idx is not None:
             self._worker_idx = worker_idx
         self._connected = True

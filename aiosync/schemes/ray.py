@@ -124,6 +124,10 @@ class RayWeightSyncScheme(EngineScheme):
             del state[name]
         return state
 
+    def _separate(self) -> None:
+        super()._separate()
+        self._meeting = secrets.token_hex(16)
+
     _not_pickled: tuple[str, ...] = ("_objects", "_published", "_shares")
 
     @property

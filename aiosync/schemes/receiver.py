@@ -23,6 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes._applying import Applying
 from aiosync.schemes._outgoing import Outgoing
+from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
@@ -53,6 +54,9 @@ class WeightReceiver(Applying):
         guard: Keeps forwards and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
         on_applied: Called on the loop after each applied update.
+        flipped: Called with epoch and version as the model gets them, under the guard, on
+            whatever thread; must not raise, nor wait.
+        relay: Passes on what was applied before the trainer is told; asked for at each update.
         relink: Finds another link, handshake included, after one was lost for the reason that
             it is given; ``None`` where a lost link is the end.
     """
@@ -68,6 +72,8 @@ class WeightReceiver(Applying):
         guard: Guard,
         install_hooks: bool,
         on_applied: Callable[[int, int], None],
+        flipped: Callable[[int, int], None] | None = None,
+        relay: Callable[[], Relay | None] = lambda: None,
         relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
     ) -> None:
         super().__init__(
@@ -77,6 +83,7 @@ class WeightReceiver(Applying):
             strict=strict,
             guard=guard,
             install_hooks=install_hooks,
+            flipped=flipped,
         )
         self.transport: Transport = transport
         self.error: BaseException | None = None
@@ -94,6 +101,8 @@ class WeightReceiver(Applying):
         self._waited_for = False
         self._tasks = TaskOwner(self.fail)
         self._outgoing = Outgoing(transport, self._tasks)
+        self._relay = relay
+        self._relaying = Relaying(self._tasks, self._relayed)
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -270,23 +279,36 @@ class WeightReceiver(Applying):
 
     def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
         epoch, version = staged.epoch, staged.version
-        self._answered = (epoch, version)
+        relay = self._relay() if error is None else None
+        if relay is None:
+            self._answered = (epoch, version)
         if error is not None:
-            self._refuse(version, error)
-            self._refusal = (epoch, version, error)
-            self._outgoing.say(make_ack(epoch, version, AckStatus.NACK, error))
+            self._answer(epoch, version, error)
             self._staging.drop(staged)
         else:
             if self._copy:
                 old = staged
-            if not self._outgoing.say_applied_now(epoch, version):
-                self._outgoing.say(make_ack(epoch, version, AckStatus.APPLIED, None))
+            if relay is not None:
+                self._relaying.pass_on(relay, epoch, version)
+            elif not self._outgoing.say_applied_now(epoch, version):
+                self._answer(epoch, version, None)
             # The trainer does not wait while the old memory is looked at and unmapped.
             if old is not None:
                 self._loop.call_soon(self._leave, old)
             self._on_applied(epoch, version)
         if self._waited_for:
             self._notify()
+
+    def _answer(self, epoch: int, version: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._refuse(version, error)
+            self._refusal = (epoch, version, error)
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        self._outgoing.say(make_ack(epoch, version, status, error))
+
+    def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
+        self._answer(epoch, version, error)
+        self._notify()
 
     def _leave(self, old: Staged) -> None:
         if self._copy or self._closed:

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 from aiosync.errors import ConfigError
 from aiosync.schemes.base import WeightSyncScheme
 
-__all__ = ["backend_names", "register_weight_sync_backend", "scheme_from_backend"]
+__all__ = [
+    "backend_names",
+    "register_weight_sync_backend",
+    "scheme_class",
+    "scheme_from_backend",
+]
 
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 _known: dict[str, type[WeightSyncScheme]] = {}
@@ -49,9 +54,18 @@ def scheme_from_backend(backend: str, **options: Any) -> WeightSyncScheme:
     Raises:
         ConfigError: There is none of that name.
     """
+    return scheme_class(backend)(**options)
+
+
+def scheme_class(backend: str) -> type[WeightSyncScheme]:
+    """The class that a back-end name stands for.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
     cls = _known.get(_ALIASES.get(backend, backend))
     if cls is None:
         raise ConfigError(
             f"Unsupported weight-sync backend {backend!r}. Expected one of {backend_names()}"
         )
-    return cls(**options)
+    return cls

@@ -120,6 +120,10 @@ class RPCWeightSyncScheme(EngineScheme):
         del state["_rpc_workers"], state["_link_lost"]
         return state
 
+    def _separate(self) -> None:
+        super()._separate()
+        self._scheme_id = secrets.token_hex(16)
+
     # -- links ---------------------------------------------------------------------------------
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:

@@ -183,12 +183,19 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         if self._dial == "receiver":
-            listener = self._listen(self._addresses[0])
+            listener = self._listener  # bound early
+            if not isinstance(listener, StreamListener):
+                listener = self._listen(self._addresses[0])
             self._addresses = [Address.parse(listener.url)]  # copies find the port in it
             return listener
         if sources.num_workers is None:
             sources.num_workers = len(self._addresses)
         return None
+
+    def _early_address(self) -> Address | None:
+        first = self._addresses[0]
+        unknown = first.scheme == "tcp" and first.port == 0
+        return first if unknown and self._dial == "receiver" else None
 
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):

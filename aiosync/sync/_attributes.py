@@ -20,6 +20,9 @@ class Attributes:
 
     _scheme: aio.WeightSyncScheme
 
+    def _find_owner(self, context: Any) -> None:
+        """See who calls the scheme, if it is a library that needs something special."""
+
     # -- options -------------------------------------------------------------------------------
 
     sync: option[bool] = option("Kept for TorchRL's signature.")
@@ -68,6 +71,7 @@ class Attributes:
 
     @context.setter
     def context(self, value: Any) -> None:
+        self._find_owner(value)
         self._scheme.context = value
 
     @property

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-__all__ = ["Facade", "blocking", "direct", "on_loop", "option"]
+__all__ = ["Facade", "blocking", "direct", "initialising", "on_loop", "option"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,6 +24,10 @@ class Facade(Protocol):
     """What the descriptors need of the object that they are used on."""
 
     _scheme: Any
+    _owner: Any
+
+    def _find_owner(self, context: Any) -> None:
+        """See who calls the scheme, if it is a library that needs something special."""
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the portal and wait for it."""
@@ -63,9 +67,31 @@ def blocking(
     """A method that runs the coroutine method of the async class and waits for its result."""
     name = method.__name__
 
-    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+    def proceed(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
+
+    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+        if self._owner is not None:
+            return self._owner.call(name, functools.partial(proceed, self), args, kwargs)
+        self._check(name)
+        return self._call(getattr(self._scheme, name)(*args, **kwargs))
+
+    return _Method(method, call)
+
+
+def initialising(method: Callable[Concatenate[Any, _P], _R]) -> _Method[_P, _R]:
+    """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
+    name = method.__name__
+
+    def proceed(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._scheme, name)(*args, **kwargs)
+
+    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+        self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
+        if self._owner is not None:
+            return self._owner.call(name, functools.partial(proceed, self), args, kwargs)
+        return proceed(self, *args, **kwargs)
 
     return _Method(method, call)
 

@@ -8,7 +8,7 @@ import aiosync.schemes as aio
 from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.schemes.ray_transform import RayModuleTransformSender
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._blocking import blocking, direct, on_loop, option
+from aiosync.sync._blocking import blocking, initialising, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
 from aiosync.types import Limits, Require
 
@@ -25,7 +25,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     backend: option[str] = option("Kept for TorchRL's signature.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
 
-    init_on_sender: Final = direct(  # type: ignore[misc]  # the override has one argument more
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayWeightSyncScheme.init_on_sender
     )
     send: Final = blocking(  # type: ignore[misc]  # the override has the same signature
@@ -93,7 +93,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     _async_class = aio.RayModuleTransformScheme
     _scheme: aio.RayModuleTransformScheme
 
-    init_on_sender: Final = direct(  # type: ignore[misc]  # the override has one argument more
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayModuleTransformScheme.init_on_sender
     )
 

@@ -7,7 +7,7 @@ from typing import Final, Literal
 import aiosync.schemes as aio
 from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._blocking import direct, on_loop, option
+from aiosync.sync._blocking import initialising, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
 from aiosync.types import Limits, Require
 
@@ -24,7 +24,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     patience: option[float] = option("Seconds that a transfer may stand still.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
 
-    init_on_sender: Final = direct(  # type: ignore[misc]  # the override has one argument more
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RPCWeightSyncScheme.init_on_sender
     )
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature

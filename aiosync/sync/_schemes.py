@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Coroutine, Iterable
@@ -16,7 +17,8 @@ import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._attributes import Attributes
-from aiosync.sync._blocking import blocking, direct, on_loop
+from aiosync.sync._blocking import blocking, direct, initialising, on_loop
+from aiosync.sync._discovery import Owner, discover, owner_of
 from aiosync.sync._handles import Ready
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import Require, SendReport
@@ -39,10 +41,13 @@ _AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
 class _Tenant:
     """An async scheme on the portal. Refers to no facade, so that one can be collected."""
 
-    def __init__(self, scheme: aio.WeightSyncScheme) -> None:
+    def __init__(self, scheme: aio.WeightSyncScheme, owner: Owner | None) -> None:
         self._scheme = scheme
+        self.owner = owner
 
     def forgotten(self) -> None:
+        if self.owner is not None and self.owner.forgotten():
+            return
         if not self._scheme._closed and _has_runtime(self._scheme):
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
@@ -57,6 +62,12 @@ class _Tenant:
 
 def _has_runtime(scheme: aio.WeightSyncScheme) -> bool:
     return scheme._sender is not None or scheme._receiver is not None
+
+
+def rpc_runs() -> bool:
+    """Whether this process has joined ``torch.distributed.rpc``."""
+    rpc = sys.modules.get("torch.distributed.rpc")
+    return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()
 
 
 class WeightSyncScheme(Attributes):
@@ -114,14 +125,26 @@ class WeightSyncScheme(Attributes):
             )
         )
 
+    _is_copy = False
+
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
         self._lease: Lease | None = None
+        self._tenant: _Tenant | None = None
         self._lock = threading.RLock()  # for _lease and _calls
         self._calls = 0
         self._closing = threading.RLock()
         self._handles: list[aio.SendHandle] = []
         self._pid = os.getpid()
+        self._owner: Owner | None = None
+        discover()
+
+    def _find_owner(self, context: Any) -> None:
+        self._after_fork()
+        if context is not None:
+            self._owner = owner_of(context, self)
+            if self._tenant is not None:
+                self._tenant.owner = self._owner
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -131,8 +154,7 @@ class WeightSyncScheme(Attributes):
             ConfigError: There is none of that name.
         """
         scheme = aio.scheme_from_backend(backend, **options)
-        twins = {twin._async_class: twin for twin in _TWINS}
-        facade: WeightSyncScheme = object.__new__(twins.get(type(scheme), WeightSyncScheme))
+        facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
         facade._adopt(scheme)
         return facade
 
@@ -161,7 +183,8 @@ class WeightSyncScheme(Attributes):
         with self._lock:
             held = self._lease
             if held is None or not held.valid:
-                self._lease = held = lease(_Tenant(self._scheme))
+                self._tenant = _Tenant(self._scheme, self._owner)
+                self._lease = held = lease(self._tenant)
             self._calls += 1
         try:
             return held.call(coroutine)
@@ -187,9 +210,9 @@ class WeightSyncScheme(Attributes):
 
     # -- the same methods, which never waited --------------------------------------------------
 
-    init_on_sender: Final = direct(aio.WeightSyncScheme.init_on_sender)
-    init_on_receiver: Final = direct(aio.WeightSyncScheme.init_on_receiver)
-    init_on_worker: Final = direct(aio.WeightSyncScheme.init_on_worker)
+    init_on_sender: Final = initialising(aio.WeightSyncScheme.init_on_sender)
+    init_on_receiver: Final = initialising(aio.WeightSyncScheme.init_on_receiver)
+    init_on_worker: Final = initialising(aio.WeightSyncScheme.init_on_worker)
     create_transport: Final = on_loop(aio.WeightSyncScheme.create_transport)
     prepare_weights: Final = direct(aio.WeightSyncScheme.prepare_weights)
     apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
@@ -303,10 +326,13 @@ class WeightSyncScheme(Attributes):
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        if rpc_runs():
+            self._scheme._bind_early()  # calls carry copies away before anything has begun
         return {"_scheme": copy.copy(self._scheme)}  # configuration only: copies share no role
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._adopt(state["_scheme"])
+        self._is_copy = True
 
     def __repr__(self) -> str:
         return f"<aiosync.sync twin of {self._scheme!r}>"
@@ -336,7 +362,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Blocking twin of :class:`aiosync.NoWeightSyncScheme`."""
 
     _async_class = aio.NoWeightSyncScheme
+    _scheme: aio.NoWeightSyncScheme
 
+    carry: Final = direct(aio.NoWeightSyncScheme.carry)
     connect: Final = blocking(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.connect
     )
@@ -355,6 +383,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.create_transport
     )
+
+
+def twin_of(cls: _AsyncClass) -> type[WeightSyncScheme]:
+    """The blocking class of an async one; the base class where it has none of its own."""
+    twins = {twin._async_class: twin for twin in _TWINS}
+    return twins.get(cls, WeightSyncScheme)
 
 
 _TWINS: list[type[WeightSyncScheme]] = [

@@ -1,0 +1,247 @@
+"""How TorchRL's collectors call a scheme, in the trainer and in the workers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from aiosync.errors import AiosyncError, ConnectError, PartialSyncError, TransportClosed
+from aiosync.integrations.torchrl._cascade import Cascade, has_workers
+from aiosync.integrations.torchrl._labels import Labels
+from aiosync.integrations.torchrl._policies import (
+    factories_of,
+    find_model,
+    from_factories,
+)
+from aiosync.sync import NoWeightSyncScheme, RayWeightSyncScheme, WeightSyncScheme
+from aiosync.sync._schemes import rpc_runs
+
+__all__ = ["CollectorOwner"]
+
+
+class CollectorOwner:
+    """Between a collector and a scheme: the trainer's collector, or that of a worker.
+
+    Args:
+        collector: The collector; referred to weakly.
+        scheme: The scheme that it calls.
+    """
+
+    def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
+        self._collector = weakref.ref(collector)
+        self._scheme = weakref.ref(scheme)
+        self._cascade: Cascade | None = None
+        self._connecting: threading.Thread | None = None
+        if scheme.initialized_on_receiver:
+            self._attach(scheme, collector)  # it had begun before there was a collector
+
+    def call(
+        self,
+        name: str,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """See :class:`aiosync.sync._discovery.Owner`."""
+        scheme, collector = self._scheme(), self._collector()
+        if scheme is None or collector is None:
+            return proceed(*args, **kwargs)
+        if name == "init_on_sender":
+            return self._init_on_sender(scheme, collector, proceed, args, kwargs)
+        if name in ("init_on_receiver", "init_on_worker"):
+            return self._init_on_receiver(scheme, collector, proceed, args, kwargs)
+        if name == "connect" and scheme.initialized_on_sender:
+            return self._connect_sender(scheme, collector, proceed, args, kwargs)
+        if name == "connect":
+            return self._connect_receiver(scheme, proceed, args, kwargs)
+        if name in ("send", "send_async"):
+            return self._send(scheme, collector, proceed, args, kwargs)
+        return proceed(*args, **kwargs)
+
+    def forgotten(self) -> bool:
+        """Most collectors close no scheme."""
+        return True
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    def _init_on_sender(
+        self,
+        scheme: WeightSyncScheme,
+        collector: Any,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        given = dict(kwargs)
+        if not isinstance(scheme, RayWeightSyncScheme):
+            actors = given.pop("remote_collectors", None)
+            if actors is not None:
+                given.setdefault("num_workers", len(actors))
+        model_id = given.get("model_id", args[0] if args else None) or "policy"
+        if len(set(map(id, factories_of(collector)))) > 1:
+            scheme.per_worker_weights = True
+        if scheme._is_copy and not hasattr(collector, "collector_rrefs"):
+            # Nested collectors: each of them has a copy of one scheme for workers of its own.
+            # But RPCCollector has given its workers theirs already.
+            scheme._scheme._separate()
+        proceed(*args, **given)
+        finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
+        finalizer.atexit = False
+        core = scheme._scheme
+        if core._sources.weights is None and not core._sources.per_worker:
+            if find_model(collector, model_id) is None and model_id == "policy":
+                made = from_factories(collector, core._sources.num_workers)
+                if isinstance(made, nn.Module):
+                    core._sources.weights = made
+                elif made is not None:
+                    core._sources.per_worker = made
+        if isinstance(scheme, NoWeightSyncScheme):
+            scheme.carry(find_model(collector, model_id))
+
+    def _connect_sender(
+        self,
+        scheme: WeightSyncScheme,
+        collector: Any,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
+        if all(isinstance(getattr(process, "pid", None), int) for process in processes):
+            kwargs = {"processes": processes, **kwargs}
+        try:
+            proceed(*args, **kwargs)
+        except PartialSyncError as exc:
+            # A worker that ended before it connected has told the collector why.
+            waits = hasattr(collector, "pipes") and not exc.acked
+            if not waits or not all(type(e) is ConnectError for e in exc.failed.values()):
+                raise
+            return
+        sender = scheme._scheme._sender
+        if sender is not None:
+            forget = weakref.WeakMethod(self._close_with_collector)
+            sender.workers.on_empty = lambda: (call := forget()) and call()
+
+    def _close_with_collector(self) -> None:
+        """The last worker is gone; if the collector was shut down, the scheme is of no use."""
+        collector, scheme = self._collector(), self._scheme()
+        if scheme is not None and (collector is None or getattr(collector, "closed", False)):
+            scheme.abort()
+
+    def _send(
+        self,
+        scheme: WeightSyncScheme,
+        collector: Any,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        worker_ids = kwargs.get("worker_ids")
+        if isinstance(worker_ids, int) and _is_rank(sys._getframe(1)):
+            kwargs = {**kwargs, "worker_ids": worker_ids - 1}
+        return proceed(*args, **kwargs)
+
+    # -- a worker ------------------------------------------------------------------------------
+
+    def _init_on_receiver(
+        self,
+        scheme: WeightSyncScheme,
+        collector: Any,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        given = dict(kwargs)
+        rank = given.get("worker_idx")
+        if rank and _own_idx(collector) is None:
+            given["worker_idx"] = rank - 1  # a collector without an index: this is a rank, from 1
+        model_id = given.get("model_id", args[0] if args else None) or "policy"
+        model = find_model(collector, model_id)
+        if has_workers(collector):
+            if model is None and given.get("model") is None and model_id == "policy":
+                # The workers make theirs; this one is only what they are sent.
+                made = from_factories(collector, 1)
+                given["model"] = made.get(0) if isinstance(made, dict) else made
+        proceed(*args, **given)
+        self._attach(scheme, collector)
+
+    def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
+        core = scheme._scheme
+        model_id = scheme.model_id or "policy"
+        if has_workers(collector):
+            self._cascade = Cascade(collector, scheme)
+            core._relay = self._cascade.pass_on
+        elif model_id == "policy":
+            labels = Labels(collector, core._guard_object, scheme.version)
+
+            def flipped(epoch: int, version: int) -> None:
+                labels.flipped(epoch, version, initial=not core._connected)
+
+            core._flipped = flipped
+
+    def _connect_receiver(
+        self,
+        scheme: WeightSyncScheme,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if scheme.synchronized_on_receiver or self._connecting is not None:
+            return
+        if not rpc_runs() or _is_meta(scheme.model):
+            proceed(*args, **kwargs)
+            return
+        # RPCCollector's trainer waits for this call before it begins to connect.
+        connect = functools.partial(_connect, proceed, args, kwargs)
+        self._connecting = threading.Thread(target=connect, name="aiosync-connect", daemon=True)
+        self._connecting.start()
+
+
+def _connect(proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        proceed(*args, **kwargs)
+    except TransportClosed:
+        return  # shut down: the collector registers another copy of the scheme
+    except AiosyncError as exc:  # the trainer, who waits for this worker, says who is missing
+        warnings.warn(f"this worker gets no weights: {exc}", RuntimeWarning, stacklevel=1)
+
+
+def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
+    """The collector is gone, and with it what the scheme was for."""
+    found = scheme()
+    if found is not None:
+        found.abort()
+
+
+def _own_idx(collector: Any) -> int | None:
+    try:
+        idx: int | None = collector.worker_idx
+    except RuntimeError:
+        return None  # it was given none
+    return idx
+
+
+def _is_rank(frame: Any) -> bool:
+    """Whether ``DistributedCollector`` itself asks for the update: it then says a rank, from 1."""
+    through_update = False
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "update_policy_weights_":
+            through_update = True
+        elif through_update and not module.startswith("torchrl"):
+            return False
+        elif through_update and module == "torchrl.collectors.distributed.generic":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_meta(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())

@@ -1,0 +1,86 @@
+"""The policy version that TorchRL stamps on data: the version that computed the action.
+
+A collector asks its tracker for the version at each step of the environment, some time after the
+forward pass that computed the action. An update that comes in between must not change the
+answer, so the tracker learns of it when the next forward begins. Must not import collectors.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any
+
+from aiosync.schemes.guard import Guard
+
+__all__ = ["Labels"]
+
+
+class Labels:
+    """Keeps the tracker of a collector at the version of its policy.
+
+    The tracker starts where it is; it grows by one with every version that the trainer sends
+    after the initial weights, whether or not this worker got all of them.
+
+    Args:
+        collector: Has ``policy_version_tracker``; referred to weakly.
+        guard: Of the scheme; knows when forward passes begin.
+        version: Version that the policy has already; 0 if the initial weights are to come.
+    """
+
+    def __init__(self, collector: Any, guard: Guard, version: int) -> None:
+        self._collector = weakref.ref(collector)
+        self._guard = guard
+        self._epoch: int | None = None
+        self._version = version
+        self._label: int | None = None
+        self._lock = threading.Lock()
+
+    def flipped(self, epoch: int, version: int, *, initial: bool) -> None:
+        """The policy has another version now. Called under the guard, on any thread.
+
+        Args:
+            epoch: Of the trainer.
+            version: What the policy has.
+            initial: Whether these are the weights to begin with.
+        """
+        collector = self._collector()
+        tracker = getattr(collector, "policy_version_tracker", None)
+        if tracker is None:
+            return
+        if initial:
+            self._epoch, self._version = epoch, version
+            return
+        restarted = self._epoch is not None and epoch != self._epoch
+        grown = 1 if restarted else version - self._version
+        self._epoch, self._version = epoch, version
+        if not isinstance(getattr(tracker, "version", None), int):
+            tracker.increment_version()  # names of versions that cannot be counted
+            return
+        with self._lock:
+            self._label = (tracker.version if self._label is None else self._label) + grown
+            if _in_rollout():
+                self._guard.before_next_read = self._set
+                return
+        self._set()
+
+    def _set(self) -> None:
+        collector = self._collector()
+        with self._lock:
+            label, self._label = self._label, None
+        if collector is not None and label is not None:
+            # Not increment_version(): it keeps a history that grows for ever.
+            collector.policy_version_tracker.version = label
+
+
+def _in_rollout() -> bool:
+    """Whether some thread is collecting now: an action may wait for its label."""
+    for frame in sys._current_frames().values():
+        here = frame
+        while here is not None:
+            if here.f_code.co_name == "rollout":
+                if here.f_globals.get("__name__", "").startswith("torchrl.collectors"):
+                    return True
+            here = here.f_back  # type: ignore[assignment]  # None at the end
+    return False

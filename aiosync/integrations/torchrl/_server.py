@@ -1,0 +1,107 @@
+"""How TorchRL's ``InferenceServer`` calls a scheme: polling, under the lock of its model.
+
+Must not import collectors.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aiosync.errors import ApplyError, PeerClosed, TransportBroken
+from aiosync.sync import WeightSyncScheme
+
+__all__ = ["ServerOwner"]
+
+
+class ServerOwner:
+    """Between an ``InferenceServer`` and the scheme that receives its weights.
+
+    Updates wait until the server asks, between two batches and under its lock, so that every
+    answer is computed by one version and labelled with it. A trainer that goes away, and an
+    update that does not fit, are warnings: the server goes on serving what it has, and the
+    trainer is told of the misfit.
+
+    Args:
+        server: The server; referred to weakly.
+        scheme: The scheme that it calls.
+    """
+
+    def __init__(self, server: Any, scheme: WeightSyncScheme) -> None:
+        self._server = weakref.ref(server)
+        self._scheme = weakref.ref(scheme)
+        self._known = (0, 0)  # epoch and version of the newest label
+        self._ended = False
+
+    def call(
+        self,
+        name: str,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """See :class:`aiosync.sync._discovery.Owner`."""
+        if name in ("init_on_receiver", "init_on_worker"):
+            return self._init(proceed, args, kwargs)
+        if name == "receive":
+            return self._receive(proceed, args, kwargs)
+        result = proceed(*args, **kwargs)
+        if name == "connect":
+            self._note()
+        return result
+
+    def forgotten(self) -> bool:
+        """The server closes no scheme."""
+        return True
+
+    def _init(
+        self, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        scheme = self._scheme()
+        if scheme is not None:
+            scheme.apply = "manual"
+        if len(args) < 2:
+            kwargs = {"context": self._server(), **kwargs}
+        proceed(*args, **kwargs)
+
+    def _note(self) -> int:
+        """How many versions have come since the last time."""
+        scheme = self._scheme()
+        assert scheme is not None
+        receiver = scheme._scheme._receiver
+        if receiver is None:
+            return 0
+        (epoch, version), before = (receiver.inbox.epoch or 0, receiver.inbox.version), self._known
+        self._known = (epoch, version)
+        return version - before[1] if epoch == before[0] else 1
+
+    def _receive(
+        self, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        scheme, server = self._scheme(), self._server()
+        assert scheme is not None
+        receiver = scheme._scheme._receiver
+        if kwargs.get("timeout") == 0 and receiver is not None:
+            # The server asks before every batch: look before going to the other thread.
+            if not receiver.has_staged and (receiver.error is None or self._ended):
+                return None
+        try:
+            update = proceed(*args, **kwargs)
+        except (PeerClosed, TransportBroken) as exc:
+            self._ended = True
+            warnings.warn(
+                f"the trainer is gone, the server goes on with version {scheme.version}: {exc}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        except ApplyError as exc:
+            warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
+            return None
+        grown = self._note() if update is not None else 0
+        if server is not None and scheme.context is server:
+            for _ in range(grown):
+                server.update_policy_weights_(model_id=scheme.model_id)
+        return update

@@ -1,0 +1,315 @@
+"""One end of a link that carries whole updates of named models, on the portal's loop.
+
+What the transports of this generation are made of. Both ends speak the wire format: a ``Setup``
+message names the model, a manifest its tensors, and updates follow. Nothing is pickled. Must not
+import the blocking classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    RemoteProtocolError,
+    TransportClosed,
+)
+from aiosync.legacy._pipes import say_goodbye
+from aiosync.protocol import VersionClock
+from aiosync.schemes._liveness import watch_process
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.tensors import FlatBuffer, Flattener, Layout
+from aiosync.tensors._tensordict import is_tensordict
+from aiosync.transports._link import without_frames
+from aiosync.transports.base import Received, Transport, make_ack
+from aiosync.types import AckStatus
+from aiosync.wire import Ack, ManifestMessage, Message, Setup, Update
+
+__all__ = ["Arrived", "Endpoint", "rebuild"]
+
+_KIND = "model"
+_PROCESS = "process"
+_KNOWN_LAYOUTS = 16
+_MAX_WAITING = 8  # updates that nobody has asked for yet; the sender waits then
+_KEPT_ACKS = 256
+
+
+@dataclass(slots=True)
+class Arrived:
+    """An update that arrived.
+
+    Attributes:
+        model_id: Which model.
+        weights: A nested TensorDict, or a state dict with dotted names, as the sender had it.
+        epoch: Epoch of the sender.
+        version: Version of the update.
+    """
+
+    model_id: str
+    weights: Any
+    epoch: int
+    version: int
+
+
+class Endpoint:
+    """Sends updates and acknowledgements in order, and keeps what arrives until it is taken.
+
+    Args:
+        transport: The link; owned from now on.
+        sock: What it is made of.
+        newest_only: Keep only the newest update of each model, and say at once that it is here;
+            otherwise keep each until :meth:`take`, and say so in :meth:`acknowledge`.
+    """
+
+    def __init__(self, transport: Transport, sock: socket.socket, *, newest_only: bool) -> None:
+        self._transport = transport
+        self._sock = sock
+        self._newest_only = newest_only
+        self._clock = VersionClock()
+        self._flatteners: dict[str, Flattener] = {}
+        self._told: tuple[str, str] | None = None
+        self._digest: bytes | None = None
+        self._named: tuple[str, str] | None = None
+        self._layouts: dict[bytes, Layout] = {}
+        self._landing: FlatBuffer | None = None
+        self._arrived: deque[Arrived] = deque()
+        self._acks: dict[int, Ack] = {}
+        self._out: deque[tuple[Message, Sequence[memoryview]]] = deque()
+        self.error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._tasks = TaskOwner(self._fail)
+        self._introduced = False
+        self._tasks.start(self._read(), "aiosync legacy read")
+        self._tasks.start(self._write(), "aiosync legacy write")
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = without_frames(error) if isinstance(error, AiosyncError) else error
+            say_goodbye(self._sock)
+            self._transport.abort()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait for something that the two tasks change; False when it took too long."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    self.check()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raise what ended the link, if it has ended."""
+        if self.error is not None:
+            raise self.error
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def post(self, model_id: str, weights: Any) -> int:
+        """Copy weights and send them in the background.
+
+        Returns:
+            Their version.
+
+        Raises:
+            ConfigError: They cannot travel.
+        """
+        self.check()
+        form = "tensordict" if is_tensordict(weights) else "state_dict"
+        flattener = self._flatteners.setdefault(model_id, Flattener())
+        prepared = flattener.prepare(weights)
+        layout = prepared.layout
+        flat = FlatBuffer(layout.nbytes)
+        flattener.copy_into(prepared, flat)
+        flattener.release()
+        version = self._clock.next()
+        self._introduce()
+        if self._told != (model_id, form):
+            self._told = (model_id, form)
+            self._out.append((Setup(_KIND, model_id, form.encode()), ()))
+        if self._digest != layout.digest:
+            self._digest = layout.digest
+            self._out.append((ManifestMessage(layout.manifest), ()))
+        values = copy.deepcopy(prepared.values)
+        update = Update(self._clock.epoch, version, layout.digest, values=values)
+        self._out.append((update, [flat.memoryview()[: layout.nbytes]]))
+        self._notify()
+        return version
+
+    async def wait_for_ack(self, version: int, timeout: float | None) -> Ack:
+        """What the peer says about a version.
+
+        Raises:
+            AckTimeout: Nothing, within ``timeout`` seconds.
+            PeerClosed: The peer went away before.
+        """
+        if not await self._until(lambda: version in self._acks, timeout):
+            raise AckTimeout(
+                f"version {version} was not acknowledged within {timeout or 0:g} s",
+                version=version,
+            )
+        return self._acks.pop(version)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._until(lambda: bool(self._out))
+                message, payload = self._out[0]
+                await self._transport.send(message, payload)
+                self._out.popleft()
+                self._notify()
+        except AiosyncError as exc:
+            self._fail(exc)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    async def take(self, timeout: float | None, model_id: str | None = None) -> Arrived | None:
+        """The oldest update that was not taken, or ``None`` when none comes in time."""
+
+        def found() -> Arrived | None:
+            for each in self._arrived:
+                if model_id in (None, each.model_id):
+                    return each
+            return None
+
+        if not await self._until(lambda: found() is not None, timeout):
+            return None
+        arrived = found()
+        assert arrived is not None
+        self._arrived.remove(arrived)
+        self._notify()
+        return arrived
+
+    def acknowledge(self, arrived: Arrived, error: BaseException | None = None) -> None:
+        """Say that an update was applied, or why it was not."""
+        self.check()
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        self._say(make_ack(arrived.epoch, arrived.version, status, error))
+
+    def _introduce(self) -> None:
+        # A pipe that other processes have copies of does not end when the peer dies. Only with
+        # the first message: who says nothing reads all that a peer left behind.
+        if not self._introduced:
+            self._introduced = True
+            self._out.append((Setup(_PROCESS, str(os.getpid())), ()))
+
+    def _say(self, ack: Ack) -> None:
+        self._introduce()
+        self._out.append((ack, ()))
+        self._notify()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                await self._until(lambda: len(self._arrived) < _MAX_WAITING)
+                self._on_message(await self._transport.recv(into=self._lend))
+                self._notify()
+        except AiosyncError as exc:
+            self._fail(exc)
+
+    def _lend(self, message: Message, nbytes: int) -> list[memoryview]:
+        layout = self._layout_of(message)
+        if nbytes != layout.nbytes:
+            raise RemoteProtocolError(f"{nbytes} bytes do not fit a manifest of {layout.nbytes}")
+        self._landing = FlatBuffer(nbytes)
+        return [self._landing.memoryview()]
+
+    def _layout_of(self, message: Message) -> Layout:
+        if not isinstance(message, Update) or message.codec != "dense" or message.chunk:
+            raise RemoteProtocolError(f"{type(message).__name__} came with an unknown payload")
+        layout = self._layouts.get(message.digest)
+        if layout is None or self._named is None:
+            raise RemoteProtocolError("an update names a model or manifest that was never sent")
+        return layout
+
+    def _on_message(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, Setup) and message.kind == _KIND:
+            self._named = (message.key, message.value.decode(errors="replace"))
+        elif isinstance(message, Setup) and message.kind == _PROCESS and message.key.isdecimal():
+            watch_process(self._transport, int(message.key))
+        elif isinstance(message, ManifestMessage):
+            layout = Layout(message.manifest)
+            self._layouts[layout.digest] = layout
+            while len(self._layouts) > _KNOWN_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+        elif isinstance(message, Update):
+            self._on_update(message, received)
+        elif isinstance(message, Ack):
+            if message.epoch == self._clock.epoch:
+                self._acks[message.version] = message
+                while len(self._acks) > _KEPT_ACKS:
+                    del self._acks[next(iter(self._acks))]
+        else:
+            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
+
+    def _on_update(self, message: Update, received: Received) -> None:
+        layout = self._layout_of(message)
+        flat, self._landing = self._landing, None
+        if flat is None:
+            if received.nbytes != layout.nbytes:
+                raise RemoteProtocolError("an update does not fit its manifest")
+            flat = FlatBuffer(layout.nbytes)
+        assert self._named is not None
+        model_id, form = self._named
+        weights = rebuild(layout, flat, message, form)
+        arrived = Arrived(model_id, weights, message.epoch, message.version)
+        if self._newest_only:
+            self._arrived = deque(each for each in self._arrived if each.model_id != model_id)
+            self._say(make_ack(message.epoch, message.version, AckStatus.RECEIVED, None))
+        self._arrived.append(arrived)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
+        if self.error is None:
+            await self._until_written()
+            self._fail(TransportClosed("this transport was closed"))
+        await self._tasks.aclose()
+        await self._transport.aclose()
+
+    async def _until_written(self) -> None:
+        try:
+            await self._until(lambda: not self._out, 1.0)
+        except AiosyncError:
+            return  # the link has ended: nobody is left to be told
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._fail(TransportClosed("this transport was closed"))
+        self._tasks.abort()
+
+
+def rebuild(layout: Layout, flat: FlatBuffer, message: Update, form: str) -> Any:
+    """The weights of an update as views of ``flat``, in the form that they were sent in."""
+    tensors: dict[str, Any] = {}
+    for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True):
+        for name in (leaf.name, *leaf.aliases):
+            tensors[name] = view
+    if form == "state_dict":
+        return {**tensors, **message.values}
+    if form != "tensordict":
+        raise RemoteProtocolError(f"weights of an unknown form: {form!r}")
+    from tensordict import TensorDict  # not before it is needed
+
+    weights = TensorDict({}, batch_size=[])
+    for name, tensor in tensors.items():
+        weights.set(tuple(name.split(".")), tensor)
+    for name, value in message.values.items():
+        weights.set_non_tensor(tuple(name.split(".")), value)
+    return weights

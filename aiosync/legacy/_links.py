@@ -1,0 +1,243 @@
+"""The trainer's pipes on the portal's loop: who has attached, and what those get who come late.
+
+A pipe is only watched until its worker says something; there is no deadline for that, since
+workers of this generation attach whenever they like. Must not import the blocking classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiosync.schemes as aio
+from aiosync.errors import AckTimeout, AiosyncError, ConfigError, ConnectError, PartialSyncError
+from aiosync.legacy._pipes import say_goodbye
+from aiosync.schemes._sending import _is_per_worker
+from aiosync.schemes._workers import Workers
+from aiosync.schemes.handles import SendHandle
+from aiosync.schemes.sender import WeightSender
+
+__all__ = ["PipeLinks", "Sending"]
+
+GRACE_SECONDS = 2.0
+"""How long sends wait for workers that never attached, from the first send on."""
+
+
+@dataclass(slots=True)
+class Sending:
+    """One send that is under way.
+
+    Attributes:
+        version: Its version.
+        handle: What the workers that had attached make of it; ``None`` without any.
+        late: Workers that it addresses and that had not attached.
+    """
+
+    version: int
+    handle: SendHandle | None
+    late: frozenset[int]
+
+
+class PipeLinks:
+    """The pipes of a sender. Its coroutines belong to the portal's loop.
+
+    Args:
+        scheme: The async scheme, which has the role of a sender and no link yet.
+        socks: One for each worker, by index; owned from now on.
+    """
+
+    def __init__(self, scheme: aio.WeightSyncScheme, socks: Sequence[socket.socket]) -> None:
+        self._scheme = scheme
+        self._all = tuple(socks)
+        self._socks: dict[int, socket.socket] = dict(enumerate(socks))  # nobody attached yet
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._give_up: float | None = None  # when the grace ends
+        self.num_pipes: int = len(socks)
+
+    @property
+    def started(self) -> bool:
+        """Whether workers that attach are answered."""
+        return self._loop is not None
+
+    async def start(self, weights: Any = None) -> None:
+        """Connect, and answer workers from now on. Waits for none of them.
+
+        Args:
+            weights: What workers get when they attach before the first send; ``None`` for
+                nothing.
+        """
+        if self.started:
+            return
+        scheme = self._scheme
+        # This generation sends nothing before send() is called, whatever model is registered.
+        kept = scheme._model, scheme._sources.weights, scheme._context_ref
+        scheme._model = scheme._sources.weights = scheme._context_ref = None
+        try:
+            await scheme.connect(weights=weights)
+        finally:
+            scheme._model, scheme._sources.weights, scheme._context_ref = kept
+        self._loop = asyncio.get_running_loop()
+        tasks = self._sender.workers.tasks
+        for idx, sock in self._socks.items():
+            tasks.start(self._watch(idx, sock), f"aiosync legacy pipe {idx}")
+
+    @property
+    def _sender(self) -> WeightSender:
+        sender = self._scheme._sender
+        assert sender is not None
+        return sender
+
+    async def _watch(self, idx: int, sock: socket.socket) -> None:
+        """Wait until the worker says something; then it is a link as any other."""
+        loop, workers = asyncio.get_running_loop(), self._sender.workers
+        heard = asyncio.Event()
+        loop.add_reader(sock, heard.set)
+        try:
+            await heard.wait()
+        finally:
+            if sock.fileno() >= 0:  # otherwise close() was quicker
+                loop.remove_reader(sock)
+        transport = self._scheme.create_transport(sock)
+        del self._socks[idx]
+        self._sender.welcome(transport, idx)
+        while transport in workers._arriving:
+            await _change(workers)
+        if idx not in workers.peers and idx not in workers.lost:
+            why = "; ".join(workers._refused) or "its end of the pipe was closed"
+            workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {why}"))
+
+    # -- sending -------------------------------------------------------------------------------
+
+    async def send(self, weights: Any, worker_ids: int | Iterable[int] | None) -> frozenset[int]:
+        """Send, and wait until every worker that has attached applied it.
+
+        Returns:
+            The workers that it addresses and that have not attached yet.
+
+        Raises:
+            PartialSyncError: As ``WeightSyncScheme.send`` raises it.
+            ConfigError: There is no pipe for a worker that is named.
+        """
+        sender = self._sender
+        addressed = self._addressed(weights, worker_ids)
+        if addressed <= sender.peers.keys() | sender.workers.lost.keys():
+            await self._scheme.send(weights, worker_ids)
+            return frozenset()
+        return await self.finish(await self.begin(weights, worker_ids))
+
+    async def begin(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Sending:
+        """Take a snapshot and send it in the background."""
+        scheme, sender, workers = self._scheme, self._sender, self._sender.workers
+        workers.check()
+        addressed = self._addressed(weights, worker_ids)
+        known = addressed & (sender.peers.keys() | workers.lost.keys())
+        late = frozenset(addressed - known)
+        if self._give_up is None:
+            self._give_up = asyncio.get_running_loop().time() + GRACE_SECONDS
+        if worker_ids is None and not _is_per_worker(weights):  # all, and who comes later
+            handle = scheme.send_nowait(weights)
+            return Sending(handle.version, handle, late)
+        first = None
+        if known:
+            mine = _only(weights, known)
+            first = scheme.send_nowait(mine, None if _is_per_worker(mine) else known)
+        version = sender.clock.next() if first is None else first.version
+        if late:
+            planned = scheme._plan(_only(weights, late), None)
+            for idx in late:
+                plan = planned.get(idx) or planned[None]
+                snapshot = sender.maker.take_nowait(plan)
+                snapshot.version = version
+                workers.remember(idx, snapshot)
+        return Sending(version, first, late)
+
+    async def finish(self, sending: Sending) -> frozenset[int]:
+        """Wait for a send; see :meth:`send`."""
+        acked: frozenset[int] = frozenset()
+        if sending.handle is not None:
+            acked = (await sending.handle).acked
+        if not sending.late:
+            return frozenset()
+        workers = self._sender.workers
+        loop = asyncio.get_running_loop()
+        assert self._give_up is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._give_up - loop.time())):
+                while not all(map(self._has_attached, sending.late)):
+                    await _change(workers)
+        attached = {idx for idx in sending.late if self._has_attached(idx)}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._scheme._limit(None)):
+                while not all(self._is_settled(idx, sending.version) for idx in attached):
+                    await _change(workers)
+        failed = {idx: error for idx in attached if (error := self._error(idx, sending.version))}
+        if failed:
+            workers.unreported -= failed.keys()
+            acked |= attached - failed.keys()
+            raise PartialSyncError(acked=acked, failed=failed, version=sending.version)
+        return sending.late - attached
+
+    def _addressed(self, weights: Any, worker_ids: int | Iterable[int] | None) -> set[int]:
+        if worker_ids is None:
+            return set(weights) if _is_per_worker(weights) else set(range(self.num_pipes))
+        named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
+        for idx in sorted(named):
+            if not 0 <= idx < self.num_pipes:
+                raise ConfigError(f"Worker {idx} not registered: there are {self.num_pipes} pipes")
+            if _is_per_worker(weights) and idx not in weights:
+                raise ConfigError(f"no weights were given for worker {idx}")
+        return named
+
+    def _has_attached(self, idx: int) -> bool:
+        return idx in self._sender.peers or idx in self._sender.workers.lost
+
+    def _is_settled(self, idx: int, version: int) -> bool:
+        peer = self._sender.peers.get(idx)
+        workers = self._sender.workers
+        workers.check()
+        return peer is None or idx in workers._failures or peer.outbox.applied >= version
+
+    def _error(self, idx: int, version: int) -> AiosyncError | None:
+        workers = self._sender.workers
+        peer = workers.peers.get(idx)
+        if peer is None:
+            return workers.lost[idx]
+        if peer.outbox.applied >= version:
+            return None
+        late = f"worker {idx} attached, but did not apply version {version} in time"
+        return workers._failures.pop(idx, AckTimeout(late, worker_ids=[idx], version=version))
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def say_goodbye(self) -> None:
+        """Let workers see the end even if other processes have copies of the pipes."""
+        for sock in self._all:
+            say_goodbye(sock)
+
+    def close(self) -> None:
+        """Close the pipes that nobody attached to. Idempotent."""
+        loop = self._loop
+        for sock in self._socks.values():
+            # Elsewhere than on the loop its tasks have ended, or it is that of a parent process.
+            if loop is not None and asyncio._get_running_loop() is loop and sock.fileno() >= 0:
+                loop.remove_reader(sock)
+            sock.close()
+        self._socks.clear()
+
+    def __del__(self) -> None:
+        for sock in self._socks.values():
+            sock.close()
+
+
+async def _change(workers: Workers) -> None:
+    await workers.changed.wait()
+
+
+def _only(weights: Any, worker_ids: Iterable[int]) -> Any:
+    if not (isinstance(weights, Mapping) and _is_per_worker(weights)):
+        return weights
+    return {idx: weights[idx] for idx in worker_ids if idx in weights}

@@ -1,0 +1,206 @@
+"""The older generation's schemes for workers on this host. Must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import aiosync.schemes as aio
+from aiosync import sync
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.legacy._links import Sending
+from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
+from aiosync.legacy._transports import MPTransport, SharedMemTransport
+from aiosync.tensors._tensordict import is_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+__all__ = [
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+]
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme, sync.MultiProcessWeightSyncScheme):
+    """Sends weights to worker processes through the pipes that it is given.
+
+    A worker's model changes in ``receive()`` and nowhere else; see
+    :class:`aiosync.legacy.WeightSyncScheme` for the rest.
+    """
+
+    _async_class: ClassVar[type[aio.MultiProcessWeightSyncScheme]] = (
+        aio.MultiProcessWeightSyncScheme
+    )
+    _makes_links = True
+    _pipe_apply = "manual"
+
+    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+        self, pipe_or_context: Any
+    ) -> MPTransport:
+        """A blocking link over one end of a two-way pipe, which it owns from now on."""
+        return MPTransport(pipe_or_context)
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme):
+    """Sends weights to worker processes through shared memory.
+
+    Workers see updates without doing anything, between two forward passes of their model.
+    What is registered is only which models there are and their first values: every ``send()``
+    takes a snapshot, so nobody's tensors are ever shared with anybody.
+
+    Args:
+        policy_weights: Model id -> TensorDict: models that are registered from the start.
+            Copied.
+        strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
+        auto_register: Register a model with the first send of it; otherwise sending one that is
+            not registered raises ``KeyError``.
+        options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
+
+    Raises:
+        ConfigError: ``policy_weights`` holds something that is no TensorDict (a
+            ``ValueError``).
+    """
+
+    _async_class: ClassVar[type[aio.SharedMemWeightSyncScheme]] = aio.SharedMemWeightSyncScheme
+    _makes_links = True
+
+    def __init__(
+        self,
+        policy_weights: Mapping[str, TensorDictBase] | None = None,
+        strategy: StrategyName = "tensordict",
+        auto_register: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, **options)
+        self.policy_weights: dict[str, TensorDictBase] = {}
+        self.auto_register = auto_register
+        self._registered: set[str] = set()
+        for model_id, weights in (policy_weights or {}).items():
+            self._register(model_id, weights)
+
+    def _register(self, model_id: str, weights: Any) -> None:
+        if not is_tensordict(weights):
+            raise ConfigError(f"the weights of {model_id!r} must be a TensorDict: {type(weights)}")
+        if model_id in self._registered:
+            raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
+        self.policy_weights[model_id] = weights.detach().clone()
+        self._registered.add(model_id)
+
+    def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
+        """Register a model; workers that attach before the first send get these values.
+
+        Args:
+            model_id: Name of the model.
+            weights: Its first values. Copied.
+
+        Raises:
+            ConfigError: They are no TensorDict (a ``ValueError``).
+            LocalProtocolError: The model is registered already (a ``RuntimeError``).
+        """
+        self._after_fork()
+        self._register(model_id, weights)
+        links, mine = self._links, model_id == (self.model_id or "policy")
+        if links is not None and mine and links.started:
+            self._call(links.begin(self.policy_weights[model_id], None))
+        elif mine:
+            self._offer_registered()
+
+    def _offer_registered(self) -> None:
+        # Registered values have to be there for workers, whether or not anything is sent.
+        if self._links is not None and self._initial_weights() is not None:
+            self._started("register_shared_weights")
+
+    def _initial_weights(self) -> Any:
+        return self.policy_weights.get(self.model_id or "policy")
+
+    def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
+        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`."""
+        super().init_on_sender(model_id, context, **kwargs)
+        self._offer_registered()
+
+    def _check_registered(self, weights: Any) -> None:
+        model_id = self.model_id or "policy"
+        if model_id in self._registered:
+            return
+        if not self.auto_register:
+            raise KeyError(
+                f"model {model_id!r} is not registered: call register_shared_weights(), or "
+                "construct the scheme with auto_register=True"
+            )
+        if weights is not None:
+            self._registered.add(model_id)
+
+    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+        self, pipe_or_context: Any
+    ) -> SharedMemTransport:
+        """A blocking link over one end of a two-way pipe, which it owns from now on."""
+        transport = SharedMemTransport(self.policy_weights, auto_register=self.auto_register)
+        transport.register_pipe(pipe_or_context)
+        return transport
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies again: multiprocessing shares the memory of tensors that it pickles.
+        weights = {model_id: each.clone() for model_id, each in self.policy_weights.items()}
+        own = {"policy_weights": weights, "auto_register": self.auto_register}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.policy_weights = state["policy_weights"]
+        self.auto_register = state["auto_register"]
+        self._registered = set(self.policy_weights)
+
+
+class _NoTransport:
+    """A transport of this generation that does nothing."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send nothing."""
+
+    def receive_weights(self, timeout: float | None = 1.0) -> None:
+        """Return ``None`` at once."""
+
+    def check_connection(self) -> bool:
+        """Return True."""
+        return True
+
+
+class NoWeightSyncScheme(  # type: ignore[misc]  # the base's connect() suits both
+    WeightSyncScheme, sync.NoWeightSyncScheme
+):
+    """A scheme that does nothing: pipes that it is given stay as they are."""
+
+    _async_class: ClassVar[type[aio.NoWeightSyncScheme]] = aio.NoWeightSyncScheme
+
+    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+        self, pipe_or_context: Any
+    ) -> _NoTransport:
+        """A transport that does nothing."""
+        del pipe_or_context
+        return _NoTransport()
+
+    def _init_transports(
+        self, model_id: str | None, context: Any, ends: Sequence[Any], **sources: Any
+    ) -> None:
+        sync.NoWeightSyncScheme.init_on_sender(self, model_id, **sources)
+        self.context = context
+
+    def _init_pipe(self, model_id: str | None, context: Any, pipe: Any, **target: Any) -> None:
+        sync.NoWeightSyncScheme.init_on_receiver(self, model_id, **target)
+        self.context = context
+
+    def _deliver(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Iterable[int]:
+        return ()
+
+    def _begin(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Sending:
+        return Sending(0, None, frozenset())
+
+    def _finish(self, sending: Sending) -> Iterable[int]:
+        return ()
+
+    def _look(self, model: Any, timeout: float | None) -> bool:
+        return False

@@ -1,0 +1,241 @@
+"""The older generation's transports to remote collectors: they call a method of each.
+
+What travels and how is Ray's or RPC's own business; both are loaded when they are needed. Must
+not import schemes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
+from aiosync.strategy import WeightStrategy
+from aiosync.tensors._tensordict import is_tensordict
+from aiosync.transports._ray_objects import need_cluster
+
+__all__ = ["RPCTransport", "RayActorTransport", "RayTransport"]
+
+
+class _Remote:
+    """One call at a time to a remote object, and the wait for its end."""
+
+    timeout: float
+    _pending: Any = None
+
+    def _start(self, model_id: str, weights: Any) -> Any:
+        raise NotImplementedError
+
+    def _finish(self, pending: Any) -> None:
+        raise NotImplementedError
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send weights and wait until the remote object has applied them.
+
+        Args:
+            model_id: Name of the model.
+            weights: TensorDict or state dict; copied.
+
+        Raises:
+            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
+            ApplyError: It raised something.
+            PeerClosed: It is gone.
+        """
+        self._finish(self._start(model_id, weights))
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Copy weights and send them in the background; :meth:`wait_ack` waits.
+
+        Raises:
+            LocalProtocolError: A send is pending already (a ``RuntimeError``).
+        """
+        if self._pending is not None:
+            raise LocalProtocolError("A send is pending already. Call wait_ack() first.")
+        self._pending = self._start(model_id, weights)
+
+    def wait_ack(self) -> None:
+        """Wait for the pending :meth:`send_weights_async`; raises as :meth:`send_weights` does.
+
+        Raises:
+            LocalProtocolError: None is pending (a ``RuntimeError``).
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
+        self._finish(pending)
+
+    def receive_weights(self, timeout: float | None = 1.0) -> None:
+        """Return ``None``: the remote object gets its weights by the call."""
+        del timeout
+
+
+class _RayCalls(_Remote):
+    """Calls of Ray actors."""
+
+    def __init__(
+        self,
+        actor: Any,
+        tensor_transport: Literal["object_store", "nixl"] = "object_store",
+        *,
+        timeout: float = 120.0,
+    ) -> None:
+        if tensor_transport not in ("object_store", "nixl"):
+            raise ConfigError(
+                f"tensor_transport must be 'object_store' or 'nixl', got {tensor_transport!r}"
+            )
+        self._actor = actor
+        self.tensor_transport = tensor_transport
+        self.timeout = timeout
+
+    def _put(self, weights: Any) -> Any:
+        ray = need_cluster()
+        if self.tensor_transport == "object_store":
+            return ray.put(weights)
+        return ray.put(weights, _tensor_transport=self.tensor_transport)
+
+    def _finish(self, pending: Any) -> None:
+        ray = need_cluster()
+        try:
+            ray.get(pending, timeout=self.timeout)
+        except ray.exceptions.GetTimeoutError as exc:
+            raise AckTimeout(f"the actor did not answer within {self.timeout:g} s") from exc
+        except ray.exceptions.RayActorError as exc:
+            raise PeerClosed(f"the actor is gone: {exc}") from exc
+        except ray.exceptions.RayError as exc:
+            cause = getattr(exc, "cause", None) or exc
+            raise ApplyError(
+                f"the actor could not apply the weights: {cause}", remote_type=type(cause).__name__
+            ) from exc
+
+    def check_connection(self) -> bool:
+        """Whether the actor is alive; one that is busy counts as alive."""
+        ray = need_cluster()
+        ready = self._actor.__ray_ready__.remote()
+        done, _ = ray.wait([ready], timeout=1.0)
+        if not done:
+            return True
+        try:
+            ray.get(ready)
+        except ray.exceptions.RayActorError:
+            return False
+        return True
+
+
+class RayTransport(_RayCalls):
+    """Sends weights to a Ray actor that has ``update_policy_weights_(weights)``.
+
+    Args:
+        remote_collector: Handle of the actor.
+        tensor_transport: ``"object_store"``, or what else Ray's ``put()`` offers: ``"nixl"``.
+        timeout: Seconds that an answer is waited for.
+
+    Raises:
+        ConfigError: ``tensor_transport`` is something else (a ``ValueError``).
+    """
+
+    def __init__(
+        self,
+        remote_collector: Any,
+        tensor_transport: Literal["object_store", "nixl"] = "object_store",
+        *,
+        timeout: float = 120.0,
+    ) -> None:
+        super().__init__(remote_collector, tensor_transport, timeout=timeout)
+
+    def _start(self, model_id: str, weights: Any) -> Any:
+        named = {} if model_id == "policy" else {"model_id": model_id}
+        return self._actor.update_policy_weights_.remote(self._put(weights), **named)
+
+
+class RayActorTransport(_RayCalls):
+    """Sends weights to a Ray actor that wraps a module, such as one of ``RayModuleTransform``.
+
+    Args:
+        actor_ref: Handle of the actor.
+        update_method: ``"tensordict"`` calls ``_update_weights_tensordict(params=...)``,
+            ``"state_dict"`` calls ``_update_weights_state_dict(state_dict=...)``.
+        tensor_transport: As for :class:`RayTransport`.
+        timeout: Seconds that an answer is waited for.
+
+    Raises:
+        ConfigError: An argument is something else (a ``ValueError``).
+    """
+
+    def __init__(
+        self,
+        actor_ref: Any,
+        update_method: Literal["tensordict", "state_dict"] = "tensordict",
+        tensor_transport: Literal["object_store", "nixl"] = "object_store",
+        *,
+        timeout: float = 120.0,
+    ) -> None:
+        super().__init__(actor_ref, tensor_transport, timeout=timeout)
+        self._strategy = WeightStrategy(update_method)
+        self.update_method = update_method
+
+    def _start(self, model_id: str, weights: Any) -> Any:
+        del model_id  # an actor has one module
+        put = self._put(self._strategy.extract_weights(weights))
+        if self.update_method == "tensordict":
+            return self._actor._update_weights_tensordict.remote(params=put)
+        return self._actor._update_weights_state_dict.remote(state_dict=put)
+
+
+class RPCTransport(_Remote):
+    """Sends weights to a remote object of ``torch.distributed.rpc``.
+
+    Args:
+        collector_info: The worker that has it, as ``rpc.get_worker_info()`` says.
+        collector_rref: Reference to the object, which has ``update_policy_weights_(weights)``.
+        collector_class: Its class.
+        timeout: Seconds that an answer is waited for.
+    """
+
+    def __init__(
+        self,
+        collector_info: Any,
+        collector_rref: Any,
+        collector_class: Any,
+        *,
+        timeout: float = 120.0,
+    ) -> None:
+        self.collector_info = collector_info
+        self.collector_rref = collector_rref
+        self.collector_class = collector_class
+        self.timeout = timeout
+
+    def _start(self, model_id: str, weights: Any) -> Any:
+        named = {} if model_id == "policy" else {"model_id": model_id}
+        remote = self.collector_rref.rpc_async(timeout=self.timeout)
+        # RPC sends from the memory of the tensors, some time later.
+        return remote.update_policy_weights_(_copied(weights), **named)
+
+    def _finish(self, pending: Any) -> None:
+        try:
+            pending.wait()
+        except Exception as exc:  # whoever waits for the send sees it
+            name = getattr(self.collector_info, "name", self.collector_info)
+            if isinstance(exc, RuntimeError) and "timeout" in str(exc):
+                raise AckTimeout(f"{name} did not answer within {self.timeout:g} s") from exc
+            raise ApplyError(
+                f"{name} could not apply the weights: {exc}", remote_type=type(exc).__name__
+            ) from exc
+
+    def check_connection(self) -> bool:
+        """Whether the worker answers within a second."""
+        from torch.distributed import rpc  # not before it is needed
+
+        try:
+            rpc.rpc_sync(self.collector_info, os.getpid, timeout=1.0)
+        except RuntimeError:
+            return False
+        return True
+
+
+def _copied(weights: Any) -> Any:
+    if is_tensordict(weights):
+        return weights.detach().clone()
+    if isinstance(weights, Mapping):
+        return {name: _copied(value) for name, value in weights.items()}
+    return weights.detach().clone() if hasattr(weights, "detach") else weights

@@ -1,0 +1,169 @@
+"""What is below the older generation's schemes: the portal, pipes, and the calls of senders.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import aiosync.schemes as aio
+from aiosync import sync
+from aiosync.errors import ConfigError
+from aiosync.legacy._attachment import Attachment
+from aiosync.legacy._links import PipeLinks, Sending
+from aiosync.sync._portal import lease
+
+if TYPE_CHECKING:
+    from aiosync.legacy._schemes import WeightSyncScheme
+    from aiosync.legacy._sender import WeightReceiver, WeightSender
+
+__all__ = ["Running"]
+
+
+class _Tenant:
+    """What a scheme leaves on the portal. Nobody closes schemes of this generation: no word."""
+
+    def __init__(self, scheme: aio.WeightSyncScheme, pipes: PipeLinks | Attachment) -> None:
+        self._scheme = scheme
+        self._pipes = pipes
+
+    def forgotten(self) -> None:
+        return None
+
+    def abort(self) -> None:
+        self._pipes.say_goodbye()
+        self._scheme.abort()
+        if isinstance(self._pipes, PipeLinks):
+            self._pipes.close()
+
+
+class Running(sync.WeightSyncScheme):
+    """A blocking scheme whose pipes are answered in the background."""
+
+    _makes_links = False  # of pipes, and not transports of this generation
+    _apply_given = False
+
+    def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
+        links: PipeLinks | None = self.__dict__.get("_links")
+        super()._adopt(scheme)
+        if links is not None:  # forked: the pipes are the parent's
+            links.close()
+        self._links: PipeLinks | None = None
+        self._attachment: Attachment | None = None
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
+        self._twin: WeightSyncScheme | None = None
+        self._cached: Any = None
+
+    # -- what senders and receivers do ---------------------------------------------------------
+
+    def _check_registered(self, weights: Any) -> None:
+        """Raise unless the model may be sent."""
+
+    def _initial_weights(self) -> Any:
+        """What workers get that attach before the first send; ``None`` for nothing."""
+        return None
+
+    def _started(self, what: str) -> PipeLinks | None:
+        self._check(what)
+        links = self._links
+        if links is not None and not links.started:
+            self._call(links.start(self._initial_weights()))
+        return links
+
+    def _deliver(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Iterable[int]:
+        links = self._started("send")
+        if links is None:
+            self.send(weights, worker_ids)
+            return ()
+        missing: Iterable[int] = self._call(links.send(_something(weights), worker_ids))
+        return missing
+
+    def _begin(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Sending:
+        links = self._started("send_async")
+        if links is None:
+            return Sending(self.send_async(weights, worker_ids), None, frozenset())
+        sending: Sending = self._call(links.begin(_something(weights), worker_ids))
+        return sending
+
+    def _finish(self, sending: Sending) -> Iterable[int]:
+        self._check("wait_async")
+        if self._links is None:
+            self.wait_async()
+            return ()
+        missing: Iterable[int] = self._call(self._links.finish(sending))
+        return missing
+
+    def _look(self, model: Any, timeout: float | None) -> bool:
+        if self._attachment is None:
+            return self.receive(timeout=timeout) is not None
+        if self._attachment.error is not None:  # and not only that the scheme is closed
+            self.shutdown()
+            raise self._attachment.error
+        self._check("receive")
+        received: bool = self._call(self._attachment.receive(model, timeout))
+        return received
+
+    # -- the portal ----------------------------------------------------------------------------
+
+    @property
+    def _pipes(self) -> PipeLinks | Attachment | None:
+        return self._links if self._links is not None else self._attachment
+
+    def _call(self, coroutine: Any) -> Any:
+        pipes = self._pipes
+        if pipes is not None:
+            with self._lock:
+                if self._lease is None or not self._lease.valid:
+                    self._lease = lease(_Tenant(self._scheme, pipes))
+        return super()._call(coroutine)
+
+    def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
+        """As :meth:`aiosync.sync.WeightSyncScheme.connect`; with pipes there is nothing to do."""
+        if self._attachment is None and self._started("connect") is None:
+            super().connect(**kwargs)
+
+    def shutdown(self) -> None:
+        """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
+        self._after_fork()
+        try:
+            if self._pipes is not None:
+                self._pipes.say_goodbye()
+            super().shutdown()
+        finally:
+            self._close_rest()
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        super().abort()
+        if self._twin is not None:
+            self._twin.abort()
+
+    def _close_rest(self) -> None:
+        if self._links is not None:
+            self._links.close()
+        for side in (self._sender, self._receiver):
+            if side is not None:
+                side._close()
+        if self._twin is not None:
+            self._twin.shutdown()
+
+    # -- pickling ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_apply_given": self._apply_given}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._apply_given = state["_apply_given"]
+
+
+def _something(weights: Any) -> Any:
+    if weights is None:
+        raise ConfigError(
+            "there is nothing to send: pass weights to send(), or model=, weights= or context= to "
+            "init_on_sender()"
+        )
+    return weights

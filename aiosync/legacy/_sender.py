@@ -1,0 +1,329 @@
+"""What this generation sends and receives with: objects that a scheme hands out.
+
+They hold no link themselves; the scheme does. Must not import torch or a transport.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.legacy._links import Sending
+from aiosync.legacy._strategy import WeightStrategy
+from aiosync.schemes._context import resolve_model, resolve_path
+
+if TYPE_CHECKING:
+    from aiosync.legacy._schemes import WeightSyncScheme
+
+__all__ = ["WeightReceiver", "WeightSender"]
+
+
+class WeightSender:
+    """Sends weights for a scheme; ``scheme.get_sender()`` has one.
+
+    Methods may be called from one thread at a time that runs no event loop. A pickle of it has
+    the scheme's configuration only: neither links, nor the context, nor a pending send.
+
+    Args:
+        scheme: What it sends for.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._transports: dict[int, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._context_ref: weakref.ref[Any] | None = None
+        self._pending: Sending | list[Any] | None = None
+
+    # -- what a scheme with links of its own tells it ------------------------------------------
+
+    def _set_context(self, context: Any) -> None:
+        self._context_ref = None if context is None else weakref.ref(context)
+
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
+
+    def _iterate_transports(self, worker_ids: int | Iterable[int] | None = None) -> Iterator[Any]:
+        named = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        for idx in self._transports if named is None else named:
+            if idx not in self._transports:
+                raise ConfigError(f"Worker {idx} not registered")
+            yield self._transports[idx]
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        own = None if self._context_ref is None else self._context_ref()
+        return self._scheme.context if own is None else own
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+        """Send a snapshot of the weights, and wait until the workers have applied it.
+
+        Workers that have attached are waited for until the scheme's ``timeout``; a worker that
+        never attached for about two seconds after the first send, once. It gets the newest
+        weights when it attaches, and a warning names it until then.
+
+        Args:
+            weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
+                or a dotted name in the context. Never changed, and not needed afterwards.
+            worker_ids: Only these workers change; ``None`` for all.
+
+        Raises:
+            PartialSyncError: A worker died, did not answer, or could not apply the weights; the
+                others have them.
+            ConfigError: There is no such worker, or the weights cannot travel (a
+                ``ValueError``).
+            KeyError: Shared memory without ``auto_register``: the model is not registered.
+            LocalProtocolError: An async send is pending (a ``RuntimeError``).
+        """
+        if self._pending is not None:
+            raise LocalProtocolError(
+                "Cannot call send() while an async send is pending. Call wait_async() first."
+            )
+        if self._transports:
+            self._wait_for(self._start(weights, worker_ids))
+        else:
+            self._warn(self._scheme._deliver(self._prepare(weights), worker_ids))
+
+    def send_async(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None
+    ) -> None:
+        """Take a snapshot now and send it in the background; :meth:`wait_async` waits for it.
+
+        Args:
+            weights: As for :meth:`send`; may change as soon as this returns.
+            worker_ids: As for :meth:`send`.
+
+        Raises:
+            LocalProtocolError: An async send is pending already (a ``RuntimeError``).
+        """
+        if self._pending is not None:
+            raise LocalProtocolError(
+                "Cannot call send_async() again while a send is pending. Call wait_async() first."
+            )
+        if self._transports:
+            for transport in self._iterate_transports(worker_ids):
+                if not hasattr(transport, "send_weights_async"):
+                    raise LocalProtocolError(
+                        f"transport of type {type(transport)} does not support async send"
+                    )
+            self._pending = self._start(weights, worker_ids)
+        else:
+            self._pending = self._scheme._begin(self._prepare(weights), worker_ids)
+
+    def wait_async(self) -> None:
+        """Wait for the pending :meth:`send_async`.
+
+        Raises:
+            LocalProtocolError: None is pending (a ``RuntimeError``).
+            PartialSyncError: As for :meth:`send`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise LocalProtocolError("No async send is pending. Call send_async() first.")
+        if isinstance(pending, Sending):
+            self._warn(self._scheme._finish(pending))
+        else:
+            self._wait_for(pending)
+
+    def update_weights(self, weights: Any) -> None:
+        """The same as :meth:`send` to all workers."""
+        self.send(weights)
+
+    def _prepare(self, weights: Any) -> Any:
+        scheme = self._scheme
+        prepared = scheme.prepare_weights(
+            weights, scheme.model_id, WeightStrategy(scheme.strategy), self.context
+        )
+        scheme._check_registered(prepared)
+        return prepared
+
+    def _warn(self, missing: Iterable[int]) -> None:
+        listed = sorted(missing)
+        if listed:
+            warnings.warn(
+                f"no worker has attached to the pipes of workers {listed} yet: they get the newest "
+                "weights when they call init_on_worker()",
+                stacklevel=3,
+            )
+
+    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> list[Any]:
+        prepared, model_id = self._prepare(weights), self._scheme.model_id or "policy"
+        pending = []
+        for transport in self._iterate_transports(worker_ids):
+            if hasattr(transport, "send_weights_async"):
+                transport.send_weights_async(model_id, prepared)
+                pending.append(transport)
+            else:
+                transport.send_weights(model_id, prepared)
+        return pending
+
+    @staticmethod
+    def _wait_for(pending: Iterable[Any]) -> None:
+        first: Exception | None = None
+        for transport in pending:
+            try:
+                if hasattr(transport, "wait_ack"):
+                    transport.wait_ack()
+            except Exception as exc:  # noqa: BLE001 - raised once all were waited for
+                first = first or exc
+        if first is not None:
+            raise first
+
+    def _close(self) -> None:
+        for transport in self._transports.values():
+            _close(transport)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_scheme": self._scheme}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._scheme!r}>"
+
+
+class WeightReceiver:
+    """Receives weights for a scheme; ``scheme.get_receiver()`` has one.
+
+    Args:
+        scheme: What it receives for.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._forget()
+
+    def _forget(self) -> None:
+        self._context_ref: weakref.ref[Any] | None = None
+        self._model: Any = None
+        self._transport: Any = None
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model; ``None`` without one.
+
+        Raises:
+            ConfigError: It has been garbage collected (a ``ValueError``).
+        """
+        if self._context_ref is None:
+            return None
+        context = self._context_ref()
+        if context is None:
+            raise ConfigError("Context has been garbage collected")
+        return context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        self._context_ref = None if value is None else weakref.ref(value)
+
+    def _set_context(self, context: Any) -> None:
+        self.context = context
+
+    def register_model(self, model: Any) -> None:
+        """Choose what weights are applied to.
+
+        Args:
+            model: A module; or a dotted name, which is looked up in the context whenever it is
+                needed.
+        """
+        self._model = model
+
+    _register_model = register_model
+
+    def _register_worker_transport(self, pipe_or_context: Any) -> None:
+        self._transport = self._scheme.create_transport(pipe_or_context)
+
+    @property
+    def model(self) -> Any:
+        """The registered model, found in the context if it was given by name; or ``None``.
+
+        Raises:
+            ConfigError: A name was given, and there is no context (a ``ValueError``).
+        """
+        if isinstance(self._model, str):
+            context = self.context
+            if context is None:
+                raise ConfigError("Context is required to resolve string references")
+            return resolve_path(context, self._model)
+        context = self.context
+        if self._model is not None or context is None:
+            return self._model
+        try:
+            return resolve_model(context, self._scheme.model_id or "policy")
+        except AttributeError:
+            return None  # the context has no such model yet
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Look for weights that this has not reported yet, and wait a moment for them.
+
+        With ``MultiProcessWeightSyncScheme`` they are applied here, and only here; with
+        ``SharedMemWeightSyncScheme`` they were applied already, between two forward passes.
+
+        Args:
+            timeout: Seconds; ``None`` waits until there are some, or the trainer goes away.
+
+        Returns:
+            Whether there were.
+
+        Raises:
+            PeerClosed: The trainer went away.
+            ApplyError: The weights do not fit the model, which kept what it had; ``send()`` of
+                the trainer says so, too.
+            ConfigError: Weights have come, but ``No model registered`` (a ``ValueError``).
+            ConnectError: The trainer refused this worker.
+        """
+        if self._transport is None:
+            return self._scheme._look(self.model, timeout)
+        received = self._transport.receive_weights(timeout=timeout)
+        if received is None:
+            return False
+        self.apply_weights(received[1])
+        return True
+
+    def apply_weights(self, weights: Any) -> None:
+        """Put weights into the model by hand, between two forward passes.
+
+        Args:
+            weights: TensorDict or state dict; copied, never aliased.
+
+        Raises:
+            ConfigError: ``No model registered`` (a ``ValueError``).
+            ManifestMismatch: They do not fit; nothing was changed.
+        """
+        model = self.model
+        if self._scheme.initialized_on_receiver and self._scheme.model is model is not None:
+            self._scheme.apply_weights(weights)
+        elif model is None and self._scheme.model is None:
+            raise ConfigError("No model registered")
+        else:
+            WeightStrategy(self._scheme.strategy).apply_weights(
+                self._scheme.model if model is None else model, weights
+            )
+        if hasattr(self._transport, "send_ack"):
+            self._transport.send_ack()
+
+    def _close(self) -> None:
+        _close(self._transport)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_scheme": self._scheme}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._scheme!r}>"
+
+
+def _close(transport: Any) -> None:
+    if hasattr(transport, "close"):  # what users bring need not have it
+        transport.close()

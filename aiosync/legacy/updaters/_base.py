@@ -1,0 +1,243 @@
+"""The base class of the legacy weight updaters, and its hooks.
+
+The hooks are those of TorchRL's ``WeightUpdaterBase``, so that a subclass written for it works
+after its import line was changed. Must not import torchrl, nor a concrete updater.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from aiosync.errors import LocalProtocolError
+from aiosync.tensors._tensordict import is_tensordict
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["WeightUpdaterBase"]
+
+
+class WeightUpdaterBase(abc.ABC):
+    """Brings the weights of a trainer to the policies of a collector. Legacy: prefer schemes.
+
+    A collector calls its updater in ``update_policy_weights_()``. New code passes a weight sync
+    scheme to the collector instead, which knows versions, deadlines and workers that die; this
+    class keeps updaters working that were written for TorchRL's class of the same name.
+    TorchRL's collectors take an instance for one of their own if it was made after ``torchrl``
+    was imported.
+
+    A subclass has to define :meth:`_sync_weights_with_worker`. It may define
+    :meth:`_get_server_weights`, :meth:`_maybe_map_weights`, :meth:`all_worker_ids`,
+    :meth:`_skip_update`, :meth:`init` and :meth:`from_policy`; or :meth:`_push_weights`, which
+    calls these.
+
+    Threads:
+        Use it on the thread that uses the collector.
+    """
+
+    _collector_wrs: list[weakref.ref[Any]] | None = None
+    _post_hooks: list[Callable[[], Any]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
+        del args, kwargs  # those of __init__()
+        _introduce_to_torchrl()
+        return super().__new__(cls)
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
+        """Make an updater for a policy, or ``None`` if this class needs more than that.
+
+        Args:
+            policy: The policy that updates go to.
+        """
+        del policy
+        return None
+
+    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a hook that may stay empty
+        """Called by ``collector.init_updater()`` with its arguments. Does nothing here."""
+
+    # -- collectors ----------------------------------------------------------------------------
+
+    def register_collector(self, collector: Any) -> None:
+        """Remember a collector, by a weak reference. Collectors call it themselves.
+
+        Args:
+            collector: The owner of the policies.
+        """
+        self._collector_wrs = [*(self._collector_wrs or ()), weakref.ref(collector)]
+
+    @property
+    def collector(self) -> Any | None:
+        """The collector; ``None`` without one, or when it is gone.
+
+        Raises:
+            ValueError: Several collectors were registered.
+        """
+        if not self._collector_wrs:
+            return None
+        if len(self._collector_wrs) > 1:
+            raise ValueError("Cannot access `collector` with multiple collectors.")
+        return self._collector_wrs[0]()
+
+    @property
+    def collectors(self) -> list[Any] | None:
+        """All registered collectors, ``None`` for one that is gone; ``None`` without any."""
+        if not self._collector_wrs:
+            return None
+        return [reference() for reference in self._collector_wrs]
+
+    def increment_version(self) -> None:
+        """Increment the policy version of every registered collector.
+
+        Raises:
+            LocalProtocolError: No collector is registered.
+        """
+        collectors = self.collectors
+        if collectors is None:
+            raise LocalProtocolError(
+                "increment_version(): no collector is registered with this weight updater"
+            )
+        for collector in collectors:
+            if collector is not None:
+                collector.increment_version()
+
+    # -- updating ------------------------------------------------------------------------------
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Update the workers, then call the post hooks.
+
+        Args:
+            policy_or_weights: A policy, a TensorDict or a dict of tensors; ``None`` takes those
+                of :meth:`_get_server_weights`.
+            worker_ids: A worker or an iterable of them; ``None`` for all. Of the kind that
+                :meth:`all_worker_ids` returns.
+
+        Raises:
+            TypeError: The weights are none of these.
+            Exception: Whatever the hooks raise. The post hooks are not called then.
+        """
+        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._call_post_hooks()
+
+    def __call__(
+        self, policy_or_weights: Any = None, worker_ids: Any = None, **options: Any
+    ) -> None:
+        """Call :meth:`push_weights`: this is what collectors do.
+
+        Args:
+            policy_or_weights: As for :meth:`push_weights`.
+            worker_ids: As for :meth:`push_weights`.
+            options: For a :meth:`push_weights` that takes more. ``policy_weights`` is an older
+                name of ``policy_or_weights``, which TorchRL still uses in places.
+        """
+        older = options.pop("policy_weights", None)
+        if policy_or_weights is None:
+            policy_or_weights = older
+        self.push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids, **options)
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Find the weights and the workers, and call :meth:`_sync_weights_with_worker`."""
+        weights = self._resolve_weights(policy_or_weights)
+        workers = self._resolve_workers(worker_ids)
+        if workers is None:
+            self._sync_weights_with_worker(server_weights=weights)
+            return
+        for worker_id in workers:
+            if not self._skip_update(worker_id):
+                self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+
+    def _resolve_weights(self, policy_or_weights: Any) -> Any:
+        if policy_or_weights is None:
+            policy_or_weights = self._get_server_weights()
+        return self._maybe_map_weights(policy_or_weights)
+
+    def _resolve_workers(self, worker_ids: Any) -> list[Any] | None:
+        if worker_ids is None:
+            every = self.all_worker_ids()
+            return None if every is None else list(every)
+        if isinstance(worker_ids, int | torch.device):
+            return [worker_ids]
+        return list(worker_ids)
+
+    @abc.abstractmethod
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> Any:
+        """Bring the weights to one worker.
+
+        Args:
+            worker_id: The worker; left out where :meth:`all_worker_ids` returns ``None``.
+            server_weights: What :meth:`_maybe_map_weights` returned.
+        """
+
+    def _get_server_weights(self) -> Any:
+        """The weights of an update that brings none. ``None`` here."""
+        return None
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        """Turn what was given into what workers get.
+
+        Args:
+            policy_or_weights: A module, a TensorDict or a dict.
+
+        Returns:
+            A TensorDict or a dict; for a module its live weights, detached.
+
+        Raises:
+            TypeError: It is something else, or there are no weights.
+        """
+        if is_tensordict(policy_or_weights) or isinstance(policy_or_weights, dict):
+            return policy_or_weights
+        if isinstance(policy_or_weights, nn.Module):
+            from tensordict import TensorDict  # not before it is needed
+
+            return TensorDict.from_module(policy_or_weights).data
+        raise TypeError(
+            "policy_or_weights must be None, TensorDictModuleBase, TensorDictBase or dict, got "
+            f"{type(policy_or_weights)}"
+            + (" from _get_server_weights()" if policy_or_weights is None else "")
+        )
+
+    def all_worker_ids(self) -> Iterable[Any] | None:
+        """All workers; ``None`` where there is one target and no worker."""
+        return None
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        """Whether to leave a worker out of this update. Called once for each update."""
+        del worker_id
+        return False
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    @property
+    def post_hooks(self) -> list[Callable[[], Any]]:
+        """What is called after each update, in this order."""
+        if self._post_hooks is None:
+            self._post_hooks = []
+        return self._post_hooks
+
+    def register_post_hook(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook()`` after each update that succeeded.
+
+        Args:
+            hook: Takes no arguments. What it raises, the update raises.
+        """
+        self.post_hooks.append(hook)
+
+    def _call_post_hooks(self) -> None:
+        for hook in list(self.post_hooks):
+            hook()
+
+
+def _introduce_to_torchrl() -> None:
+    # Each time, as TorchRL may be imported after this module: it costs a look into a dict. Its
+    # collectors ask isinstance(), and nothing else of it is needed.
+    theirs = getattr(sys.modules.get("torchrl.collectors.weight_update"), "WeightUpdaterBase", None)
+    if theirs is not None:
+        theirs.register(WeightUpdaterBase)

@@ -1,0 +1,162 @@
+"""What runs in a worker: private memory for its policy, and a receiver that keeps it up to date.
+
+Functions and classes here are pickled by name into the processes of collectors. Must not import
+torchrl; where an object of it is needed, the worker has imported it already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from aiosync.errors import ConfigError
+from aiosync.sync import WeightSyncScheme
+from aiosync.tensors._matching import is_shared
+
+__all__ = ["WorkerCollector", "make_private", "receive"]
+
+_receivers: weakref.WeakKeyDictionary[Any, WeightSyncScheme] = weakref.WeakKeyDictionary()
+
+
+def make_private(module: Any) -> Any:
+    """Move tensors of a module out of memory that other processes see. Objects stay the same.
+
+    Args:
+        module: Anything; only modules are changed.
+
+    Returns:
+        The same module.
+    """
+    if not isinstance(module, nn.Module):
+        return module
+    moved: dict[int, torch.UntypedStorage] = {}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if is_lazy(tensor) or not (tensor.is_cuda or is_shared(tensor)):
+            continue
+        storage = tensor.untyped_storage()
+        new = moved.get(storage.data_ptr())
+        if new is None:
+            new = moved[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]  # of torch
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            # Views of one storage stay views of one storage.
+            tensor.data = empty.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return module
+
+
+def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
+    """Keep the policy of a collector up to date, for as long as the collector lives.
+
+    Args:
+        collector: A collector that steps its policy itself.
+        scheme: A copy of the trainer's scheme, with no role yet.
+        worker_idx: Index of this worker.
+
+    Raises:
+        ConfigError: The collector has workers of its own, or its policy is no module.
+        ConnectError: The trainer has ended.
+        ConnectTimeout: The trainer did not answer within the scheme's ``timeout``.
+    """
+    policy = getattr(collector, "policy", None)
+    if hasattr(collector, "pipes") or hasattr(collector, "procs"):
+        raise ConfigError(
+            f"a {type(collector).__name__} hands weights on to workers of its own, which this "
+            "weight updater does not reach: use weight_sync_schemes= instead"
+        )
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
+        )
+    make_private(policy)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
+    here = weakref.ref(collector)
+
+    def count(epoch: int, version: int) -> None:
+        del epoch, version
+        found = here()
+        if found is not None:
+            found.increment_version()
+
+    scheme._scheme._on_applied = count  # type: ignore[method-assign]  # what it is there for
+    try:
+        scheme.connect()
+    except BaseException:  # goes on to the trainer
+        scheme.abort()
+        raise
+    older = _receivers.get(collector)
+    if older is not None:  # of an updater that was replaced
+        older.shutdown()
+    _receivers[collector] = scheme
+    weakref.finalize(collector, scheme.abort)
+
+
+class WorkerCollector:
+    """Makes the collector inside a worker of a multi-process collector, and its receiver.
+
+    Stands for the ``collector_class`` that the user gave, which TorchRL calls in each worker.
+
+    Args:
+        collector_class: That class or function; ``None`` for TorchRL's default.
+        scheme: A copy of the trainer's scheme, with no role yet.
+    """
+
+    def __init__(
+        self, collector_class: Callable[..., Any] | None, scheme: WeightSyncScheme
+    ) -> None:
+        self._collector_class = collector_class
+        self._scheme = scheme
+        self._flags: dict[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_collector_class", "_scheme", "_flags"):
+            super().__setattr__(name, value)
+        else:  # TorchRL sets options of the class; there it has to look for them
+            self._flags[name] = value
+            setattr(self._resolve(), name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.__dict__.get("_flags", {}):
+            raise AttributeError(name)
+        return self._flags[name]
+
+    def _resolve(self) -> Any:
+        if self._collector_class is not None:
+            return self._collector_class
+        return sys.modules["torchrl.collectors"].Collector
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the collector.
+
+        Args:
+            args: Of the collector class.
+            kwargs: Of the collector class, ``worker_idx`` among them.
+        """
+        factory = kwargs.get("policy_factory")
+        if factory is not None:
+            # Before the collector looks at the policy: it may keep views of its memory.
+            kwargs["policy_factory"] = _Private(factory)
+        make_private(kwargs.get("policy"))
+        collector = self._resolve()(*args, **kwargs)
+        try:
+            receive(collector, self._scheme, int(kwargs["worker_idx"]))
+        except BaseException:  # goes on to the trainer
+            collector.shutdown()
+            raise
+        return collector
+
+
+class _Private:
+    """A policy factory whose policies share no memory with other processes."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+
+    def __call__(self) -> Any:
+        return make_private(self._factory())

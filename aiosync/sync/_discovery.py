@@ -1,0 +1,67 @@
+"""Finding the integration with the library that calls a blocking scheme.
+
+Collectors and servers of other libraries call schemes in ways of their own. What is special about
+one of them is in :mod:`aiosync.integrations`, which is loaded when an object of that library is
+seen, and never before: the names below are all that this layer knows of them. Must not import
+torch, nor an integration when it is imported itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from aiosync.sync._schemes import WeightSyncScheme
+
+__all__ = ["Owner", "discover", "owner_of"]
+
+# Package of the library -> the module that all its users of schemes have imported, and ours.
+_INTEGRATIONS = {
+    "torchrl": ("torchrl.weight_update.weight_sync_schemes", "aiosync.integrations.torchrl"),
+}
+
+
+class Owner(Protocol):
+    """Stands between a library's object and the scheme that it calls."""
+
+    def call(
+        self,
+        name: str,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Do what calling the method ``name`` of the scheme shall do.
+
+        Args:
+            name: Name of the method.
+            proceed: What the method does for everybody else.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+
+    def forgotten(self) -> bool:
+        """Whether it is no mistake of the user's that nobody closed the scheme."""
+
+
+def discover() -> None:
+    """Load the integrations with the libraries that are imported already."""
+    for seen, integration in _INTEGRATIONS.values():
+        if integration not in sys.modules:
+            # Not while it is still being imported: the classes are not there yet.
+            if hasattr(sys.modules.get(seen), "WeightSyncScheme"):
+                importlib.import_module(integration)
+
+
+def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
+    """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
+    for cls in type(context).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in _INTEGRATIONS:
+            module = importlib.import_module(_INTEGRATIONS[package][1])
+            found: Owner | None = module.owner_of(context, scheme)
+            return found
+    return None

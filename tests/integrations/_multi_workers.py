@@ -1,0 +1,291 @@
+"""Collectors with workers in processes of their own, and the models that their tests send."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from multiprocessing import resource_sharer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.envs import Transform, TransformedEnv, VecNormV2
+
+from tests.integrations import _worlds as worlds
+
+with warnings.catch_warnings():
+    # It warns of its own classes while it is being imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+    from torchrl.weight_update import WeightSyncScheme
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "FRAMES",
+    "PATIENCE",
+    "Collector",
+    "Evaluator",
+    "Factory",
+    "Heavy",
+    "Many",
+    "MultiAsyncCollector",
+    "MultiSyncCollector",
+    "Offset",
+    "Plain",
+    "WeightSyncScheme",
+    "ask",
+    "collecting",
+    "held",
+    "make_heavy",
+    "make_many",
+    "make_normal_world",
+    "make_offset_world",
+    "open_fds",
+    "resident",
+    "seen",
+    "seen_by_one",
+    "start_method",
+    "stopping",
+    "until",
+    "weights_of",
+]
+
+PATIENCE = 30.0
+"""Seconds that anything may take on a busy machine before a test fails."""
+
+FRAMES = 16  # of a batch: 8 from each worker
+
+
+@contextlib.contextmanager
+def start_method(name: str) -> Iterator[None]:
+    """Start processes this way, and keep torch's number of threads, which collectors change."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    threads = torch.get_num_threads()
+    multiprocessing.set_start_method(name, force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+        torch.set_num_threads(threads)
+        resource_sharer.stop(timeout=PATIENCE)  # a thread that hands tensors to other processes
+
+
+@contextlib.contextmanager
+def collecting(
+    scheme: Any,
+    policy: nn.Module | None = None,
+    *,
+    cls: type = MultiSyncCollector,
+    envs: Any = worlds.World,
+    frames: int = FRAMES,
+    **options: Any,
+) -> Iterator[Any]:
+    """A collector with two workers, shut down afterwards. Nobody closes the schemes.
+
+    Args:
+        scheme: Of the policy; or a dictionary of schemes by model id.
+        policy: As the collector takes it.
+        cls: Of the collector.
+        envs: Makes the environment of each worker.
+        frames: Of a batch.
+        options: Of the collector.
+    """
+    options.setdefault("track_policy_version", True)
+    if cls is MultiSyncCollector:
+        options.setdefault("cat_results", "stack")
+    collector = cls(
+        [envs, envs],
+        policy,
+        frames_per_batch=frames,
+        total_frames=-1,
+        weight_sync_schemes=scheme if isinstance(scheme, dict) else {"policy": scheme},
+        **options,
+    )
+    try:
+        yield collector
+    finally:
+        collector.shutdown(timeout=10)
+
+
+def seen(data: TensorDictBase) -> list[tuple[float, int]]:
+    """The value that each worker acted by and how it was labelled; one of each for a batch."""
+    assert data.shape == (2, FRAMES // 2)
+    return [seen_by_one(part) for part in data.unbind(0)]
+
+
+def seen_by_one(data: TensorDictBase) -> tuple[float, int]:
+    values, labels = worlds.actions(data).unique(), data["next", "policy_version"].unique()
+    assert len(values) == len(labels) == 1, (values, labels)
+    return values.item(), labels.item()
+
+
+def ask(collector: Any, worker_idx: int, path: str, *args: Any) -> Any:
+    """What one worker's collector has at ``path``, called if it can be; the others may be dead."""
+    pipe = collector.pipes[worker_idx]
+    pipe.send(((path, args, {}), "cascade_execute"))
+    assert pipe.poll(PATIENCE), "the worker said nothing"
+    answer, _ = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return copy.deepcopy(answer)  # what came may lie in memory of the worker's
+
+
+def held(collector: Any, worker_idx: int) -> float:
+    """The value that one worker's policy has now."""
+    weights = ask(collector, worker_idx, "policy.state_dict")
+    values = {
+        value
+        for name, tensor in weights.items()
+        if "values" in name
+        for value in tensor.flatten().tolist()
+    }
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
+    """Wait for a condition that no event tells about."""
+    deadline = time.monotonic() + limit
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        pause.wait(0.002)
+
+
+@contextlib.contextmanager
+def stopping(process: Any) -> Iterator[None]:
+    """Let a process stand still, and go on afterwards, unless it was killed."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: _stands_still(process.pid))
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # killed, and waited for
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def _stands_still(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] in "Tt" for task in tasks)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+class Offset(Transform):
+    """Adds what its module has to each observation.
+
+    Args:
+        value: That the module begins with.
+    """
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(in_keys=["observation"], out_keys=["observation"])
+        self.module = nn.Linear(1, 1)
+        worlds.set_value(self.module, value)
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs + self.module.bias.detach()
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> Any:
+        del tensordict
+        return self._call(tensordict_reset)
+
+
+class Plain(worlds.Values):
+    """No ``TensorDictModule``: TorchRL wraps it."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation)
+
+
+def make_normal_world() -> TransformedEnv:
+    """A world with observations that its transform keeps statistics of."""
+    return TransformedEnv(worlds.World(), VecNormV2(in_keys=["observation"]))
+
+
+def make_offset_world() -> TransformedEnv:
+    return TransformedEnv(worlds.World(), Offset())
+
+
+class Factory:
+    """Makes policies of one value.
+
+    Args:
+        value: Theirs.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self) -> TensorDictModule:
+        return worlds.make_policy(self.value)
+
+
+class Heavy(worlds.Values):
+    """As large as 4 MiB, of one value as well.
+
+    Args:
+        value: Of everything in it.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.ballast = nn.Parameter(torch.full((2**20,), value))
+
+
+def make_heavy(value: float) -> TensorDictModule:
+    return TensorDictModule(Heavy(value), in_keys=["observation"], out_keys=["action"])
+
+
+class Many(nn.Module):
+    """300 small tensors, buffers of batch norms among them, and two tied layers."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(
+            [nn.Parameter(torch.full((), value)) for _ in range(worlds.WIDTH)]
+        )
+        self.norms = nn.ModuleList([nn.BatchNorm1d(2) for _ in range(57)])  # five tensors each
+        self.first = nn.Linear(2, 2)
+        self.last = nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each + 0 * observation[..., 0] for each in self.values], -1)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the two layers share their weights."""
+        return self.last.weight is self.first.weight
+
+
+def make_many(value: float) -> TensorDictModule:
+    return TensorDictModule(Many(value), in_keys=["observation"], out_keys=["action"])
+
+
+def weights_of(policy: nn.Module) -> TensorDict:
+    """A copy of its weights."""
+    return TensorDict.from_module(policy).data.clone()

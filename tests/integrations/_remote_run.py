@@ -1,0 +1,120 @@
+"""A trainer with one of TorchRL's distributed collectors; prints what it saw as JSON.
+
+A program of its own, as these collectors take the process's default group, RPC agent or Ray.
+
+    python -m tests.integrations._remote_run distributed TCPWeightSyncScheme nested
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torchrl.collectors import Collector, MultiSyncCollector
+
+import aiosync.sync
+from tests.integrations._worlds import World, actions, make_policy, set_value
+
+UPDATES = 4
+FRAMES = 16
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
+    inner: dict[str, Any] = {"track_policy_version": True}
+    outer = 1 if "nested" in modes else 2
+    options: dict[str, Any] = {
+        "create_env_fn": [World] * outer,
+        "collector_class": MultiSyncCollector if "nested" in modes else Collector,
+        "frames_per_batch": 2 * FRAMES,
+        "total_frames": 10_000,
+        "weight_sync_schemes": {"policy": scheme},
+        "collector_kwargs": inner,
+        "sync": "async" not in modes,
+    }
+    if "nested" in modes:
+        options["num_workers_per_collector"] = 2
+        inner["weight_sync_schemes"] = {"policy": aiosync.sync.SharedMemWeightSyncScheme()}
+    if "factory" in modes:
+        options["policy_factory"] = make_policy
+    else:
+        options["policy"] = policy
+    if kind == "distributed":
+        from torchrl.collectors.distributed import DistributedCollector
+
+        if "each" in modes:
+            options["update_after_each_batch"] = True
+        return DistributedCollector(launcher="mp", backend="gloo", tcp_port=free_port(), **options)
+    if kind == "rpc":
+        from torchrl.collectors.distributed import RPCCollector
+
+        return RPCCollector(launcher="mp", tcp_port=free_port(), **options)
+    from torchrl.collectors.distributed import RayCollector
+
+    return RayCollector(
+        num_collectors=outer,
+        ray_init_config={"num_cpus": 2, "include_dashboard": False, "log_to_driver": False},
+        remote_configs={"num_cpus": 0.5, "num_gpus": 0, "memory": 2**26},
+        **options,
+    )
+
+
+def values_of(data: Any) -> list[list[float]]:
+    """Pairs of the value of an action and its label, each once."""
+    labels = data["next", "policy_version"].reshape(-1).tolist()
+    return sorted(map(list, set(zip(actions(data).tolist(), labels, strict=True))))
+
+
+def main(kind: str, name: str, *given: str) -> dict[str, Any]:
+    modes = set(given)
+    torch.set_num_threads(1)
+    policy = make_policy(100.0)
+    scheme = getattr(aiosync.sync, name)()
+    collector = make_collector(kind, scheme, policy, modes)
+    seen: dict[str, Any] = {"batches": []}
+    batches = iter(collector)
+    calls = policy.module.calls.item()
+    if "factory" not in modes:
+        seen["first"] = values_of(next(batches))
+        # Without an update nothing that the trainer does reaches a worker.
+        set_value(policy, 99.0)
+        seen["aliased"] = values_of(next(batches))
+    times = []
+    for version in range(1, UPDATES + 1):
+        set_value(policy, float(version))
+        begun = time.perf_counter()
+        if "each" not in modes:
+            collector.update_policy_weights_(policy if "factory" in modes else None)
+        times.append(time.perf_counter() - begun)
+        seen["batches"].append(values_of(next(batches)))
+    if "one" in modes:
+        set_value(policy, 50.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        seen["one"] = values_of(next(batches))
+    seen["seconds"] = times
+    seen["calls"] = policy.module.calls.item() - calls
+    begun = time.perf_counter()
+    collector.shutdown()
+    seen["shutdown"] = time.perf_counter() - begun
+    scheme.shutdown()
+    seen["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("aiosync")]
+    return seen
+
+
+if __name__ == "__main__":
+    found = main(*sys.argv[1:])
+    sys.stdout.write(f"SEEN {json.dumps(found)}\n")
+    sys.stdout.flush()
+    # RPC's and Ray's own threads are not what is tested here.
+    os._exit(0)

@@ -1,0 +1,588 @@
+"""The schemes in TorchRL's collectors whose workers are processes, as its users write it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import aiosync
+import aiosync.sync
+
+pytest.importorskip("torchrl")
+
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tests.integrations import _multi_workers as workers
+from tests.integrations import _worlds as worlds
+from tests.integrations._multi_workers import (
+    Collector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    WeightSyncScheme,
+    ask,
+    collecting,
+    seen,
+    seen_by_one,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHM = aiosync.sync.SharedMemWeightSyncScheme
+PIPE = aiosync.sync.MultiProcessWeightSyncScheme
+TCP = aiosync.sync.TCPWeightSyncScheme
+DISTRIBUTED = aiosync.sync.DistributedWeightSyncScheme
+SCHEMES = [SHM, PIPE, TCP]
+OFFSET = "env.transform[0].module"
+
+pytestmark = [
+    pytest.mark.slow,
+    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _arena() -> None:
+    """Let multiprocessing map what it keeps for values that processes share."""
+    [multiprocessing.Value("q") for _ in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """Fork the workers, which takes a tenth of a second; spawning them takes five."""
+    with workers.start_method("fork"):
+        yield
+
+
+def _closing(scheme: Any, ready: bool) -> contextlib.AbstractContextManager[Any]:
+    """Who initialised a scheme closes it; one that a collector initialised ends with it."""
+    return scheme if ready else contextlib.nullcontext()
+
+
+# -- updates ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "ready"),
+    [(SHM, False), (PIPE, False), (TCP, False), (DISTRIBUTED, False), (SHM, True), (TCP, True)],
+)
+def test_every_way_to_update(make: Any, ready: bool) -> None:
+    policy = worlds.make_policy(1.0)
+    scheme = make(timeout=workers.PATIENCE)
+    if ready:
+        scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    with _closing(scheme, ready), collecting(scheme, policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+
+        def other(value: float) -> Any:
+            return worlds.make_policy(value)
+
+        update = collector.update_policy_weights_
+        ways = [
+            lambda value: (worlds.set_value(policy, value), update()),
+            lambda value: update(other(value)),
+            lambda value: update(weights_of(other(value))),
+            lambda value: update(weights=weights_of(other(value))),
+            lambda value: update(policy=other(value)),
+            lambda value: update(other(value).state_dict()),
+            lambda value: update(weights=other(value).state_dict()),
+            lambda value: update(weights_dict={"policy": other(value)}),
+            lambda value: update(weights_dict={"policy": weights_of(other(value))}),
+            lambda value: update(policy_or_weights=other(value), model_id="policy"),
+            lambda value: (worlds.set_value(policy, value), update(model_id="policy")),
+        ]
+        if not ready:  # otherwise there is nothing that a name could be looked up in
+            ways.append(lambda value: (worlds.set_value(policy, value), update("policy")))
+        for version, way in enumerate(ways, start=1):
+            way(10.0 + version)
+            assert seen(next(batches)) == [(10.0 + version, version)] * 2, version
+        version = len(ways)
+        update(other(-1.0))
+        update(other(-2.0))
+        assert seen(next(batches)) == [(-2.0, version + 2)] * 2
+        assert seen(next(batches)) == [(-2.0, version + 2)] * 2  # and none without an update
+        assert scheme.worker_versions == dict.fromkeys(range(2), scheme.version)
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_only_the_named_workers_change(make: Any) -> None:
+    with collecting(make(), worlds.make_policy(1.0)) as collector:
+        batches = iter(collector)
+        collector.update_policy_weights_(worlds.make_policy(2.0), worker_ids=[1])
+        first, second = seen(next(batches))
+        assert first == (1.0, 0)
+        assert second == (2.0, 1)
+        collector.update_policy_weights_(worlds.make_policy(3.0), worker_ids=0)
+        first, second = seen(next(batches))
+        assert first[0] == 3.0
+        assert first[1] > 0
+        assert second == (2.0, 1)
+        with pytest.raises(ValueError, match="Worker 7 not registered"):
+            collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=[0, 7])
+        assert [value for value, _ in seen(next(batches))] == [3.0, 2.0]
+        collector.update_policy_weights_(worlds.make_policy(4.0))
+        both = seen(next(batches))
+        assert both[0] == both[1]  # labels name versions: all have the same one again
+        assert both[0][0] == 4.0
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_two_models(make: Any) -> None:
+    policy, offset = worlds.make_policy(1.0), torch.nn.Linear(1, 1)
+    worlds.set_value(offset, 5.0)
+    other = make()
+    other.init_on_sender(model_id=OFFSET, model=offset, num_workers=2)
+    schemes = {"policy": make(), OFFSET: other}
+    with other, collecting(schemes, policy, envs=workers.make_offset_world) as collector:
+        batches = iter(collector)
+
+        def offsets() -> tuple[set[float], list[tuple[float, int]]]:
+            data = next(batches)
+            return set(data["next", "observation"].flatten().tolist()), seen(data)
+
+        assert offsets() == ({5.0}, [(1.0, 0)] * 2)
+        worlds.set_value(offset, 6.0)
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_(model_id=OFFSET)
+        assert offsets() == ({6.0}, [(1.0, 0)] * 2)  # the policy's version is what it was
+        worlds.set_value(offset, 7.0)
+        collector.update_policy_weights_(offset, model_id=OFFSET)
+        assert offsets() == ({7.0}, [(1.0, 0)] * 2)
+        worlds.set_value(offset, 8.0)
+        collector.update_policy_weights_(weights_dict={"policy": policy, OFFSET: offset})
+        assert offsets() == ({8.0}, [(2.0, 1)] * 2)
+        collector.update_policy_weights_(worlds.make_policy(3.0))
+        assert offsets() == ({8.0}, [(3.0, 2)] * 2)
+        with pytest.raises(KeyError, match="critic"):
+            collector.update_policy_weights_(policy, model_id="critic")
+
+
+@pytest.mark.parametrize("factory", [None, workers.Factory(3.0)], ids=["policy", "factory"])
+def test_a_model_that_the_trainer_does_not_know_waits_for_its_first_update(factory: Any) -> None:
+    schemes = {"policy": SHM(), OFFSET: SHM()}
+    policy, offset = worlds.make_policy(1.0), torch.nn.Linear(1, 1)
+    worlds.set_value(offset, 4.0)
+    with collecting(
+        schemes, policy, policy_factory=factory, envs=workers.make_offset_world
+    ) as collector:
+        batches = iter(collector)
+        data = next(batches)
+        assert (data["next", "observation"] == 0.0).all()
+        collector.update_policy_weights_(offset, model_id=OFFSET)
+        data = next(batches)
+        assert (data["next", "observation"] == 4.0).all()
+        assert seen(data) == [(1.0, 0)] * 2
+
+
+def test_a_version_for_each_batch() -> None:
+    policy = worlds.make_policy(1.0)
+    with collecting(SHM(), policy, update_at_each_batch=True) as collector:
+        batches = iter(collector)
+        for version in range(1, 5):
+            worlds.set_value(policy, float(version))
+            assert seen(next(batches)) == [(float(version), version)] * 2
+
+
+def test_statistics_of_the_environment() -> None:
+    """A transform with extra state, which is no tensor by itself, beside the policy."""
+    env = workers.make_normal_world()
+    env.rollout(20)
+    other = SHM()
+    other.init_on_sender(model_id="env.transform[0]", model=env.transform, num_workers=2)
+    schemes = {"policy": SHM(), "env.transform[0]": other}
+    make = workers.make_normal_world
+    with other, collecting(schemes, worlds.make_policy(1.0), envs=make) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        env.rollout(1000)
+        collector.update_policy_weights_(model_id="env.transform[0]")
+        for idx in range(2):
+            state = ask(collector, idx, "env.transform[0].get_extra_state")
+            assert state == env.transform.get_extra_state()
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+
+
+def test_a_policy_that_is_a_plain_module() -> None:
+    policy = workers.Plain(1.0)
+    with collecting(SHM(), policy, track_policy_version=False) as collector:
+        batches = iter(collector)
+        assert set(worlds.actions(next(batches)).tolist()) == {1.0}
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert set(worlds.actions(next(batches)).tolist()) == {2.0}
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_the_state_of_a_collector(make: Any) -> None:
+    """What ``load_state_dict()`` puts into a worker does not last longer than an update."""
+    with collecting(make(), worlds.make_policy(1.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        state = collector.state_dict()
+        collector.update_policy_weights_(worlds.make_policy(2.0))
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+        collector.load_state_dict(state)
+        assert [value for value, _ in seen(next(batches))] == [1.0, 1.0]
+        for value in (3.0, 4.0, 5.0, 6.0):
+            collector.update_policy_weights_(worlds.make_policy(value))
+            assert [value for value, _ in seen(next(batches))] == [value, value]
+
+
+def test_spawned_workers() -> None:
+    """Spawned, as TorchRL does unless it is told otherwise: the scheme travels in a pickle."""
+    policy = worlds.make_policy(1.0)
+    with workers.start_method("spawn"), collecting(SHM(), policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+
+
+# -- what workers begin with ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_one_factory_for_all(make: Any) -> None:
+    with collecting(make(), policy_factory=workers.Factory(3.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(3.0, 0)] * 2
+        collector.update_policy_weights_(worlds.make_policy(4.0))
+        assert seen(next(batches)) == [(4.0, 1)] * 2
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_a_factory_for_each(make: Any) -> None:
+    factories = [workers.Factory(3.0), workers.Factory(4.0)]
+    with collecting(make(), policy_factory=factories) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(3.0, 0), (4.0, 0)]
+        each = {0: weights_of(worlds.make_policy(5.0)), 1: weights_of(worlds.make_policy(6.0))}
+        collector.update_policy_weights_(each)
+        assert seen(next(batches)) == [(5.0, 1), (6.0, 1)]
+        collector.update_policy_weights_({1: weights_of(worlds.make_policy(7.0))})
+        assert [value for value, _ in seen(next(batches))] == [5.0, 7.0]
+        collector.update_policy_weights_(worlds.make_policy(8.0))
+        assert [value for value, _ in seen(next(batches))] == [8.0, 8.0]
+
+
+def test_weights_for_each_worker_have_to_be_asked_for() -> None:
+    policy = worlds.make_policy(1.0)
+    each = {0: weights_of(worlds.make_policy(5.0)), 1: weights_of(worlds.make_policy(6.0))}
+    with collecting(SHM(), policy) as collector:
+        batches = iter(collector)
+        with pytest.raises(ValueError, match="per_worker_weights=True"):
+            collector.update_policy_weights_(each)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+    with collecting(SHM(per_worker_weights=True), policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        collector.update_policy_weights_(each)
+        assert seen(next(batches)) == [(5.0, 1), (6.0, 1)]
+
+
+def test_a_policy_beside_the_factory_is_what_is_sent() -> None:
+    policy = worlds.make_policy(1.0)
+    with collecting(PIPE(), policy, policy_factory=workers.Factory(3.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+
+
+def test_a_scheme_that_is_ready_beside_a_factory() -> None:
+    policy, scheme = worlds.make_policy(1.0), SHM()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    with scheme, collecting(scheme, policy_factory=workers.Factory(3.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+
+
+def test_a_scheme_that_is_ready_with_weights_for_each_worker() -> None:
+    scheme = SHM()
+    each = {idx: weights_of(worlds.make_policy(5.0 + idx)) for idx in range(2)}
+    scheme.init_on_sender(model_id="policy", params_map=each)
+    with scheme, collecting(scheme, policy_factory=workers.Factory(3.0)) as collector:
+        assert seen(next(iter(collector))) == [(5.0, 0), (6.0, 0)]
+
+
+def test_no_synchronization_begins_with_the_policy_and_leaves_it() -> None:
+    policy = worlds.make_policy(1.0)
+    with collecting(aiosync.sync.NoWeightSyncScheme(), policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        collector.update_policy_weights_(worlds.make_policy(3.0))
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_many_small_tensors(make: Any) -> None:
+    policy = workers.make_many(1.0)
+    assert len(policy.state_dict()) > 295
+    with collecting(make(), policy_factory=_many, policy=policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        _have_the_weights_of(policy, collector)
+        worlds.set_value(policy, 2.0)
+        for buffer in policy.buffers():
+            buffer.add_(3)
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+        _have_the_weights_of(policy, collector)
+        assert [ask(collector, idx, "policy.module.tied") for idx in range(2)] == [True, True]
+
+
+def _many() -> Any:
+    return workers.make_many(0.0)
+
+
+def _have_the_weights_of(policy: torch.nn.Module, collector: Any) -> None:
+    wanted = policy.state_dict()
+    for found in collector.map_fn("policy.state_dict"):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# -- asynchronous collectors ------------------------------------------------------------------
+
+
+def _slow_world() -> worlds.World:
+    """With time for updates between an action and its label."""
+    return worlds.World(pause=0.001)
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -> None:
+    """The trainer updates as fast as it can, while both workers compute."""
+    policy = worlds.make_policy(0.0)
+    stop, errors, sent = threading.Event(), [], 0
+    with collecting(
+        make(), policy, cls=MultiAsyncCollector, frames=100, envs=_slow_world
+    ) as collector:
+
+        def update() -> None:
+            nonlocal sent
+            try:
+                while not stop.is_set():
+                    sent += 1
+                    worlds.set_value(policy, float(sent))
+                    collector.update_policy_weights_()
+            except Exception as exc:  # noqa: BLE001 - the test fails with it
+                errors.append(exc)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        try:
+            labels: set[float] = set()
+            frames = 0
+            for data in collector:
+                label = data["next", "policy_version"].flatten().to(torch.float32)
+                values = worlds.actions(data)
+                assert torch.equal(values, label)
+                labels.update(values.tolist())
+                frames += data.numel()
+                if frames >= 1000:
+                    break
+        finally:
+            stop.set()
+            thread.join(workers.PATIENCE)
+        assert not errors
+        assert not thread.is_alive()
+    assert len(labels) > 20  # or nothing was shown
+    assert max(labels) <= sent
+
+
+def test_workers_that_run_freely_into_a_replay_buffer() -> None:
+    storage = LazyTensorStorage(5000, shared_init=True)
+    buffer = ReplayBuffer(storage=storage, batch_size=16, shared=True)
+    policy = worlds.make_policy(0.0)
+    with collecting(
+        SHM(), policy, cls=MultiAsyncCollector, replay_buffer=buffer, envs=_slow_world
+    ) as collector:
+        collector.start()
+        for version in range(1, 11):
+            worlds.set_value(policy, float(version))
+            collector.update_policy_weights_()
+        filled = buffer.write_count
+        workers.until(lambda: buffer.write_count > filled + 4 * workers.FRAMES)
+        data = buffer[:]
+        label = data["next", "policy_version"].flatten().to(torch.float32)
+        assert torch.equal(worlds.actions(data), label)
+        assert label.max() == 10
+
+
+# -- collectors of other kinds ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_an_evaluator(make: Any) -> None:
+    def measured(data: Any) -> dict[str, float]:
+        return {"value": worlds.actions(data).mean().item()}
+
+    evaluator = Evaluator(
+        worlds.World,
+        policy_factory=workers.Factory(3.0),
+        backend="process",
+        weight_sync_schemes={"policy": make()},
+        num_trajectories=1,
+        max_steps=4,
+        metrics_fn=measured,
+    )
+    try:
+        assert evaluator.evaluate()["eval/value"] == 3.0
+        assert evaluator.evaluate(worlds.make_policy(4.0))["eval/value"] == 4.0
+        assert evaluator.trigger_eval(weights_of(worlds.make_policy(5.0)))
+        result = evaluator.wait(workers.PATIENCE)
+        assert result is not None
+        assert result["eval/value"] == 5.0
+    finally:
+        evaluator.shutdown()
+
+
+def test_a_collector_without_workers() -> None:
+    """There the scheme is the sender of what may be inside of it, and nobody is."""
+    policy = worlds.make_policy(1.0)
+    collector = Collector(
+        worlds.World,
+        policy,
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes={"policy": SHM(timeout=workers.PATIENCE)},
+        track_policy_version=True,
+    )
+    try:
+        batches = iter(collector)
+        assert seen_by_one(next(batches)) == (1.0, 0)
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert seen_by_one(next(batches)) == (2.0, 1)  # it is the same policy
+    finally:
+        collector.shutdown()
+
+
+# -- the end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "cls"),
+    [
+        (SHM, MultiSyncCollector),
+        (SHM, MultiAsyncCollector),
+        (PIPE, MultiSyncCollector),
+        (TCP, MultiAsyncCollector),
+    ],
+)
+def test_shutdown_leaves_nothing(make: Any, cls: type) -> None:
+    def shared() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+    gc.collect()
+    fds, entries, scheme = workers.open_fds(), shared(), make()
+    with collecting(scheme, worlds.make_policy(1.0), cls=cls) as collector:
+        batches = iter(collector)
+        next(batches)
+        for value in range(5):
+            collector.update_policy_weights_(worlds.make_policy(float(value)))
+        next(batches)
+        assert any(thread.name == "aiosync-portal" for thread in threading.enumerate())
+        processes = list(collector.procs)
+        started = time.monotonic()
+        collector.shutdown()
+        collector.shutdown()
+        assert time.monotonic() - started < 8.0
+    assert not any(process.is_alive() for process in processes)
+    workers.until(lambda: scheme._scheme._closed, 5.0)
+    workers.until(lambda: "aiosync-portal" not in {t.name for t in threading.enumerate()}, 5.0)
+    with pytest.raises(aiosync.TransportClosed):
+        scheme.send()
+    scheme.shutdown()
+    scheme.shutdown()
+    del batches, collector, processes
+    gc.collect()
+    assert workers.open_fds() <= fds
+    assert shared() <= entries
+
+
+def test_a_collector_that_is_forgotten() -> None:
+    scheme = SHM()
+    collector = MultiSyncCollector(
+        [worlds.World] * 2,
+        worlds.make_policy(1.0),
+        frames_per_batch=workers.FRAMES,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+        cat_results="stack",
+    )
+    next(iter(collector))
+    processes = list(collector.procs)
+    del collector
+    gc.collect()
+    assert not any(process.is_alive() for process in processes)
+    workers.until(lambda: scheme._scheme._closed, 5.0)
+
+
+def test_a_worker_dies_while_the_trainer_waits_for_data() -> None:
+    scheme = SHM()
+    with collecting(scheme, worlds.make_policy(1.0)) as collector:
+        batches = iter(collector)
+        next(batches)
+        collector.procs[0].kill()
+        collector.procs[0].join(workers.PATIENCE)
+        with pytest.raises(RuntimeError, match="worker 0"):
+            next(batches)
+    workers.until(lambda: scheme._scheme._closed, 2.0)
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [*SCHEMES, DISTRIBUTED, aiosync.sync.NoWeightSyncScheme])
+def test_schemes_are_schemes_of_torchrl(make: Any) -> None:
+    assert isinstance(make(), WeightSyncScheme)
+    assert issubclass(make, WeightSyncScheme)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("aiosync", SHM),
+        ("aiosync-shared", SHM),
+        ("aiosync-process", PIPE),
+        ("aiosync-tcp", TCP),
+        ("aiosync-none", aiosync.sync.NoWeightSyncScheme),
+    ],
+)
+def test_torchrl_makes_them_by_name(name: str, cls: type) -> None:
+    scheme = WeightSyncScheme.from_backend(name, timeout=math.pi)
+    assert type(scheme) is cls
+    assert scheme.timeout == math.pi
+    with pytest.raises(ValueError, match="aiosync-tcp"):
+        WeightSyncScheme.from_backend("aiosync-nothing")
+
+
+def test_the_facade_does_not_import_torchrl() -> None:
+    program = "import sys, aiosync.sync; sys.exit('torchrl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=workers.PATIENCE, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,97 @@
+"""TorchRL's distributed, RPC and Ray collectors, with the schemes of ``aiosync.sync``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 55.0
+HEAVY = pytest.mark.heavy
+
+
+def run(*args: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations._remote_run", *args]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
+    assert lines, f"it ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    seen: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
+    return seen
+
+
+def check(seen: dict[str, Any]) -> None:
+    """Initial weights, no aliasing, and one version more with each update, on every worker."""
+    assert seen["first"] == [[100.0, 0]]
+    assert seen["aliased"] == [[100.0, 0]]
+    assert seen["batches"] == [[[float(version), version]] for version in range(1, 5)]
+    assert seen["calls"] == 0, "workers wrote to a buffer of the trainer's policy"
+    assert seen["threads"] == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("distributed", "DistributedWeightSyncScheme"),
+        ("rpc", "RPCWeightSyncScheme"),
+        ("ray", "RayWeightSyncScheme"),
+        pytest.param(("distributed", "SharedMemWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "MultiProcessWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "TCPWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("rpc", "TCPWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("rpc", "SharedMemWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("rpc", "DistributedWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("ray", "TCPWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("ray", "SharedMemWeightSyncScheme"), marks=HEAVY),
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_updates_reach_every_worker(args: tuple[str, ...]) -> None:
+    seen = run(*args, "one")
+    check(seen)
+    assert seen["one"] == [[4.0, 4], [50.0, 5]], "worker_ids=[1] changes that worker alone"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("distributed", "TCPWeightSyncScheme"),
+        pytest.param(("rpc", "RPCWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("ray", "RayWeightSyncScheme"), marks=HEAVY),
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_collectors_that_have_workers_pass_updates_on(args: tuple[str, ...]) -> None:
+    check(run(*args, "nested"))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("distributed", "SharedMemWeightSyncScheme"),
+        ("rpc", "RPCWeightSyncScheme"),
+        ("ray", "RayWeightSyncScheme"),
+    ],
+    ids=lambda args: "-".join(args),
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+def test_policy_factories(args: tuple[str, ...], nested: bool) -> None:
+    seen = run(*args, "factory", *(["nested"] if nested else []))
+    values = [[value for value, _ in batch] for batch in seen["batches"]]
+    assert values == [[1.0], [2.0], [3.0], [4.0]]
+    labels = [label for batch in seen["batches"] for _, label in batch]
+    assert labels == list(range(labels[0], labels[0] + 4)), "one more with each update"
+
+
+@pytest.mark.heavy
+def test_an_update_after_each_batch_reaches_the_worker_that_delivered_it() -> None:
+    seen = run("distributed", "DistributedWeightSyncScheme", "each", "async")
+    for batch in seen["batches"][1:]:
+        assert max(value for value, _ in batch) < 100.0

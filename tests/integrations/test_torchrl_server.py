@@ -1,0 +1,125 @@
+"""TorchRL's InferenceServer with the schemes of ``aiosync.sync``."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
+
+import aiosync.sync
+from aiosync.errors import PartialSyncError
+from tests.integrations._worlds import WIDTH, Values, actions, make_policy, set_value
+
+PATIENCE = 20.0
+SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeightSyncScheme"]
+
+
+@contextmanager
+def serving(name: str) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """A trainer's scheme and policy, a server in a thread of this process, and a client."""
+    trained = make_policy(7.0)
+    sender = getattr(aiosync.sync, name)()
+    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    transport = ThreadingTransport()
+    server = InferenceServer(make_policy(), transport, weight_sync=receiver, max_batch_size=8)
+    connecting = threading.Thread(target=sender.connect)
+    connecting.start()
+    server.start()
+    try:
+        connecting.join(PATIENCE)
+        assert not connecting.is_alive()
+        yield sender, trained, server, transport.client()
+    finally:
+        server.shutdown()
+        receiver.shutdown()
+        sender.shutdown()
+
+
+def ask(client: Any) -> tuple[float, int]:
+    """The value that computed an answer, and the version it was labelled with."""
+    answer = client(TensorDict({"observation": torch.zeros(1)}, ()))
+    return actions(answer).item(), int(answer["policy_version"])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_answer_is_of_one_version_and_labelled_with_it(name: str) -> None:
+    with serving(name) as (sender, trained, _server, client):
+        assert ask(client) == (7.0, 0)
+        stop = threading.Event()
+        failed: list[BaseException] = []
+
+        def train() -> None:
+            try:
+                version = 0
+                while not stop.is_set():
+                    version += 1
+                    set_value(trained, float(version))
+                    sender.send()
+            except BaseException as exc:  # noqa: BLE001 - the test raises it
+                failed.append(exc)
+
+        training = threading.Thread(target=train)
+        training.start()
+        seen = set()
+        give_up = time.monotonic() + PATIENCE
+        while len(seen) < 50 and time.monotonic() < give_up and not failed:
+            value, version = ask(client)
+            assert value == (float(version) if version else 7.0)
+            seen.add(version)
+        stop.set()
+        # The server polls between batches: the last send ends without a request.
+        training.join(PATIENCE)
+        assert not failed
+        assert len(seen) >= 50
+
+
+def test_the_server_goes_on_without_its_trainer() -> None:
+    with serving("SharedMemWeightSyncScheme") as (sender, trained, server, client):
+        set_value(trained, 1.0)
+        sender.send()
+        assert ask(client) == (1.0, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sender.shutdown()
+            give_up = time.monotonic() + PATIENCE
+            while not caught and time.monotonic() < give_up:
+                assert ask(client) == (1.0, 1)
+        assert "the trainer is gone" in str(caught[0].message)
+        assert [ask(client) for _ in range(5)] == [(1.0, 1)] * 5
+        assert server.policy_version == 1
+
+
+def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None:
+    with serving("SharedMemWeightSyncScheme") as (sender, trained, _server, client):
+        wrong = Values()
+        wrong.values[0] = torch.nn.Parameter(torch.zeros(3))
+        broken = make_policy()
+        broken.module = wrong
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(PartialSyncError, match=r"values\.0"),
+        ):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            sender.send(broken)
+        assert ask(client) == (7.0, 0)
+        set_value(trained, 5.0)
+        sender.send()
+        value, version = ask(client)
+        assert value == 5.0
+        assert version > 0
+
+
+def test_the_actions_of_the_world_tell_a_mix() -> None:
+    mixed = TensorDict({"action": torch.arange(WIDTH, dtype=torch.float32)}, ())
+    with pytest.raises(AssertionError, match="two versions"):
+        actions(mixed)

@@ -1,0 +1,137 @@
+"""Programs that tests run in processes of their own, since Ray and RPC never leave a process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import aiosync
+from aiosync import legacy
+
+
+def expect(kind: type[BaseException], call: Any, *args: Any) -> BaseException:
+    try:
+        call(*args)
+    except kind as exc:
+        return exc
+    raise AssertionError(f"{call} did not raise {kind.__name__}")
+
+
+class Collector:
+    """What the old generation called on the other side."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+        self.model = torch.nn.Linear(2, 1)
+
+    def update_policy_weights_(self, weights: Any, model_id: str = "policy") -> None:
+        value = float(weights["weight"].sum())
+        if value < 0:
+            raise ValueError("negative weights")
+        self.seen.append((model_id, value))
+
+    def _update_weights_tensordict(self, params: Any) -> None:
+        params.to_module(self.model, preserve_module_state=False)
+
+    def _update_weights_state_dict(self, state_dict: Any) -> None:
+        self.model.load_state_dict(state_dict)
+
+    def told(self) -> list[tuple[str, float]]:
+        return self.seen
+
+    def value(self) -> float:
+        return float(self.model.weight.detach().sum())
+
+
+def td(value: float) -> TensorDict:
+    return TensorDict({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)}, [])
+
+
+def check_calls(scheme: Any, told: Any) -> None:
+    """What is the same for every transport that calls ``update_policy_weights_``."""
+    sender = scheme.get_sender()
+    sender.send(td(1.0))
+    weights = td(2.0)
+    sender.send_async(weights)
+    weights["weight"].zero_()
+    expect(RuntimeError, sender.send, td(3.0))
+    sender.wait_async()
+    expect(RuntimeError, sender.wait_async)
+    sender.send({"weight": torch.ones(1, 2)})
+    assert told() == [("policy", 2.0), ("policy", 4.0), ("policy", 2.0)], told()
+    error = expect(aiosync.ApplyError, sender.send, td(-1.0))
+    assert "negative weights" in str(error), error
+    for transport in sender._iterate_transports():
+        assert isinstance(transport, legacy.TransportBackend)
+        assert transport.check_connection()
+        assert transport.receive_weights() is None
+        transport.send_weights("critic", td(4.0))
+    assert told()[-1] == ("critic", 8.0)
+
+
+def ray_program() -> None:
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+            _temp_dir=folder,
+        )
+        try:
+            _call_actors(ray)
+        finally:
+            ray.shutdown()
+
+
+def _call_actors(ray: Any) -> None:
+    actors = [ray.remote(num_cpus=0)(Collector).remote()]
+    scheme = legacy.RayWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", remote_collectors=actors, num_collectors=1)
+    check_calls(scheme, lambda: ray.get(actors[0].told.remote()))
+    for strategy in ("tensordict", "state_dict"):
+        wrapped = legacy.RayModuleTransformScheme(strategy)
+        wrapped.init_on_sender(model_id="policy", actor_refs=actors)
+        sender = wrapped.get_sender()
+        assert isinstance(sender, legacy.RayModuleTransformSender)
+        model = torch.nn.Linear(2, 1)
+        sender.send(model)
+        assert ray.get(actors[0].value.remote()) == float(model.weight.detach().sum())
+    ray.kill(actors[0])
+    expect(aiosync.PeerClosed, scheme.get_sender().send, td(5.0))
+    assert not legacy.RayTransport(actors[0]).check_connection()
+
+
+def rpc_program(rank: int, port: int) -> None:
+    from torch.distributed import rpc
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own deprecations
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
+    rpc.init_rpc(f"process{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        rref = rpc.remote("process1", Collector)
+        scheme = legacy.RPCWeightSyncScheme()
+        assert scheme.strategy == "state_dict"
+        expect(ValueError, scheme.create_transport, rref)
+        end = (rpc.get_worker_info("process1"), rref, Collector)
+        sender = scheme.create_sender()
+        sender._register_worker(0, end)
+        scheme._sender = sender
+        check_calls(scheme, lambda: rref.rpc_sync().told())
+        del rref, end, sender, scheme
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ray_program()

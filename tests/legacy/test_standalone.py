@@ -1,0 +1,222 @@
+"""The standalone examples of the older documentation run with another import line, and no other."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import aiosync
+from aiosync import legacy
+from tests.legacy import _tools as workers
+from tests.sync import _tools as tools
+
+ROOT = Path(__file__).parents[2]
+
+# Word for word, but for `from aiosync.legacy import`.
+PROGRAM = """
+import torch
+import torch.nn as nn
+from torch import multiprocessing as mp
+from tensordict import TensorDict
+from aiosync.legacy import (
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
+
+# Create a simple policy
+policy = nn.Linear(4, 2)
+
+# Example 1: Multiprocess weight synchronization with state_dict
+# --------------------------------------------------------------
+# On the main process side (trainer):
+scheme = MultiProcessWeightSyncScheme(strategy="state_dict")
+
+# Initialize scheme with pipes
+parent_pipe, child_pipe = mp.Pipe()
+scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+
+# Get the sender and send weights
+sender = scheme.get_sender()
+weights = policy.state_dict()
+sender.send(weights)  # Synchronous send
+# or sender.send_async(weights); sender.wait_async()  # Asynchronous send
+
+# On the worker process side:
+# scheme.init_on_worker(model_id="policy", pipe=child_pipe, model=policy)
+# receiver = scheme.get_receiver()
+# # Non-blocking check for new weights
+# if receiver.receive(timeout=0.001):
+#     # Weights were received and applied
+
+# Example 2: Shared memory weight synchronization
+# ------------------------------------------------
+# Create shared memory scheme with auto-registration
+shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
+
+# Initialize with pipes for lazy registration
+parent_pipe2, child_pipe2 = mp.Pipe()
+shared_scheme.init_on_sender(model_id="policy", pipes=[parent_pipe2])
+
+# Get sender and send weights (automatically creates shared buffer on first send)
+shared_sender = shared_scheme.get_sender()
+weights_td = TensorDict.from_module(policy)
+shared_sender.send(weights_td)
+
+# Workers automatically see updates via shared memory!
+"""
+
+
+@pytest.mark.slow
+def test_the_examples_run_word_for_word() -> None:
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run(
+        [sys.executable, "-W", "default::ResourceWarning", "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=tools.PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.count("no worker has attached") == 2
+    for noise in ("Traceback", "never awaited", "was destroyed", "Exception ignored", "Error"):
+        assert noise not in done.stderr, done.stderr
+    # The example closes neither schemes nor pipes.
+    assert "ResourceWarning" not in done.stderr, done.stderr
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_first_example_with_its_worker(method: str) -> None:
+    policy = tools.filled(1.0)
+    scheme = legacy.MultiProcessWeightSyncScheme(strategy="state_dict")
+    parent_pipe, child_pipe = Pipe()
+    with scheme, workers.worker(scheme, child_pipe, method) as work:
+        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+        sender = scheme.get_sender()
+        work("attach")
+        assert not work("look")  # nothing was sent
+        work.start("receive")
+        sender.send(policy.state_dict())
+        assert work.result() is True
+        assert work("value") == 1.0
+        assert not work("look")
+        # Nothing is shared, in neither direction.
+        tools.fill(policy, 2.0)
+        assert work("value") == 1.0
+        work("fill", 3.0)
+        assert tools.value_of(policy) == 2.0
+        work.start("receive")
+        sender.send_async(policy.state_dict())
+        tools.fill(policy, 4.0)  # the snapshot was taken already
+        sender.wait_async()
+        assert work.result() is True
+        assert work("value") == 2.0
+        work("shutdown")
+    assert tools.portal_threads() == []
+
+
+@pytest.mark.slow
+def test_workers_of_the_second_example_see_updates() -> None:
+    policy = tools.filled(1.0)
+    scheme = legacy.SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
+    parent_pipe, child_pipe = Pipe()
+    with scheme, workers.worker(scheme, child_pipe) as work:
+        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+        sender = scheme.get_sender()
+        work("attach")
+        sender.send(TensorDict.from_module(policy))
+        assert work("value") == 1.0  # without receive()
+        assert work("look")
+        assert not work("look")
+        tools.fill(policy, 2.0)
+        assert work("value") == 1.0
+        sender.update_weights(TensorDict.from_module(policy))
+        assert work("value") == 2.0
+        assert work("look")
+        work("shutdown")
+
+
+@pytest.mark.slow
+def test_the_commented_lines_in_the_same_process() -> None:
+    policy, other = tools.filled(1.0), tools.filled(0.0)
+    parent_pipe, child_pipe = Pipe()
+    with legacy.MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+        sender = scheme.get_sender()
+        scheme.init_on_worker(model_id="policy", pipe=child_pipe, model=other)
+        receiver = scheme.get_receiver()
+        sender.send_async(policy.state_dict())
+        assert receiver.receive(timeout=tools.PATIENCE)
+        sender.wait_async()
+        assert tools.value_of(other) == 1.0
+        assert not receiver.receive()
+    assert tools.portal_threads() == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_attaches_late_gets_the_newest_weights() -> None:
+    scheme = legacy.MultiProcessWeightSyncScheme()
+    parent_pipe, child_pipe = Pipe()
+    with scheme, workers.worker(scheme, child_pipe) as work:
+        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+        sender = scheme.get_sender()
+        started = time.monotonic()
+        with pytest.warns(UserWarning, match=r"workers \[0\] yet"):
+            sender.send(tools.filled(1.0).state_dict())
+        assert 1.5 < time.monotonic() - started < 8.0
+        started = time.monotonic()
+        sender.send_async(tools.filled(2.0).state_dict())
+        with pytest.warns(UserWarning, match=r"workers \[0\] yet"):
+            sender.wait_async()
+        assert workers.is_quick(started, 1.0)  # the grace is over
+        work("attach")
+        assert work("receive") is True
+        assert work("value") == 2.0
+        work.start("receive")
+        sender.send(tools.filled(3.0).state_dict())
+        assert work.result() is True
+        work("shutdown")
+        with pytest.raises(aiosync.PartialSyncError, match="worker 0: PeerClosed"):
+            sender.send(tools.filled(4.0).state_dict())
+
+
+@pytest.mark.slow
+def test_send_waits_for_a_worker_that_attaches_within_the_grace() -> None:
+    scheme = legacy.SharedMemWeightSyncScheme()
+    parent_pipe, child_pipe = Pipe()
+    with scheme, workers.worker(scheme, child_pipe) as work:
+        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+        sender = scheme.get_sender()
+        sender.send_async(TensorDict.from_module(tools.filled(1.0)))
+        work("attach")
+        sender.wait_async()
+        assert work("value") == 1.0
+        work("shutdown")
+
+
+def test_forgotten_objects_leave_nothing() -> None:
+    parent_pipe, child_pipe = Pipe()
+    scheme = legacy.MultiProcessWeightSyncScheme()
+    other = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
+    other.init_on_worker(model_id="policy", pipe=child_pipe, model=tools.filled(0.0))
+    sender, receiver = scheme.get_sender(), other.get_receiver()
+    sender.send_async({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)})
+    assert receiver.receive(timeout=tools.PATIENCE)
+    sender.wait_async()
+    unused, child_pipe = Pipe()
+    third = legacy.SharedMemWeightSyncScheme()
+    third.init_on_sender(model_id="policy", pipes=[unused])
+    child_pipe.close()
+    # The fixture of every test looks for threads, descriptors, tasks and warnings.

@@ -1,0 +1,159 @@
+"""What owners of a model and of a scheme hang on it: relays, looks at flips, early closing."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+
+import aiosync
+from aiosync.schemes.guard import Guard
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+pytestmark = pytest.mark.asyncio
+
+
+@both
+async def test_an_update_is_applied_when_it_was_passed_on(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        passed, go_on = [], asyncio.Event()
+
+        async def relay(epoch: int, version: int) -> None:
+            assert epoch == sender._clock.epoch
+            await go_on.wait()
+            passed.append(version)
+
+        receiver._relay = relay
+        models.fill(source, 2.0)
+        sending = asyncio.ensure_future(sender.send())
+        await harness.until(lambda: models.filled(target, 2.0))
+        await asyncio.sleep(0.05)
+        assert not sending.done(), "the trainer was told before it was passed on"
+        go_on.set()
+        report = await sending
+        assert passed == [report.version]
+
+
+@both
+async def test_what_goes_wrong_on_the_way_reaches_the_trainer(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+
+        async def relay(epoch: int, version: int) -> None:
+            raise RuntimeError(f"nobody took {version}")
+
+        receiver._relay = relay
+        with pytest.raises(aiosync.PartialSyncError, match="nobody took 2"):
+            await sender.send()
+        receiver._relay = None
+        assert (await sender.send()).acked == {0}
+
+
+@both
+async def test_of_updates_that_come_meanwhile_the_newest_is_passed_on(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        passed, go_on = [], asyncio.Event()
+
+        async def relay(epoch: int, version: int) -> None:
+            await go_on.wait()
+            passed.append(version)
+
+        receiver._relay = relay
+        handles = [sender.send_nowait() for _ in range(5)]
+        await asyncio.sleep(0.05)
+        go_on.set()
+        for handle in handles:
+            await handle
+        assert passed[-1] == handles[-1].version
+        assert len(passed) <= len(handles)
+
+
+@both
+async def test_a_flip_is_seen_under_the_guard(make) -> None:
+    source, target = models.linear(), models.linear()
+    seen = []
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+
+        def flipped(epoch: int, version: int) -> None:
+            seen.append((version, models.filled(target, 3.0)))
+
+        receiver._flipped = flipped
+        models.fill(source, 3.0)
+        report = await sender.send()
+        assert seen == [(report.version, True)]
+
+
+@both
+async def test_closing_ends_a_connect_that_waits(make) -> None:
+    sender = make()
+    sender.init_on_sender(model=models.linear(), num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    connecting = asyncio.ensure_future(receiver.connect())
+    await asyncio.sleep(0.05)  # nobody answers yet
+    assert not connecting.done()
+    await receiver.aclose()
+    with pytest.raises(aiosync.TransportClosed, match="while it connected"):
+        await connecting
+    # The index is free for the next one.
+    other = copy.copy(sender)
+    other.init_on_receiver(model=models.linear(), worker_idx=0)
+    await asyncio.gather(sender.connect(), other.connect())
+    assert sender.worker_versions == {0: 1}
+    await other.aclose()
+    await sender.aclose()
+
+
+@both
+async def test_copies_that_were_separated_do_not_meet_the_others(make) -> None:
+    first = make()
+    second = copy.copy(first)
+    first.init_on_sender(model=models.linear(), num_workers=1)
+    with pytest.raises(aiosync.ConfigError, match="another copy"):
+        copy.copy(second).init_on_sender(model=models.linear(), num_workers=1)
+    second._separate()
+    second.init_on_sender(model=models.linear(), num_workers=1)
+    mine, yours = copy.copy(first), copy.copy(second)
+    mine.init_on_receiver(model=models.linear())
+    yours.init_on_receiver(model=models.linear())
+    everybody = (first, second, mine, yours)
+    await asyncio.gather(*(scheme.connect() for scheme in everybody))
+    assert first.worker_versions == second.worker_versions == {0: 1}
+    for scheme in everybody:
+        await scheme.aclose()
+
+
+class Pipes:
+    """A context whose pipes are its own business."""
+
+    def __init__(self) -> None:
+        self.pipes = [1, 2]
+        self.num_workers = 0
+        self.policy = models.linear()
+
+
+async def test_the_pipes_of_a_context_are_left_alone() -> None:
+    context = Pipes()
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender("policy", context)
+    async with scheme:
+        await scheme.connect()
+
+
+async def test_before_the_next_read() -> None:
+    guard, calls = Guard(), []
+    guard.enter()
+    guard.before_next_read = lambda: calls.append("called")
+    guard.leave()
+    assert calls == []
+    guard.enter()
+    assert calls == ["called"]
+    guard.leave()
+    guard.enter()
+    guard.leave()
+    assert calls == ["called"]
