@@ -75,7 +75,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
     ) -> None:
         super().__init__(strategy, **options)
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self.auto_register = auto_register
+        self.auto_register: bool = auto_register
         self._registered: set[str] = set()
         for model_id, weights in (policy_weights or {}).items():
             self._register(model_id, weights)

@@ -285,10 +285,11 @@ class SendingScheme(SchemeCore):
         context = self.context
         if context is None:
             return None
+        model_id = self._model_id or "policy"
         try:
-            return resolve_model(context, self._model_id or "policy")
+            return resolve_model(context, model_id)
         except AttributeError:
-            return getattr(context, "_fallback_policy", None)
+            return getattr(context, "_fallback_policy", None) if model_id == "policy" else None
 
     def prepare_weights(
         self,

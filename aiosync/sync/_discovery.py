@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from aiosync.sync._schemes import WeightSyncScheme
 
-__all__ = ["Owner", "discover", "owner_of"]
+__all__ = ["Owner", "caller", "discover", "owner_of", "rpc_runs"]
 
 # Package of the library -> the module that all its users of schemes have imported, and ours.
 _INTEGRATIONS = {
@@ -56,6 +58,14 @@ def discover() -> None:
                 importlib.import_module(integration)
 
 
+def caller(frame: FrameType | None) -> object | None:
+    """The object of a known library whose method runs in ``frame``, if there is one."""
+    if frame is None:
+        return None
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_locals.get("self") if package in _INTEGRATIONS else None
+
+
 def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
     """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
     for cls in type(context).__mro__:
@@ -65,3 +75,9 @@ def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
             found: Owner | None = module.owner_of(context, scheme)
             return found
     return None
+
+
+def rpc_runs() -> bool:
+    """Whether this process has joined ``torch.distributed.rpc``."""
+    rpc = sys.modules.get("torch.distributed.rpc")
+    return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import aiosync.schemes as aio
-from aiosync.errors import LocalProtocolError
+from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._attributes import Attributes
 from aiosync.sync._blocking import blocking, direct, initialising, on_loop
-from aiosync.sync._discovery import Owner, discover, owner_of
+from aiosync.sync._discovery import Owner, discover, owner_of, rpc_runs
 from aiosync.sync._handles import Ready
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import Require, SendReport
@@ -62,12 +61,6 @@ class _Tenant:
 
 def _has_runtime(scheme: aio.WeightSyncScheme) -> bool:
     return scheme._sender is not None or scheme._receiver is not None
-
-
-def rpc_runs() -> bool:
-    """Whether this process has joined ``torch.distributed.rpc``."""
-    rpc = sys.modules.get("torch.distributed.rpc")
-    return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()
 
 
 class WeightSyncScheme(Attributes):
@@ -293,6 +286,9 @@ class WeightSyncScheme(Attributes):
                 return
             try:
                 held.call(self._scheme.aclose())
+            except TransportClosed:
+                if held.valid:  # otherwise its owner has closed it, and the loop with it
+                    raise
             finally:
                 held.release()
 

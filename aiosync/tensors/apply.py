@@ -22,6 +22,7 @@ from aiosync.tensors._values import unpack_value
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+    from aiosync.tensors._matching import Spot
     from aiosync.tensors.buffer import FlatBuffer
     from aiosync.tensors.copying import CopyPool
     from aiosync.tensors.layout import Layout
@@ -217,10 +218,7 @@ class Target:
     ) -> None:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
-        new = [
-            (spot, changes.replacement(spot.tensor, sources[leaf], view=view))
-            for spot, leaf, view in plan.installs
-        ]
+        new = _replacements(plan, sources)
         owned = [(tensor, changes.new_memory(tensor, sources[leaf])) for tensor, leaf in plan.owns]
         if plan.has_values:
             self._back_up(plan, undo)
@@ -282,6 +280,24 @@ class Target:
                 changes.put_extra_state(module, old, value, undo)
             else:
                 changes.put_value(self.target, place, value, undo)
+
+
+def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spot, torch.Tensor]]:
+    """What takes the places of tensors that are replaced.
+
+    Whoever puts a module on the meta device mostly makes every parameter anew there, and with
+    that unties what was tied; where the sender has one tensor, the module gets one again.
+    """
+    new: list[tuple[Spot, torch.Tensor]] = []
+    first: dict[tuple[Any, ...], torch.Tensor] = {}
+    for spot, leaf, view in plan.installs:
+        old = spot.tensor
+        key = (leaf, type(old), old.dtype, old.requires_grad) if old.is_meta else (id(spot),)
+        tensor = first.get(key)
+        if tensor is None:
+            tensor = first[key] = changes.replacement(old, sources[leaf], view=view)
+        new.append((spot, tensor))
+    return new
 
 
 def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

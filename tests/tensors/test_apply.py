@@ -325,10 +325,19 @@ def test_sent_tied_but_not_tied_here(copy: bool) -> None:
     assert target.head.weight.data_ptr() != target.embed.weight.data_ptr()
 
 
-def test_sent_tied_to_meta_that_is_not_tied(copy: bool) -> None:
-    target = Tied("meta")
+def test_moving_to_meta_unties_and_what_was_sent_ties_again(copy: bool) -> None:
+    source, target = Tied(), Tied().to("meta")
+    assert target.head.weight is not target.embed.weight
+    send(source, target, copy=copy)
+    assert target.head.weight is target.embed.weight
+    assert bits(target.head.weight) == bits(source.head.weight)
+
+
+def test_sent_separately_to_meta_stays_separate(copy: bool) -> None:
+    source, target = Tied(), Tied("meta")
+    source.head.weight = nn.Parameter(torch.zeros(5, 3))
     target.head.weight = nn.Parameter(torch.zeros(5, 3, device="meta"))
-    send(Tied(), target, copy=copy)
+    send(source, target, copy=copy)
     assert target.head.weight.data_ptr() != target.embed.weight.data_ptr()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import threading
@@ -12,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from aiosync.errors import AiosyncError, ConnectError, PartialSyncError, TransportClosed
+from aiosync.errors import (
+    AiosyncError,
+    ConnectError,
+    PartialSyncError,
+    PeerClosed,
+    TransportClosed,
+)
 from aiosync.integrations.torchrl._cascade import Cascade, has_workers
 from aiosync.integrations.torchrl._labels import Labels
 from aiosync.integrations.torchrl._policies import (
@@ -21,9 +28,12 @@ from aiosync.integrations.torchrl._policies import (
     from_factories,
 )
 from aiosync.sync import NoWeightSyncScheme, RayWeightSyncScheme, WeightSyncScheme
-from aiosync.sync._schemes import rpc_runs
+from aiosync.sync._discovery import rpc_runs
 
 __all__ = ["CollectorOwner"]
+
+_LAST_WORDS_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 2.0
 
 
 class CollectorOwner:
@@ -39,6 +49,7 @@ class CollectorOwner:
         self._scheme = weakref.ref(scheme)
         self._cascade: Cascade | None = None
         self._connecting: threading.Thread | None = None
+        self._counted = 0  # the version that the trainer's tracker stands for
         if scheme.initialized_on_receiver:
             self._attach(scheme, collector)  # it had begun before there was a collector
 
@@ -119,21 +130,16 @@ class CollectorOwner:
         try:
             proceed(*args, **kwargs)
         except PartialSyncError as exc:
-            # A worker that ended before it connected has told the collector why.
-            waits = hasattr(collector, "pipes") and not exc.acked
-            if not waits or not all(type(e) is ConnectError for e in exc.failed.values()):
+            if not _will_say_why(collector, exc):
                 raise
-            return
-        sender = scheme._scheme._sender
-        if sender is not None:
-            forget = weakref.WeakMethod(self._close_with_collector)
-            sender.workers.on_empty = lambda: (call := forget()) and call()
+        finally:
+            self._counted = scheme.version
+            sender = scheme._scheme._sender
+            if sender is not None:
+                sender.workers.on_empty = functools.partial(_close_after, self._owned())
 
-    def _close_with_collector(self) -> None:
-        """The last worker is gone; if the collector was shut down, the scheme is of no use."""
-        collector, scheme = self._collector(), self._scheme()
-        if scheme is not None and (collector is None or getattr(collector, "closed", False)):
-            scheme.abort()
+    def _owned(self) -> tuple[weakref.ref[Any], weakref.ref[WeightSyncScheme]]:
+        return self._collector, self._scheme
 
     def _send(
         self,
@@ -146,7 +152,23 @@ class CollectorOwner:
         worker_ids = kwargs.get("worker_ids")
         if isinstance(worker_ids, int) and _is_rank(sys._getframe(1)):
             kwargs = {**kwargs, "worker_ids": worker_ids - 1}
-        return proceed(*args, **kwargs)
+        try:
+            return proceed(*args, **kwargs)
+        finally:
+            self._count(scheme, collector)
+
+    def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
+        """Have the trainer's collector say the version that its workers label their data with.
+
+        TorchRL's collectors of local processes never change theirs; the others have none, or
+        count by themselves.
+        """
+        tracker: Any = getattr(collector, "policy_version_tracker", None)
+        if not hasattr(collector, "procs") or (scheme.model_id or "policy") != "policy":
+            return
+        if isinstance(getattr(tracker, "version", None), int):
+            counted, self._counted = self._counted, scheme.version
+            tracker.version += self._counted - counted
 
     # -- a worker ------------------------------------------------------------------------------
 
@@ -211,6 +233,34 @@ def _connect(proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return  # shut down: the collector registers another copy of the scheme
     except AiosyncError as exc:  # the trainer, who waits for this worker, says who is missing
         warnings.warn(f"this worker gets no weights: {exc}", RuntimeWarning, stacklevel=1)
+
+
+def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
+    """Whether the collector looks after the workers that failed, and raises what ended them.
+
+    A worker of its own that fails while it is set up ends, and has told the collector why.
+    """
+    pipes = getattr(collector, "pipes", None)
+    if pipes is None or not hasattr(collector, "procs"):
+        return False
+    return all(
+        isinstance(each, (ConnectError, PeerClosed)) and pipes[idx].poll(_LAST_WORDS_SECONDS)
+        for idx, each in error.failed.items()
+    )
+
+
+def _close_after(
+    owned: tuple[weakref.ref[Any], weakref.ref[WeightSyncScheme]], pause: float = 0.1
+) -> None:
+    """No worker is left: close the scheme once the collector is shut down. On the loop."""
+    collector, scheme = (reference() for reference in owned)
+    if scheme is None or scheme.worker_versions:
+        return
+    if collector is None or getattr(collector, "closed", False):
+        scheme.abort()
+        return
+    loop = asyncio.get_running_loop()
+    loop.call_later(pause, _close_after, owned, min(2 * pause, _MAX_PAUSE_SECONDS))
 
 
 def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:

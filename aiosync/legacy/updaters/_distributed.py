@@ -74,7 +74,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
         self.num_workers = num_workers
         self._sync = sync
-        self.timeout = check_timeout(timeout)
+        self.timeout: float | None = check_timeout(timeout)
         self._owed: dict[int, list[Any]] = {}  # workers that did not answer, and what they read
 
     def register_collector(self, collector: Any) -> None:

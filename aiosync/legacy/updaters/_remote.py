@@ -31,6 +31,7 @@ from aiosync.legacy.updaters._sending import SchemeWeightUpdater
 from aiosync.legacy.updaters._worker import receive
 from aiosync.sync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
 from aiosync.transports._ray_objects import need_cluster
+from aiosync.types import SendReport
 
 __all__ = ["RPCWeightUpdater", "RayWeightUpdater"]
 
@@ -138,7 +139,7 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         scheme, pending = self._scheme, self._pending
         self._pending = False
         if pending and scheme is not None:
-            self.last_report = scheme.wait_async()
+            self.last_report: SendReport | None = scheme.wait_async()
         self._waits = wait
         super().push_weights(
             policy_or_weights if policy_or_weights is not None else weights, worker_ids
@@ -224,7 +225,7 @@ class RayWeightUpdater(_RemoteWeightUpdater):
     ) -> None:
         super().__init__(policy_weights, timeout)
         self.remote_collectors = remote_collectors
-        self.max_interval = max(0, max_interval)
+        self.max_interval: int = max(0, max_interval)
         self._batches_since_weight_update: Counter[int] = Counter()
 
     def _skip_update(self, worker_id: int) -> bool:

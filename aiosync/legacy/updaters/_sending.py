@@ -48,7 +48,7 @@ class SchemeWeightUpdater(WeightUpdaterBase):
     """Who applied the newest update."""
 
     def __init__(self, *, timeout: float | None = 60.0) -> None:
-        self.timeout = check_timeout(timeout)
+        self.timeout: float | None = check_timeout(timeout)
         self._scheme: WeightSyncScheme | None = None
         self._closed = False
 
