@@ -21,7 +21,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
-from aiosync.schemes._applying import Applying
+from aiosync.schemes._answering import Answering
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
@@ -31,7 +31,7 @@ from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Current, Fetch, ManifestMessage, Resend, Update
+from aiosync.wire import Current, Fetch, ManifestMessage, Resend, Update
 
 __all__ = ["WeightReceiver"]
 
@@ -39,7 +39,7 @@ _CLOSE_SECONDS = 1.0
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
-class WeightReceiver(Applying):
+class WeightReceiver(Answering):
     """Receives versions of one model and puts them into it.
 
     Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
@@ -76,6 +76,7 @@ class WeightReceiver(Applying):
         relay: Callable[[], Relay | None] = lambda: None,
         relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
     ) -> None:
+        tasks = TaskOwner(self.fail)
         super().__init__(
             resolve=resolve,
             apply=apply,
@@ -84,6 +85,11 @@ class WeightReceiver(Applying):
             guard=guard,
             install_hooks=install_hooks,
             flipped=flipped,
+            staging=Staging(transport),
+            outgoing=Outgoing(transport, tasks),
+            relaying=Relaying(tasks, self._relayed),
+            relay=relay,
+            on_applied=on_applied,
         )
         self.transport: Transport = transport
         self.error: BaseException | None = None
@@ -92,17 +98,10 @@ class WeightReceiver(Applying):
         self.answers: int = 0  # times that the trainer said that this is the newest version
         self._wants: list[int] = []  # the least versions that pull() asked for, until they come
         self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
-        self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
         self._relink = relink
-        self._on_applied = on_applied
-        self._staging = Staging(transport)
-        self._answered: tuple[int, int] | None = None
         self._changed = asyncio.Event()
         self._waited_for = False
-        self._tasks = TaskOwner(self.fail)
-        self._outgoing = Outgoing(transport, self._tasks)
-        self._relay = relay
-        self._relaying = Relaying(self._tasks, self._relayed)
+        self._tasks = tasks
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -223,18 +222,6 @@ class WeightReceiver(Applying):
         if self._waited_for:
             self._notify()
 
-    def _answer_to_stale(self, staged: Staged, error: StaleVersion) -> Ack:
-        # After a lost link the trainer may not know that the update had arrived.
-        epoch, version = staged.epoch, staged.version
-        if (self.inbox.epoch, self.inbox.version) == (epoch, version):
-            return make_ack(epoch, version, AckStatus.APPLIED, None)
-        waiting = self._staged
-        if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
-            return make_ack(epoch, version, AckStatus.RECEIVED, None)
-        if self._refusal is not None and self._refusal[:2] == (epoch, version):
-            return make_ack(epoch, version, AckStatus.NACK, self._refusal[2])
-        return make_ack(epoch, version, AckStatus.NACK, error)
-
     def _on_current(self, message: Current) -> None:
         inbox = self.inbox
         if message.version and (
@@ -269,52 +256,6 @@ class WeightReceiver(Applying):
             self._staging.drop(old)
         if self._adopts_late:
             self.guard.submit(self._adopt_late)
-
-    # -- what was applied ----------------------------------------------------------------------
-
-    def _report_outcomes(self) -> None:
-        # In the order in which they were applied, whichever threads did it.
-        while self._outcomes:
-            self._applied(*self._outcomes.popleft())
-
-    def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
-        epoch, version = staged.epoch, staged.version
-        relay = self._relay() if error is None else None
-        if relay is None:
-            self._answered = (epoch, version)
-        if error is not None:
-            self._answer(epoch, version, error)
-            self._staging.drop(staged)
-        else:
-            if self._copy:
-                old = staged
-            if relay is not None:
-                self._relaying.pass_on(relay, epoch, version)
-            elif not self._outgoing.say_applied_now(epoch, version):
-                self._answer(epoch, version, None)
-            # The trainer does not wait while the old memory is looked at and unmapped.
-            if old is not None:
-                self._loop.call_soon(self._leave, old)
-            self._on_applied(epoch, version)
-        if self._waited_for:
-            self._notify()
-
-    def _answer(self, epoch: int, version: int, error: BaseException | None) -> None:
-        if error is not None:
-            self._refuse(version, error)
-            self._refusal = (epoch, version, error)
-        status = AckStatus.APPLIED if error is None else AckStatus.NACK
-        self._outgoing.say(make_ack(epoch, version, status, error))
-
-    def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
-        self._answer(epoch, version, error)
-        self._notify()
-
-    def _leave(self, old: Staged) -> None:
-        if self._copy or self._closed:
-            self._staging.drop(old)
-        else:
-            self._staging.retire(old)
 
     # -- asking --------------------------------------------------------------------------------
 

@@ -1,0 +1,122 @@
+"""What the trainer is told of updates: applied, received, refused, or passed on first.
+
+Must not import the sender.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, Literal
+
+from aiosync.errors import StaleVersion
+from aiosync.schemes._applying import Applying
+from aiosync.schemes._outgoing import Outgoing
+from aiosync.schemes._relaying import Relay, Relaying
+from aiosync.schemes._staging import Staged, Staging
+from aiosync.schemes.guard import Guard
+from aiosync.transports.base import make_ack
+from aiosync.types import AckStatus
+from aiosync.wire import Ack
+
+__all__ = ["Answering"]
+
+
+class Answering(Applying):
+    """The answers of a receiver; see :class:`~aiosync.schemes.receiver.WeightReceiver`."""
+
+    def __init__(
+        self,
+        *,
+        resolve: Callable[[], Any],
+        apply: Literal["auto", "manual"],
+        copy: bool,
+        strict: bool,
+        guard: Guard,
+        install_hooks: bool,
+        flipped: Callable[[int, int], None] | None,
+        staging: Staging,
+        outgoing: Outgoing,
+        relaying: Relaying,
+        relay: Callable[[], Relay | None],
+        on_applied: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(
+            resolve=resolve,
+            apply=apply,
+            copy=copy,
+            strict=strict,
+            guard=guard,
+            install_hooks=install_hooks,
+            flipped=flipped,
+        )
+        self._staging = staging
+        self._outgoing = outgoing
+        self._relaying = relaying
+        self._relay = relay
+        self._on_applied = on_applied
+        self._answered: tuple[int, int] | None = None
+        self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
+        self._waited_for = False
+
+    @abc.abstractmethod
+    def _notify(self) -> None:
+        """Let whoever waits look again."""
+
+    # -- what was applied ----------------------------------------------------------------------
+
+    def _report_outcomes(self) -> None:
+        # In the order in which they were applied, whichever threads did it.
+        while self._outcomes:
+            self._applied(*self._outcomes.popleft())
+
+    def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
+        epoch, version = staged.epoch, staged.version
+        relay = self._relay() if error is None else None
+        if relay is None:
+            self._answered = (epoch, version)
+        if error is not None:
+            self._answer(epoch, version, error)
+            self._staging.drop(staged)
+        else:
+            if self._copy:
+                old = staged
+            if relay is not None:
+                self._relaying.pass_on(relay, epoch, version)
+            elif not self._outgoing.say_applied_now(epoch, version):
+                self._answer(epoch, version, None)
+            # The trainer does not wait while the old memory is looked at and unmapped.
+            if old is not None:
+                self._loop.call_soon(self._leave, old)
+            self._on_applied(epoch, version)
+        if self._waited_for:
+            self._notify()
+
+    def _answer(self, epoch: int, version: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._refuse(version, error)
+            self._refusal = (epoch, version, error)
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        self._outgoing.say(make_ack(epoch, version, status, error))
+
+    def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
+        self._answer(epoch, version, error)
+        self._notify()
+
+    def _leave(self, old: Staged) -> None:
+        if self._copy or self._closed:
+            self._staging.drop(old)
+        else:
+            self._staging.retire(old)
+
+    def _answer_to_stale(self, staged: Staged, error: StaleVersion) -> Ack:
+        # After a lost link the trainer may not know that the update had arrived.
+        epoch, version = staged.epoch, staged.version
+        if (self.inbox.epoch, self.inbox.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.APPLIED, None)
+        waiting = self._staged
+        if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.RECEIVED, None)
+        if self._refusal is not None and self._refusal[:2] == (epoch, version):
+            return make_ack(epoch, version, AckStatus.NACK, self._refusal[2])
+        return make_ack(epoch, version, AckStatus.NACK, error)
