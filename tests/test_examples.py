@@ -41,6 +41,7 @@ def test_every_example_is_tested_and_says_what_it_shows() -> None:
         "rpc_trainer.py",
         "tcp_trainer.py",
         "tcp_worker.py",
+        "torchrl_collector.py",
     ]
     for name in names:
         first_line = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()[0]

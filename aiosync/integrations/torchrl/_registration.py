@@ -18,7 +18,7 @@ def register() -> None:
 
     Every scheme of :mod:`aiosync.sync` is a virtual subclass of TorchRL's ``WeightSyncScheme``
     then, and known to its ``from_backend()`` as ``"aiosync-<name>"`` for each of
-    :func:`aiosync.backend_names`; ``"aiosync"`` alone means shared memory.
+    :func:`aiosync.schemes.backend_names`; ``"aiosync"`` alone means shared memory.
     """
     weight_sync_schemes.WeightSyncScheme.register(WeightSyncScheme)
     for name in backend_names():

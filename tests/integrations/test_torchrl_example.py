@@ -1,0 +1,73 @@
+"""The example with a collector of TorchRL: short runs of each scheme, and one that learns."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gymnasium")
+pytest.importorskip("torchrl")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrl_collector.py"
+UPDATE = re.compile(r"^update (\d+): version (\d+) played, mean return (\d+)$", re.MULTILINE)
+
+pytestmark = pytest.mark.slow
+
+
+def run(*args: str, seconds: float = 55.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLE, *args],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def updates(*args: str, seconds: float = 55.0) -> tuple[list[tuple[int, ...]], str]:
+    """The numbers of each update that was reported, and all that was."""
+    done = run(*args, seconds=seconds)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert re.search(r"^an update of the workers took \d+\.\d\d ms$", done.stdout, re.MULTILINE)
+    return [tuple(map(int, found)) for found in UPDATE.findall(done.stdout)], done.stdout
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "shm",
+        pytest.param("process", marks=pytest.mark.heavy),
+        pytest.param("tcp", marks=pytest.mark.heavy),
+    ],
+)
+def test_every_batch_is_played_with_the_version_before(scheme: str) -> None:
+    seen, _ = updates("--updates", "2", "--fork", "--scheme", scheme)
+    assert [(update, version) for update, version, _ in seen] == [(1, 0), (2, 1)]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("scheme", ["shm", "process"])
+def test_it_compares_with_the_schemes_of_torchrl(scheme: str) -> None:
+    seen, _ = updates("--updates", "2", "--fork", "--torchrl", "--scheme", scheme)
+    assert [update for update, _, _ in seen] == [1, 2]
+
+
+@pytest.mark.heavy
+def test_there_is_nothing_to_compare_tcp_with() -> None:
+    done = run("--torchrl", "--scheme", "tcp")
+    assert done.returncode == 2
+    assert "TorchRL has no scheme like tcp" in done.stderr
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
+def test_it_solves_cartpole() -> None:
+    seen, out = updates(seconds=180.0)
+    assert "\nsolved\n" in out
+    assert seen[-1][2] >= 400
+    assert seen[0][2] < 100
