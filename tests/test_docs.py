@@ -167,7 +167,11 @@ def done(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job",
+    # .ci/run builds the pages, too.
+    [pytest.param(job, marks=pytest.mark.heavy) if job == "docs" else job for job in JOBS],
+)
 def test_complete_programs_run_and_the_pages_are_sound(
     job: str, done: dict[str, subprocess.CompletedProcess[str]]
 ) -> None:

@@ -174,7 +174,7 @@ def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
         assert one.poll() is None and two.poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(120)
 def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"

@@ -57,6 +57,7 @@ class Answering(Applying):
         self._on_applied = on_applied
         self._answered: tuple[int, int] | None = None
         self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
+        self._passed_on: tuple[int | None, int] = (None, 0)
         self._waited_for = False
 
     @abc.abstractmethod
@@ -100,8 +101,17 @@ class Answering(Applying):
         self._outgoing.say(make_ack(epoch, version, status, error))
 
     def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
+        if error is None:
+            self._passed_on = (epoch, version)
         self._answer(epoch, version, error)
         self._notify()
+
+    @property
+    def held(self) -> tuple[int | None, int]:
+        """Epoch and version that the trainer may count on: applied, and passed on if need be."""
+        if self._relay() is None:
+            return self.inbox.epoch, self.inbox.version
+        return self._passed_on
 
     def _leave(self, old: Staged) -> None:
         if self._copy or self._closed:
@@ -112,11 +122,13 @@ class Answering(Applying):
     def _answer_to_stale(self, staged: Staged, error: StaleVersion) -> Ack:
         # After a lost link the trainer may not know that the update had arrived.
         epoch, version = staged.epoch, staged.version
-        if (self.inbox.epoch, self.inbox.version) == (epoch, version):
+        if self._refusal is not None and self._refusal[:2] == (epoch, version):
+            return make_ack(epoch, version, AckStatus.NACK, self._refusal[2])
+        if self.held == (epoch, version):
             return make_ack(epoch, version, AckStatus.APPLIED, None)
         waiting = self._staged
         if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
             return make_ack(epoch, version, AckStatus.RECEIVED, None)
-        if self._refusal is not None and self._refusal[:2] == (epoch, version):
-            return make_ack(epoch, version, AckStatus.NACK, self._refusal[2])
+        if (self.inbox.epoch, self.inbox.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.RECEIVED, None)  # being passed on
         return make_ack(epoch, version, AckStatus.NACK, error)

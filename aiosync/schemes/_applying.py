@@ -71,6 +71,10 @@ class Applying(abc.ABC):
     def _leave(self, old: Staged) -> None:
         """Give back what the model does not view any more. Called on the loop."""
 
+    def apply_by_hand(self) -> None:
+        """From now on apply only when somebody asks for it."""
+        self._manual = True
+
     @property
     def has_staged(self) -> bool:
         """Whether an update waits to be applied."""

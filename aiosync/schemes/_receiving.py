@@ -176,8 +176,14 @@ class ReceivingScheme(SchemeCore):
         """Called on the loop after each applied update; subclasses may extend it."""
 
     def _on_flip(self, epoch: int, version: int) -> None:
-        if self._flipped is not None:
+        if self._flipped is None:
+            return
+        try:
             self._flipped(epoch, version)
+        except Exception as exc:  # noqa: BLE001 - of who asked to be told; his loop says it
+            if self._loop is not None:
+                context = {"message": "a look at an update failed", "exception": exc}
+                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
 
     async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
         """Wait for the next update that is applied and was not returned before.

@@ -158,8 +158,7 @@ class StreamReceiving(WeightSyncScheme):
 
     def _hello(self) -> Hello:
         receiver = self._receiver
-        inbox = None if receiver is None else receiver.inbox
-        has = inbox is not None and inbox.version > 0
+        epoch, version = (None, 0) if receiver is None else receiver.held
         partial = (None if receiver is None else receiver.resume()) or (None, None, 0)
         plain = super()._hello()
         if self._lost_at is None:
@@ -171,8 +170,8 @@ class StreamReceiving(WeightSyncScheme):
             worker_idx=plain.worker_idx,
             strategy=plain.strategy,
             has_target=plain.has_target,
-            epoch=inbox.epoch if inbox is not None and has else None,
-            version=inbox.version if inbox is not None and has else None,
+            epoch=epoch if version else None,
+            version=version or None,
             session=self._session,
             subscribe=self._wants_updates,
             partial_epoch=partial[0],

@@ -151,6 +151,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 self.abort()
                 self._abort_runtime()  # made after it was closed
             if closed and isinstance(exc, asyncio.CancelledError):
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()  # it was aiosync that cancelled it
                 raise TransportClosed("this scheme was closed while it connected") from None
             raise
         finally:

@@ -39,17 +39,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _get_config(self) -> dict[str, Any]:
         return {**super()._get_config(), "_carried": self._carried}
 
-    def carry(self, model: nn.Module | None) -> None:
+    def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
 
         A worker that is given the model on the meta device, without memory, as TorchRL's
         collectors do, begins with them.
 
         Args:
-            model: What to copy; ``None`` for nothing.
+            model: What to copy; nothing, if it is no module.
         """
         self._carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
-        if model is None:
+        if not isinstance(model, nn.Module):
             return
         leaves = collect(model)
         layout = Layout.plan(leaves)

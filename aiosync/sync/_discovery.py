@@ -45,6 +45,9 @@ class Owner(Protocol):
             kwargs: Keyword arguments of the call.
         """
 
+    def stands_for(self, context: object) -> bool:
+        """Whether it was made for that object."""
+
     def forgotten(self) -> bool:
         """Whether it is no mistake of the user's that nobody closed the scheme."""
 
@@ -70,7 +73,8 @@ def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
     """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
     for cls in type(context).__mro__:
         package = cls.__module__.partition(".")[0]
-        if package in _INTEGRATIONS:
+        # What has schemes has imported their base class.
+        if package in _INTEGRATIONS and _INTEGRATIONS[package][0] in sys.modules:
             module = importlib.import_module(_INTEGRATIONS[package][1])
             found: Owner | None = module.owner_of(context, scheme)
             return found

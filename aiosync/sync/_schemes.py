@@ -134,7 +134,7 @@ class WeightSyncScheme(Attributes):
 
     def _find_owner(self, context: Any) -> None:
         self._after_fork()
-        if context is not None:
+        if context is not None and not (self._owner and self._owner.stands_for(context)):
             self._owner = owner_of(context, self)
             if self._tenant is not None:
                 self._tenant.owner = self._owner

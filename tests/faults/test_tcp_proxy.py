@@ -246,7 +246,7 @@ def test_every_byte(kind: str, direction: str, step: int, monkeypatch: pytest.Mo
     if (kind, direction) == ("corrupt", "back"):
         # Two updates cross a harmed link, and each byte of them was harmed once. On a busy
         # machine some links end before their fault.
-        assert found["damaged"] > 1.5 * NBYTES / step
+        assert found["damaged"] > 1.2 * NBYTES / step
     elif kind != "duplicate":
         assert found["damaged"] == 0
     if kind != "corrupt":

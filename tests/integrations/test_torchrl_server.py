@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 import threading
 import time
 import warnings
@@ -117,6 +118,76 @@ def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None
         value, version = ask(client)
         assert value == 5.0
         assert version > 0
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_scheme_with_a_role_already_is_labelled_as_well(connected: bool) -> None:
+    trained, served = make_policy(7.0), make_policy()
+    sender = aiosync.sync.SharedMemWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver(model_id="policy", model=served)
+    connecting = threading.Thread(target=sender.connect)
+    connecting.start()
+    if connected:
+        receiver.connect()
+    transport = ThreadingTransport()
+    server = InferenceServer(served, transport, weight_sync=receiver)
+    server.start()
+    try:
+        connecting.join(PATIENCE)
+        client = transport.client()
+        for version in range(1, 4):
+            set_value(trained, float(version))
+            sender.send()
+            assert ask(client) == (float(version), version)
+    finally:
+        server.shutdown()
+        receiver.shutdown()
+        sender.shutdown()
+
+
+def test_a_trainer_is_told_when_the_server_ends() -> None:
+    with serving("SharedMemWeightSyncScheme") as (sender, _trained, server, _client):
+        server.shutdown()
+        began = time.monotonic()
+        with pytest.raises(PartialSyncError, match="closed"):
+            sender.send()
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_trainer_with_another_token_does_not_end_the_server() -> None:
+    trained, served = make_policy(7.0), make_policy()
+    token = secrets.token_hex(16)
+    sender = aiosync.sync.TCPWeightSyncScheme(token=token)
+    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    connecting = threading.Thread(target=sender.connect)
+    connecting.start()
+    transport = ThreadingTransport()
+    server = InferenceServer(served, transport, weight_sync=receiver)
+    server.start()
+    other = aiosync.sync.TCPWeightSyncScheme(sender.address, token=token[::-1])
+    try:
+        connecting.join(PATIENCE)
+        client = transport.client()
+        assert ask(client) == (7.0, 0)
+        sender.shutdown()
+        other.init_on_sender(model_id="policy", model=trained)
+        other.connect()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            give_up = time.monotonic() + PATIENCE
+            while not caught and time.monotonic() < give_up:
+                assert ask(client) == (7.0, 0)
+        assert "the trainer is gone" in str(caught[0].message)
+        assert server.is_alive
+        assert ask(client) == (7.0, 0)
+    finally:
+        server.shutdown()
+        receiver.shutdown()
+        other.shutdown()
+        sender.shutdown()
 
 
 def test_the_actions_of_the_world_tell_a_mix() -> None:

@@ -196,8 +196,7 @@ async def test_a_worker_killed_in_mid_transfer_is_named() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.slow
-@pytest.mark.one_loop
+@pytest.mark.heavy  # waits for patience to run out, twice
 async def test_a_frozen_worker_loses_its_link_and_comes_back() -> None:
     scheme, source = sending(models.big, 2, patience=1.0)
     async with harness.workers(scheme, models.big, 2) as crew:

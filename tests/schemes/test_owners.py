@@ -73,6 +73,33 @@ async def test_of_updates_that_come_meanwhile_the_newest_is_passed_on(make) -> N
         assert len(passed) <= len(handles)
 
 
+async def test_a_lost_link_does_not_make_it_applied_before_it_was_passed_on() -> None:
+    sender = aiosync.TCPWeightSyncScheme(token="0123456789abcdef" * 2)
+    sender.init_on_sender(model=models.linear(), num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=models.linear())
+    go_on = asyncio.Event()
+
+    async def relay(epoch: int, version: int) -> None:
+        if version > 1:
+            await go_on.wait()
+            raise RuntimeError("nobody took it")
+
+    receiver._relay = relay
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        sending = asyncio.ensure_future(sender.send())
+        await harness.until(lambda: receiver.version == 2)
+        receiver._receiver.transport.abort()
+        with pytest.raises(aiosync.PartialSyncError):
+            await sending
+        await harness.until(lambda: sender.worker_versions == {0: 1})
+        go_on.set()
+        with pytest.raises(aiosync.PartialSyncError, match="nobody took it"):
+            await sender.send()
+        assert sender.worker_versions == {0: 1}
+
+
 @both
 async def test_a_flip_is_seen_under_the_guard(make) -> None:
     source, target = models.linear(), models.linear()

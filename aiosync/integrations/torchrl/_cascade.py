@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import weakref
 from typing import Any
 
@@ -42,29 +44,47 @@ class Cascade:
     async def pass_on(self, epoch: int, version: int) -> None:
         """Update the collector's workers, in a thread of its own, and wait for them."""
         del epoch, version
-        # The collector's call blocks, and its scheme may use this very loop.
-        await asyncio.to_thread(self._update)
+        # The collector's call blocks, and its scheme may use this very loop. A thread of a pool
+        # would keep a process from ending whose workers do not answer.
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if done.done():
+                return  # cancelled: the scheme was closed
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                self._update()
+            except BaseException as exc:  # noqa: BLE001 - raised in the relay, for the trainer
+                error = exc
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=run, name="aiosync-cascade", daemon=True).start()
+        await done
 
     def _update(self) -> None:
         collector, scheme = self._collector(), self._scheme()
         if collector is None or scheme is None:
             return
         with scheme.reading():  # nothing newer may come in between
-            if self._is_known(scheme.model):
+            now = _copy_of(scheme.model) if self._looks else None
+            before, self._known = self._known, None
+            self._looks = max(0, self._looks - 1)
+            if before is not None and _equal(before, now):
+                self._looks = 0  # what comes next is an update
                 return
             collector.update_policy_weights_(
                 policy_or_weights=scheme.weights, model_id=scheme.model_id
             )
-
-    def _is_known(self, model: Any) -> bool:
-        if self._looks == 0:
-            return False
-        self._looks -= 1
-        before, self._known = self._known, _copy_of(model) if self._looks else None
-        if before is None or not _equal(before, _copy_of(model)):
-            return False
-        self._looks, self._known = 0, None  # what comes next is an update
-        return True
+            if self._looks:
+                self._known = now  # not before: it may have failed
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:

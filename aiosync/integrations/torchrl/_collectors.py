@@ -15,6 +15,7 @@ from torch import nn
 
 from aiosync.errors import (
     AiosyncError,
+    ConfigError,
     ConnectError,
     PartialSyncError,
     PeerClosed,
@@ -27,11 +28,18 @@ from aiosync.integrations.torchrl._policies import (
     find_model,
     from_factories,
 )
-from aiosync.sync import NoWeightSyncScheme, RayWeightSyncScheme, WeightSyncScheme
+from aiosync.sync import (
+    NoWeightSyncScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
+    WeightSyncScheme,
+)
 from aiosync.sync._discovery import rpc_runs
 
 __all__ = ["CollectorOwner"]
 
+# Their workers find the sender by a name in the cluster, of which nobody sees that it is taken.
+_MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
 _LAST_WORDS_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 2.0
 
@@ -49,7 +57,8 @@ class CollectorOwner:
         self._scheme = weakref.ref(scheme)
         self._cascade: Cascade | None = None
         self._connecting: threading.Thread | None = None
-        self._counted = 0  # the version that the trainer's tracker stands for
+        self._counted = scheme.version  # what the trainer's tracker stands for
+        self._lock = threading.Lock()
         if scheme.initialized_on_receiver:
             self._attach(scheme, collector)  # it had begun before there was a collector
 
@@ -80,6 +89,10 @@ class CollectorOwner:
         """Most collectors close no scheme."""
         return True
 
+    def stands_for(self, context: object) -> bool:
+        """See :class:`aiosync.sync._discovery.Owner`."""
+        return self._collector() is context
+
     # -- the trainer ---------------------------------------------------------------------------
 
     def _init_on_sender(
@@ -98,11 +111,18 @@ class CollectorOwner:
         model_id = given.get("model_id", args[0] if args else None) or "policy"
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
-        if scheme._is_copy and not hasattr(collector, "collector_rrefs"):
-            # Nested collectors: each of them has a copy of one scheme for workers of its own.
-            # But RPCCollector has given its workers theirs already.
+        # Nested collectors: each of them has a copy of one scheme for workers of its own, which
+        # get theirs later. But RPCCollector has given its workers theirs already.
+        may_separate = not hasattr(collector, "collector_rrefs")
+        if may_separate and scheme._is_copy and isinstance(scheme, _MET_ELSEWHERE):
             scheme._scheme._separate()
-        proceed(*args, **given)
+        try:
+            proceed(*args, **given)
+        except ConfigError:
+            if not may_separate or scheme.initialized_on_sender:
+                raise
+            scheme._scheme._separate()  # another copy listens already
+            proceed(*args, **given)
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
         core = scheme._scheme
@@ -167,8 +187,11 @@ class CollectorOwner:
         if not hasattr(collector, "procs") or (scheme.model_id or "policy") != "policy":
             return
         if isinstance(getattr(tracker, "version", None), int):
-            counted, self._counted = self._counted, scheme.version
-            tracker.version += self._counted - counted
+            with self._lock:
+                now, counted = scheme.version, self._counted
+                if now > counted:
+                    self._counted = now
+                    tracker.version += now - counted
 
     # -- a worker ------------------------------------------------------------------------------
 
@@ -201,7 +224,12 @@ class CollectorOwner:
             self._cascade = Cascade(collector, scheme)
             core._relay = self._cascade.pass_on
         elif model_id == "policy":
-            labels = Labels(collector, core._guard_object, scheme.version)
+            labels = Labels(
+                collector,
+                core._guard_object,
+                scheme.version,
+                sees_forwards=scheme.guard == "forward",
+            )
 
             def flipped(epoch: int, version: int) -> None:
                 labels.flipped(epoch, version, initial=not core._connected)

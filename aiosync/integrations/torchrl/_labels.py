@@ -27,14 +27,17 @@ class Labels:
         collector: Has ``policy_version_tracker``; referred to weakly.
         guard: Of the scheme; knows when forward passes begin.
         version: Version that the policy has already; 0 if the initial weights are to come.
+        sees_forwards: Whether forward passes are reads of the guard. If not, the tracker grows at
+            once, and an action's label may be newer than the action.
     """
 
-    def __init__(self, collector: Any, guard: Guard, version: int) -> None:
+    def __init__(self, collector: Any, guard: Guard, version: int, *, sees_forwards: bool) -> None:
         self._collector = weakref.ref(collector)
         self._guard = guard
         self._epoch: int | None = None
         self._version = version
-        self._label: int | None = None
+        self._grown = 0  # by how much the tracker is behind
+        self._sees_forwards = sees_forwards
         self._lock = threading.Lock()
 
     def flipped(self, epoch: int, version: int, *, initial: bool) -> None:
@@ -55,12 +58,9 @@ class Labels:
         restarted = self._epoch is not None and epoch != self._epoch
         grown = 1 if restarted else version - self._version
         self._epoch, self._version = epoch, version
-        if not isinstance(getattr(tracker, "version", None), int):
-            tracker.increment_version()  # names of versions that cannot be counted
-            return
         with self._lock:
-            self._label = (tracker.version if self._label is None else self._label) + grown
-            if _in_rollout():
+            self._grown += grown
+            if self._sees_forwards and _in_rollout():
                 self._guard.before_next_read = self._set
                 return
         self._set()
@@ -68,10 +68,15 @@ class Labels:
     def _set(self) -> None:
         collector = self._collector()
         with self._lock:
-            label, self._label = self._label, None
-        if collector is not None and label is not None:
+            grown, self._grown = self._grown, 0
+        if collector is None or not grown:
+            return
+        tracker = collector.policy_version_tracker
+        if isinstance(getattr(tracker, "version", None), int):
             # Not increment_version(): it keeps a history that grows for ever.
-            collector.policy_version_tracker.version = label
+            tracker.version += grown
+        else:
+            tracker.increment_version()  # names of versions, which cannot be counted
 
 
 def _in_rollout() -> bool:

@@ -5,15 +5,19 @@ Must not import collectors.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import ApplyError, PeerClosed, TransportBroken
+from aiosync.errors import AiosyncError, ApplyError
 from aiosync.sync import WeightSyncScheme
 
 __all__ = ["ServerOwner"]
+
+_LOOK_SECONDS = 1.0
 
 
 class ServerOwner:
@@ -34,6 +38,14 @@ class ServerOwner:
         self._scheme = weakref.ref(scheme)
         self._known = (0, 0)  # epoch and version of the newest label
         self._ended = False
+        # Whoever gave the scheme its role, the server's lock is the right time.
+        scheme.apply = "manual"
+        if getattr(server, "static_batch_size", None) is not None:
+            scheme.apply_copy = True  # a CUDA graph knows addresses
+        receiver = scheme._scheme._receiver
+        if receiver is not None:
+            receiver.apply_by_hand()
+            self._note()
 
     def call(
         self,
@@ -50,18 +62,33 @@ class ServerOwner:
         result = proceed(*args, **kwargs)
         if name == "connect":
             self._note()
+            _call_on_loop(self._scheme(), self._look_after)
         return result
 
     def forgotten(self) -> bool:
         """The server closes no scheme."""
         return True
 
+    def stands_for(self, context: object) -> bool:
+        """See :class:`aiosync.sync._discovery.Owner`."""
+        return self._server() is context
+
+    def _look_after(self) -> None:
+        """Close the scheme when the server has ended: nobody would take its updates. On the loop.
+
+        The trainer would wait for each of them until its deadline.
+        """
+        scheme, server = self._scheme(), self._server()
+        if scheme is None or not scheme.synchronized_on_receiver:
+            return
+        if server is None or server._shutdown_event.is_set():
+            scheme.abort()
+            return
+        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_after)
+
     def _init(
         self, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        scheme = self._scheme()
-        if scheme is not None:
-            scheme.apply = "manual"
         if len(args) < 2:
             kwargs = {"context": self._server(), **kwargs}
         proceed(*args, **kwargs)
@@ -89,7 +116,10 @@ class ServerOwner:
                 return None
         try:
             update = proceed(*args, **kwargs)
-        except (PeerClosed, TransportBroken) as exc:
+        except ApplyError as exc:
+            warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
+            return None
+        except AiosyncError as exc:  # anything that is raised here would end the server
             self._ended = True
             warnings.warn(
                 f"the trainer is gone, the server goes on with version {scheme.version}: {exc}",
@@ -97,11 +127,16 @@ class ServerOwner:
                 stacklevel=2,
             )
             return None
-        except ApplyError as exc:
-            warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
-            return None
         grown = self._note() if update is not None else 0
         if server is not None and scheme.context is server:
             for _ in range(grown):
                 server.update_policy_weights_(model_id=scheme.model_id)
         return update
+
+
+def _call_on_loop(scheme: WeightSyncScheme | None, call: Callable[[], None]) -> None:
+    """Have the loop of a connected scheme call something."""
+    loop = None if scheme is None else scheme._scheme._loop
+    if loop is not None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(call)
