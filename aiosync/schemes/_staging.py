@@ -52,7 +52,7 @@ class Staging:
         capabilities = transport.capabilities
         # Every part has a checksum.
         self.checks: bool = capabilities.cross_host and not capabilities.whole_payloads
-        self.damaged = 0  # parts that were not what was sent
+        self.damaged: int = 0  # parts that were not what was sent
         self._part = memoryview(b"")  # what is landing
         self._running: RunningChecksum | None = None
         self._mapped: dict[tuple[int, int], FlatBuffer] = {}
