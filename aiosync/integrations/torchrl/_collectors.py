@@ -156,10 +156,8 @@ class CollectorOwner:
             self._counted = scheme.version
             sender = scheme._scheme._sender
             if sender is not None:
-                sender.workers.on_empty = functools.partial(_close_after, self._owned())
-
-    def _owned(self) -> tuple[weakref.ref[Any], weakref.ref[WeightSyncScheme]]:
-        return self._collector, self._scheme
+                owned = (self._collector, self._scheme)
+                sender.workers.on_empty = functools.partial(_close_after, owned)
 
     def _send(
         self,
