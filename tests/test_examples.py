@@ -90,7 +90,7 @@ def test_a_trainer_in_a_cluster(name: str, workers: int) -> None:
     assert len({total for _, total in seen}) == 1  # the same weights in all of them
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # tests/schemes/test_ray.py runs the same on a cluster that is up already
 def test_a_trainer_of_ray_actors() -> None:
     out = run("ray_trainer.py", quiet=False)  # Ray says where it runs
     versions = re.findall(r"^version (\d): workers have \[(\d), (\d)\]$", out, re.MULTILINE)

@@ -8,14 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import socket
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import aiosync.schemes as aio
-from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, SyncTimeout
-from aiosync.legacy._pipes import say_goodbye
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    LocalProtocolError,
+    PeerClosed,
+    SyncTimeout,
+    TransportBroken,
+)
+from aiosync.legacy._pipes import creator_of, hear_writer, say_goodbye
 from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._receiving import _apply_error
 from aiosync.schemes._tasks import TaskOwner
@@ -66,10 +75,37 @@ class Attachment:
         receiver, trainer = self._scheme._receiver, self._scheme._sender_pid
         if receiver is not None and trainer is not None:
             watch_process(receiver.transport, trainer)
+        elif receiver is not None:  # it has said nothing; as a rule it made the pipe
+            self._watch(creator_of(self._sock))
+
+    def _heard(self, trainer: int) -> None:
+        # Not at once: this is in the midst of a read, perhaps the last one, as the link closes.
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._task.get_loop().call_soon_threadsafe(self._watch, trainer)
+
+    def _watch(self, trainer: int) -> None:
+        """Notice the end of this process, and of no other.
+
+        The end of the pipe does not tell: whoever was forked meanwhile has a copy of its end.
+        """
+        receiver = self._scheme._receiver
+        channel = None if receiver is None else getattr(receiver.transport, "channel", None)
+        if channel is None or channel.closed or trainer <= 0:
+            return
+        if channel.pidfd >= 0:
+            os.close(channel.take_pidfd())
+        try:
+            channel.watch_process(trainer)
+        except ConnectError:  # too late: it has ended; what it said still counts
+            channel._on_process_end()
 
     async def _attach(self) -> None:
         scheme = self._scheme
         try:
+            scheme._pipe = transport = scheme.create_transport(self._sock)
+            if (channel := getattr(transport, "channel", None)) is not None:
+                hear_writer(self._sock, channel.io, self._heard)
             # The trainer answers with its first send, whenever that is.
             await scheme.connect(timeout=math.inf)
             if scheme.apply == "auto":
@@ -77,6 +113,8 @@ class Attachment:
                 self._use(self._model)
         except AiosyncError as exc:
             self.error = without_frames(exc)
+            if isinstance(exc.__cause__, (PeerClosed, TransportBroken)):
+                self.error = PeerClosed(str(exc))
             scheme.abort()
 
     @property

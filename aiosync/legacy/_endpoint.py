@@ -8,6 +8,7 @@ import the blocking classes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import socket
@@ -39,6 +40,7 @@ _KIND = "model"
 _PROCESS = "process"
 _KNOWN_LAYOUTS = 16
 _MAX_WAITING = 8  # updates that nobody has asked for yet; the sender waits then
+_WRITE_SECONDS = 2.0  # that an answer may take to leave
 _KEPT_ACKS = 256
 
 
@@ -83,6 +85,7 @@ class Endpoint:
         self._arrived: deque[Arrived] = deque()
         self._acks: dict[int, Ack] = {}
         self._out: deque[tuple[Message, Sequence[memoryview]]] = deque()
+        self._written = 0
         self.error: BaseException | None = None
         self._changed = asyncio.Event()
         self._tasks = TaskOwner(self._fail)
@@ -171,6 +174,7 @@ class Endpoint:
                 message, payload = self._out[0]
                 await self._transport.send(message, payload)
                 self._out.popleft()
+                self._written += 1
                 self._notify()
         except AiosyncError as exc:
             self._fail(exc)
@@ -192,13 +196,24 @@ class Endpoint:
         assert arrived is not None
         self._arrived.remove(arrived)
         self._notify()
+        if self._newest_only:
+            await self._until_written(_WRITE_SECONDS)  # this process may end as soon as it has it
         return arrived
 
-    def acknowledge(self, arrived: Arrived, error: BaseException | None = None) -> None:
-        """Say that an update was applied, or why it was not."""
+    async def until_ready(self) -> None:
+        """Wait until :meth:`take` would return an update, or raise, at once."""
+        with contextlib.suppress(AiosyncError):  # take() raises it
+            await self._until(lambda: bool(self._arrived))
+
+    async def acknowledge(self, arrived: Arrived, error: BaseException | None = None) -> None:
+        """Say that an update was applied, or why it was not.
+
+        Returns when it has left, so that this process may end; after two seconds in any case.
+        """
         self.check()
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
         self._say(make_ack(arrived.epoch, arrived.version, status, error))
+        await self._until_written(_WRITE_SECONDS)
 
     def _introduce(self) -> None:
         # A pipe that other processes have copies of does not end when the peer dies. Only with
@@ -215,7 +230,8 @@ class Endpoint:
     async def _read(self) -> None:
         try:
             while True:
-                await self._until(lambda: len(self._arrived) < _MAX_WAITING)
+                # Of the newest only, there is one for each model, and none may hold up another.
+                await self._until(lambda: self._newest_only or len(self._arrived) < _MAX_WAITING)
                 self._on_message(await self._transport.recv(into=self._lend))
                 self._notify()
         except AiosyncError as exc:
@@ -278,16 +294,15 @@ class Endpoint:
     async def aclose(self) -> None:
         """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
         if self.error is None:
-            await self._until_written()
+            await self._until_written(1.0)
             self._fail(TransportClosed("this transport was closed"))
         await self._tasks.aclose()
         await self._transport.aclose()
 
-    async def _until_written(self) -> None:
-        try:
-            await self._until(lambda: not self._out, 1.0)
-        except AiosyncError:
-            return  # the link has ended: nobody is left to be told
+    async def _until_written(self, timeout: float) -> None:
+        last = self._written + len(self._out)  # what comes behind it is not waited for
+        with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
+            await self._until(lambda: self._written >= last, timeout)
 
     def abort(self) -> None:
         """Close at once."""

@@ -5,9 +5,10 @@ Must not import torch.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiosync.errors import LocalProtocolError, TransportClosed
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Closing", "Link", "is_up"]
+__all__ = ["Closing", "Link", "is_up", "wait_for_any"]
 
 _T = TypeVar("_T")
 
@@ -48,12 +49,17 @@ class Link:
         self._tenant = _Tenant()
         self._closed = False
 
+    @property
+    def inherited(self) -> bool:
+        """Whether the endpoint is that of the process that this one was forked from."""
+        return self._pid != os.getpid() and self._lease is not None
+
     def call(self, what: str, function: Callable[[Endpoint], Coroutine[Any, Any, _T]], /) -> _T:
         """Run a coroutine with the endpoint on the portal's loop."""
         refuse_inside_loop(what, "the transports of aiosync.transports")
         if self._closed:
             raise TransportClosed("this transport was closed")
-        if self._pid != os.getpid() and self._lease is not None:
+        if self.inherited:
             raise LocalProtocolError(f"{what}(): this transport was used before the process forked")
         if self._lease is None or not self._lease.valid:
             self._lease = lease(self._tenant)
@@ -114,7 +120,34 @@ def is_up(link: Link) -> bool:
     async def look(endpoint: Endpoint) -> bool:
         return endpoint.error is None
 
+    if link.inherited:
+        return False
     try:
         return link.call("check_connection", look)
     except TransportClosed:
         return False
+
+
+def wait_for_any(links: Sequence[Link], timeout: float | None) -> None:
+    """Wait until an update can be taken from one of the links, or one has ended.
+
+    Args:
+        links: At least one, all of this process.
+        timeout: Seconds; ``None`` waits as long as it takes.
+    """
+
+    async def itself(endpoint: Endpoint) -> Endpoint:
+        return endpoint
+
+    endpoints = [link.call("receive_weights", itself) for link in links]
+
+    async def wait(_: Endpoint) -> None:
+        looks = [asyncio.ensure_future(endpoint.until_ready()) for endpoint in endpoints]
+        try:
+            await asyncio.wait(looks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    links[0].call("receive_weights", wait)

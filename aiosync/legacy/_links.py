@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.sender import WeightSender
 
-__all__ = ["PipeLinks", "Sending"]
+__all__ = ["PipeLinks", "Sending", "retrieved"]
 
 GRACE_SECONDS = 2.0
 """How long sends wait for workers that never attached, from the first send on."""
@@ -139,12 +139,12 @@ class PipeLinks:
         if self._give_up is None:
             self._give_up = asyncio.get_running_loop().time() + GRACE_SECONDS
         if worker_ids is None and not _is_per_worker(weights):  # all, and who comes later
-            handle = scheme.send_nowait(weights)
+            handle = retrieved(scheme.send_nowait(weights))
             return Sending(handle.version, handle, late)
         first = None
         if known:
             mine = _only(weights, known)
-            first = scheme.send_nowait(mine, None if _is_per_worker(mine) else known)
+            first = retrieved(scheme.send_nowait(mine, None if _is_per_worker(mine) else known))
         version = sender.clock.next() if first is None else first.version
         if late:
             planned = scheme._plan(_only(weights, late), None)
@@ -211,6 +211,31 @@ class PipeLinks:
         late = f"worker {idx} attached, but did not apply version {version} in time"
         return workers._failures.pop(idx, AckTimeout(late, worker_ids=[idx], version=version))
 
+    async def deliver_rest(self, seconds: float, wanted: Callable[[], bool]) -> None:
+        """Wait for workers that have yet to get what was sent to them.
+
+        Args:
+            seconds: How long.
+            wanted: Asked now and then; there is no use in going on once it says False.
+        """
+        loop, workers = asyncio.get_running_loop(), self._sender.workers
+        give_up = loop.time() + seconds
+        while self._owes() and wanted() and (left := give_up - loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, 0.1)):
+                    await _change(workers)
+
+    def _owes(self) -> bool:
+        workers = self._sender.workers
+        if workers._arriving or any(map(workers.snapshot_for, self._socks)):
+            return True
+        for idx, peer in workers.peers.items():
+            snapshot = workers.snapshot_for(idx)
+            if snapshot is not None and idx not in workers._failures:
+                if peer.outbox.applied < snapshot.version:
+                    return True
+        return False
+
     # -- closing -------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
@@ -231,6 +256,15 @@ class PipeLinks:
     def __del__(self) -> None:
         for sock in self._socks.values():
             sock.close()
+
+
+def retrieved(handle: SendHandle) -> SendHandle:
+    """Have nobody complain of a failure that is never waited for.
+
+    Programs that end, or give up the scheme, need not wait for their last send.
+    """
+    handle._future.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return handle
 
 
 async def _change(workers: Workers) -> None:

@@ -11,6 +11,8 @@ from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy._links import Sending
 from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
+from aiosync.schemes._sending import _is_per_worker
+from aiosync.strategy import get_strategy
 from aiosync.tensors._tensordict import is_tensordict
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ __all__ = [
     "NoWeightSyncScheme",
     "SharedMemWeightSyncScheme",
 ]
+
+_SENDER_KEYWORDS = {
+    *("cached_weights", "ctx", "device_map_fn", "devices", "model", "num_workers"),
+    *("params_map", "pipes", "transports", "weights"),
+}
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, sync.MultiProcessWeightSyncScheme):
@@ -34,6 +41,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, sync.MultiProcessWeightSync
         aio.MultiProcessWeightSyncScheme
     )
     _makes_links = True
+    _needs_pipes = True
     _pipe_apply = "manual"
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
@@ -76,17 +84,16 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
         super().__init__(strategy, **options)
         self.policy_weights: dict[str, TensorDictBase] = {}
         self.auto_register: bool = auto_register
-        self._registered: set[str] = set()
+        self._by_sending: set[str] = set()  # models that a send registered
         for model_id, weights in (policy_weights or {}).items():
             self._register(model_id, weights)
 
     def _register(self, model_id: str, weights: Any) -> None:
         if not is_tensordict(weights):
             raise ConfigError(f"the weights of {model_id!r} must be a TensorDict: {type(weights)}")
-        if model_id in self._registered:
+        if model_id in self.policy_weights:
             raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
         self.policy_weights[model_id] = weights.detach().clone()
-        self._registered.add(model_id)
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model; workers that attach before the first send get these values.
@@ -113,18 +120,36 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             self._started("register_shared_weights")
 
     def _initial_weights(self) -> Any:
-        return self.policy_weights.get(self.model_id or "policy")
+        model_id = self.model_id or "policy"
+        # What a send registered goes where it was sent to, and nowhere else.
+        return None if model_id in self._by_sending else self.policy_weights.get(model_id)
 
     def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`."""
+        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
+
+        ``cached_weights``, or ``get_cached_weights(model_id)`` of a context with pipes, are the
+        first values of the model, unless it is registered already.
+        """
         super().init_on_sender(model_id, context, **kwargs)
+        self._register_cached()
         self._offer_registered()
+
+    def _register_cached(self) -> None:
+        model_id, cached = self.model_id or "policy", self._cached
+        if model_id in self.policy_weights:
+            return
+        if cached is None and self._links is not None:
+            context = self.context
+            if hasattr(context, "get_cached_weights"):
+                cached = context.get_cached_weights(model_id)
+        if cached is not None:
+            self._register(model_id, _tensordict(cached))
 
     def _check_registered(self, weights: Any) -> None:
         model_id = self.model_id or "policy"
-        if model_id in self._registered:
+        if model_id in self.policy_weights:
             return
         if not self.auto_register:
             raise KeyError(
@@ -132,27 +157,50 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
                 "construct the scheme with auto_register=True"
             )
         if weights is not None:
-            self._registered.add(model_id)
+            if isinstance(weights, Mapping) and _is_per_worker(weights):
+                weights = next(iter(weights.values()))
+            self._register(model_id, _tensordict(weights))
+            self._by_sending.add(model_id)
+
+    def _look(self, model: Any, timeout: float | None) -> bool:
+        if self._pipeless and not self.synchronized_on_receiver:
+            self._check("receive")
+            return False  # nothing can have come
+        return super()._look(model, timeout)
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
     ) -> SharedMemTransport:
-        """A blocking link over one end of a two-way pipe, which it owns from now on."""
+        """A blocking link over one end of a two-way pipe, which it owns from now on.
+
+        Args:
+            pipe_or_context: The end; ``None`` for none, or for
+                ``SharedMemTransport.register_pipe()`` later.
+        """
         transport = SharedMemTransport(self.policy_weights, auto_register=self.auto_register)
-        transport.register_pipe(pipe_or_context)
+        if pipe_or_context is not None:
+            transport.register_pipe(pipe_or_context)
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies again: multiprocessing shares the memory of tensors that it pickles.
         weights = {model_id: each.clone() for model_id, each in self.policy_weights.items()}
-        own = {"policy_weights": weights, "auto_register": self.auto_register}
+        own = {
+            "policy_weights": weights,
+            "auto_register": self.auto_register,
+            "_by_sending": set(self._by_sending),
+        }
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.policy_weights = state["policy_weights"]
         self.auto_register = state["auto_register"]
-        self._registered = set(self.policy_weights)
+        self._by_sending = state["_by_sending"]
+
+
+def _tensordict(weights: Any) -> Any:
+    return get_strategy("tensordict").extract_weights(weights)
 
 
 class _NoTransport:
@@ -175,6 +223,16 @@ class NoWeightSyncScheme(  # type: ignore[misc]  # the base's connect() suits bo
     """A scheme that does nothing: pipes that it is given stay as they are."""
 
     _async_class: ClassVar[type[aio.NoWeightSyncScheme]] = aio.NoWeightSyncScheme
+
+    def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
+        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
+
+        Keywords that it does not know are ignored: they are meant for schemes that do something.
+        """
+        known = {name: value for name, value in kwargs.items() if name in _SENDER_KEYWORDS}
+        super().init_on_sender(model_id, context, **known)
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any

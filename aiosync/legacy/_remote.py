@@ -65,6 +65,9 @@ class _Remote:
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
         self._finish(pending)
 
+    def _drop_oldest(self) -> None:
+        self._pending = None
+
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Return ``None``: the remote object gets its weights by the call."""
         del timeout

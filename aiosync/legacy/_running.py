@@ -5,12 +5,17 @@ Must not import torch.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import time
+import weakref
 from collections.abc import Iterable
+from multiprocessing import active_children
 from typing import TYPE_CHECKING, Any
 
 import aiosync.schemes as aio
 from aiosync import sync
-from aiosync.errors import ConfigError
+from aiosync.errors import AiosyncError, ConfigError
 from aiosync.legacy._attachment import Attachment
 from aiosync.legacy._links import PipeLinks, Sending
 from aiosync.sync._portal import lease
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
     from aiosync.legacy._sender import WeightReceiver, WeightSender
 
 __all__ = ["Running"]
+
+_EXIT_SECONDS = 5.0
 
 
 class _Tenant:
@@ -56,6 +63,7 @@ class Running(sync.WeightSyncScheme):
         self._receiver: WeightReceiver | None = None
         self._twin: WeightSyncScheme | None = None
         self._cached: Any = None
+        self._pipeless = False  # init_on_worker() was called without a pipe
 
     # -- what senders and receivers do ---------------------------------------------------------
 
@@ -118,7 +126,16 @@ class Running(sync.WeightSyncScheme):
             with self._lock:
                 if self._lease is None or not self._lease.valid:
                     self._lease = lease(_Tenant(self._scheme, pipes))
+                    _deliver_at_exit(self)
         return super()._call(coroutine)
+
+    def _deliver_rest(self, give_up: float) -> None:
+        links, held = self._links, self._lease
+        if links is None or not links.started or held is None or not held.valid:
+            return
+        if not self._scheme._closed:
+            with contextlib.suppress(AiosyncError):  # the program has ended: nobody would see it
+                self._call(links.deliver_rest(give_up - time.monotonic(), _has_children))
 
     def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
         """As :meth:`aiosync.sync.WeightSyncScheme.connect`; with pipes there is nothing to do."""
@@ -158,6 +175,33 @@ class Running(sync.WeightSyncScheme):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._apply_given = state["_apply_given"]
+
+
+_running: weakref.WeakSet[Running] = weakref.WeakSet()
+_hooked = False
+
+
+def _deliver_at_exit(scheme: Running) -> None:
+    """Before the portal ends with the program, let child processes that start up attach.
+
+    Call it with the portal running: its own end has to come later.
+    """
+    global _hooked
+    _running.add(scheme)
+    if not _hooked:
+        _hooked = True
+        atexit.register(_deliver_all)
+
+
+def _deliver_all() -> None:
+    give_up = time.monotonic() + _EXIT_SECONDS
+    for scheme in list(_running):
+        scheme._deliver_rest(give_up)
+
+
+def _has_children() -> bool:
+    # Those that the interpreter waits for when it ends; it kills the others.
+    return any(not child.daemon for child in active_children())
 
 
 def _something(weights: Any) -> Any:

@@ -35,6 +35,9 @@ class WeightSyncScheme(Running):
     these. What the newer generation calls (``init_on_receiver()``, ``connect()``, ``send()``)
     works, too, as long as no pipes are given.
 
+    A trainer whose program ends while child processes of ``multiprocessing`` have yet to attach,
+    and to get what was sent to them, waits for that: for 5 seconds at most, and for no daemons.
+
     This class itself has no link. To bring one of your own, override :meth:`create_transport`;
     see :class:`TransportBackend`.
 
@@ -48,6 +51,7 @@ class WeightSyncScheme(Running):
     """
 
     _async_class: ClassVar[_AsyncClass] = aio.NoWeightSyncScheme
+    _needs_pipes = False  # with the names of this generation
     _pipe_apply: Literal["auto", "manual"] = "auto"
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
@@ -80,8 +84,9 @@ class WeightSyncScheme(Running):
                 the arguments of :meth:`aiosync.sync.WeightSyncScheme.init_on_sender`.
 
         Raises:
-            ConfigError: The arguments exclude each other, or a pipe is not two-way (a
-                ``ValueError``).
+            ConfigError: The arguments exclude each other, or a pipe is not two-way; or
+                :class:`MultiProcessWeightSyncScheme` was given neither pipes nor any other
+                argument that says who the workers are or what they get (a ``ValueError``).
             LocalProtocolError: This object is a sender already (a ``RuntimeError``).
             TypeError: An argument is unknown.
         """
@@ -91,11 +96,15 @@ class WeightSyncScheme(Running):
             pipes = of_old_context(context, "pipes")
         cached = kwargs.pop("cached_weights", None)
         if pipes is None:
+            given = any(value is not None for name, value in kwargs.items() if name != "ctx")
+            if self._needs_pipes and context is None and not given:
+                raise ConfigError("pipes must be provided via context or kwargs")
             super().init_on_sender(model_id, context, **kwargs)
         elif self._has_other_role("sender"):
             self._twin = copy.copy(self)
-            self._twin.init_on_sender(model_id, context, pipes=pipes, **kwargs)
-            self._twin._cached = cached
+            self._twin.init_on_sender(
+                model_id, context, pipes=pipes, cached_weights=cached, **kwargs
+            )
             return
         elif self._makes_links:
             self._init_pipes(model_id, context, list(pipes), **kwargs)
@@ -168,7 +177,8 @@ class WeightSyncScheme(Running):
                 :meth:`aiosync.sync.WeightSyncScheme.init_on_receiver`.
 
         Raises:
-            ConfigError: The arguments exclude each other, or the pipe is not two-way (a
+            ConfigError: The arguments exclude each other, or the pipe is not two-way; or
+                :class:`MultiProcessWeightSyncScheme` was given no pipe, context or transport (a
                 ``ValueError``).
             LocalProtocolError: This object is a receiver already (a ``RuntimeError``).
             TypeError: An argument is unknown.
@@ -178,7 +188,10 @@ class WeightSyncScheme(Running):
         if pipe is None:
             pipe = of_old_context(context, "pipe")
         if pipe is None:
+            if self._needs_pipes and context is None and kwargs.get("transport") is None:
+                raise ConfigError("pipe must be provided via context or kwargs")
             super().init_on_receiver(model_id, context, **kwargs)
+            self._pipeless = True
         elif self._has_other_role("receiver"):
             self._twin = copy.copy(self)
             self._twin.init_on_worker(model_id, context, pipe=pipe, **kwargs)

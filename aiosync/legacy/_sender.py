@@ -8,9 +8,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    TransportBroken,
+)
 from aiosync.legacy._links import Sending
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.schemes._context import resolve_model, resolve_path
@@ -21,7 +28,62 @@ if TYPE_CHECKING:
 __all__ = ["WeightReceiver", "WeightSender"]
 
 
-class WeightSender:
+@dataclass(slots=True)
+class _Started:
+    """A send over transports: who has yet to answer, who has the weights, who never will."""
+
+    pending: dict[int, Any] = field(default_factory=dict)
+    acked: set[int] = field(default_factory=set)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    refused: Exception | None = None  # the caller's mistake, not a worker's
+
+    def drop(self) -> None:
+        """Let no later send take the answers to this one for its own."""
+        while self.pending:
+            getattr(self.pending.popitem()[1], "_drop_oldest", lambda: None)()
+
+    def wait(self) -> None:
+        """Wait for all, then raise what went wrong."""
+        try:
+            for idx in list(self.pending):
+                transport = self.pending.pop(idx)
+                try:
+                    getattr(transport, "wait_ack", lambda: None)()
+                    self.acked.add(idx)
+                except Exception as exc:  # noqa: BLE001 - raised once all were waited for
+                    self.failed[idx] = exc
+        finally:
+            self.drop()  # Ctrl-C: there are some left
+        if self.refused is not None:
+            raise self.refused
+        if len(self.failed) == 1 and not self.acked:
+            raise next(iter(self.failed.values()))
+        if self.failed:
+            failed = {idx: _own(error) for idx, error in self.failed.items()}
+            raise PartialSyncError(acked=self.acked, failed=failed)
+
+
+def _own(error: Exception) -> AiosyncError:
+    # Transports of users raise what they like.
+    return error if isinstance(error, AiosyncError) else TransportBroken(repr(error))
+
+
+class _OfScheme:
+    """A pickle has the scheme and nothing else."""
+
+    _scheme: WeightSyncScheme
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_scheme": self._scheme}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._scheme!r}>"
+
+
+class WeightSender(_OfScheme):
     """Sends weights for a scheme; ``scheme.get_sender()`` has one.
 
     Methods may be called from one thread at a time that runs no event loop. A pickle of it has
@@ -38,7 +100,7 @@ class WeightSender:
 
     def _forget(self) -> None:
         self._context_ref: weakref.ref[Any] | None = None
-        self._pending: Sending | list[Any] | None = None
+        self._pending: Sending | _Started | None = None
 
     # -- what a scheme with links of its own tells it ------------------------------------------
 
@@ -49,11 +111,15 @@ class WeightSender:
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
 
     def _iterate_transports(self, worker_ids: int | Iterable[int] | None = None) -> Iterator[Any]:
+        yield from self._chosen(worker_ids).values()
+
+    def _chosen(self, worker_ids: int | Iterable[int] | None) -> dict[int, Any]:
         named = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        for idx in self._transports if named is None else named:
+        chosen = list(self._transports if named is None else named)
+        for idx in chosen:
             if idx not in self._transports:
                 raise ConfigError(f"Worker {idx} not registered")
-            yield self._transports[idx]
+        return {idx: self._transports[idx] for idx in chosen}
 
     @property
     def context(self) -> Any:
@@ -77,7 +143,7 @@ class WeightSender:
 
         Raises:
             PartialSyncError: A worker died, did not answer, or could not apply the weights; the
-                others have them.
+                others have them. With transports and one worker: the error itself.
             ConfigError: There is no such worker, or the weights cannot travel (a
                 ``ValueError``).
             KeyError: Shared memory without ``auto_register``: the model is not registered.
@@ -88,7 +154,7 @@ class WeightSender:
                 "Cannot call send() while an async send is pending. Call wait_async() first."
             )
         if self._transports:
-            self._wait_for(self._start(weights, worker_ids))
+            self._start(weights, worker_ids).wait()
         else:
             self._warn(self._scheme._deliver(self._prepare(weights), worker_ids))
 
@@ -103,18 +169,24 @@ class WeightSender:
 
         Raises:
             LocalProtocolError: An async send is pending already (a ``RuntimeError``).
+            ConfigError: As for :meth:`send`. What is wrong with a worker, :meth:`wait_async`
+                raises.
         """
         if self._pending is not None:
             raise LocalProtocolError(
                 "Cannot call send_async() again while a send is pending. Call wait_async() first."
             )
         if self._transports:
-            for transport in self._iterate_transports(worker_ids):
+            chosen = self._chosen(worker_ids)
+            for transport in chosen.values():
                 if not hasattr(transport, "send_weights_async"):
                     raise LocalProtocolError(
                         f"transport of type {type(transport)} does not support async send"
                     )
-            self._pending = self._start(weights, worker_ids)
+            started = self._start(weights, chosen)
+            if started.refused is not None and not started.pending:
+                raise started.refused
+            self._pending = started
         else:
             self._pending = self._scheme._begin(self._prepare(weights), worker_ids)
 
@@ -128,10 +200,10 @@ class WeightSender:
         pending, self._pending = self._pending, None
         if pending is None:
             raise LocalProtocolError("No async send is pending. Call send_async() first.")
-        if isinstance(pending, Sending):
-            self._warn(self._scheme._finish(pending))
+        if isinstance(pending, _Started):
+            pending.wait()
         else:
-            self._wait_for(pending)
+            self._warn(self._scheme._finish(pending))
 
     def update_weights(self, weights: Any) -> None:
         """The same as :meth:`send` to all workers."""
@@ -154,44 +226,32 @@ class WeightSender:
                 stacklevel=3,
             )
 
-    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> list[Any]:
+    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> _Started:
         prepared, model_id = self._prepare(weights), self._scheme.model_id or "policy"
-        pending = []
-        for transport in self._iterate_transports(worker_ids):
-            if hasattr(transport, "send_weights_async"):
-                transport.send_weights_async(model_id, prepared)
-                pending.append(transport)
-            else:
-                transport.send_weights(model_id, prepared)
-        return pending
-
-    @staticmethod
-    def _wait_for(pending: Iterable[Any]) -> None:
-        first: Exception | None = None
-        for transport in pending:
+        started = _Started()
+        for idx, transport in self._chosen(worker_ids).items():
             try:
-                if hasattr(transport, "wait_ack"):
-                    transport.wait_ack()
-            except Exception as exc:  # noqa: BLE001 - raised once all were waited for
-                first = first or exc
-        if first is not None:
-            raise first
+                if hasattr(transport, "send_weights_async"):
+                    transport.send_weights_async(model_id, prepared)
+                    started.pending[idx] = transport
+                else:
+                    transport.send_weights(model_id, prepared)
+                    started.acked.add(idx)
+            except (ConfigError, KeyError, LocalProtocolError) as exc:
+                started.refused = started.refused or exc
+            except Exception as exc:  # noqa: BLE001 - raised once all were served
+                started.failed[idx] = exc
+            except BaseException:  # Ctrl-C goes on to the caller
+                started.drop()
+                raise
+        return started
 
     def _close(self) -> None:
         for transport in self._transports.values():
             _close(transport)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_scheme": self._scheme}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._scheme!r}>"
-
-
-class WeightReceiver:
+class WeightReceiver(_OfScheme):
     """Receives weights for a scheme; ``scheme.get_receiver()`` has one.
 
     Args:
@@ -206,6 +266,7 @@ class WeightReceiver:
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None
         self._transport: Any = None
+        self._owes_answer = False
 
     @property
     def context(self) -> Any:
@@ -267,6 +328,7 @@ class WeightReceiver:
 
         With ``MultiProcessWeightSyncScheme`` they are applied here, and only here; with
         ``SharedMemWeightSyncScheme`` they were applied already, between two forward passes.
+        Over a transport they are answered in any case: what this raises, the trainer is told.
 
         Args:
             timeout: Seconds; ``None`` waits until there are some, or the trainer goes away.
@@ -286,8 +348,23 @@ class WeightReceiver:
         received = self._transport.receive_weights(timeout=timeout)
         if received is None:
             return False
-        self.apply_weights(received[1])
+        self._owes_answer = True
+        try:
+            self.apply_weights(received[1])
+        except BaseException as exc:  # goes on to the caller, after the trainer
+            self._refuse(exc)
+            raise
         return True
+
+    def _refuse(self, error: BaseException) -> None:
+        # Left without an answer, they would take the one to the next weights.
+        owes, self._owes_answer = self._owes_answer, False
+        if not owes or not hasattr(self._transport, "send_ack"):
+            return
+        try:
+            self._transport.send_ack(f"{type(error).__name__}: {error}")
+        except Exception as exc:  # noqa: BLE001 - goes to the caller with the first error
+            error.add_note(f"the trainer could not be told: {type(exc).__name__}: {exc}")
 
     def apply_weights(self, weights: Any) -> None:
         """Put weights into the model by hand, between two forward passes.
@@ -308,20 +385,12 @@ class WeightReceiver:
             WeightStrategy(self._scheme.strategy).apply_weights(
                 self._scheme.model if model is None else model, weights
             )
+        self._owes_answer = False
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack()
 
     def _close(self) -> None:
         _close(self._transport)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_scheme": self._scheme}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._scheme!r}>"
 
 
 def _close(transport: Any) -> None:

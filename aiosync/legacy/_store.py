@@ -93,6 +93,9 @@ class DistributedTransport:
         """Send weights without waiting for an answer; :meth:`wait_ack` does."""
         self._pending.append(self._post(model_id, weights))
 
+    def _drop_oldest(self) -> None:
+        self._pending.popleft()
+
     def _post(self, model_id: str, weights: Any) -> int:
         flattener = Flattener()
         prepared = flattener.prepare(weights)
@@ -137,7 +140,8 @@ class DistributedTransport:
                 f"rank {self.rank} did not answer within {self.timeout:g} s", version=version
             )
         if said != b"updated":
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}")
+            text = said.decode(errors="replace")
+            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {text!r}")
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """Wait for the next weights, in the order in which they were sent.
@@ -156,7 +160,15 @@ class DistributedTransport:
         if data is None:
             return None
         self._received = version = self._received + 1
+        try:
+            found = self._read(version, data)
+        except RemoteProtocolError as exc:
+            self._answer(version, f"{type(exc).__name__}: {exc}")
+            raise
         self._unanswered.append(version)
+        return found
+
+    def _read(self, version: int, data: bytes) -> tuple[str, Any]:
         if not data.isdigit():
             raise RemoteProtocolError("the store holds something else than weights")
         try:
@@ -168,12 +180,22 @@ class DistributedTransport:
     def send_ack(self, message: str = "updated") -> None:
         """Answer the oldest weights that were received and not answered.
 
+        Args:
+            message: ``"updated"`` for success; anything else is an error to the other side.
+
         Raises:
             LocalProtocolError: There are none (a ``RuntimeError``).
+            TransportBroken: The store is gone.
         """
         if not self._unanswered:
             raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
-        self._store.set(self._key(self._unanswered.popleft(), "out"), message)
+        self._answer(self._unanswered.popleft(), message)
+
+    def _answer(self, version: int, message: str) -> None:
+        try:
+            self._store.set(self._key(version, "out"), message)
+        except (DistError, RuntimeError) as exc:
+            raise TransportBroken(f"the store is gone: {exc}") from exc
 
     def check_connection(self) -> bool:
         """Whether the store answers."""

@@ -7,14 +7,21 @@ the portal; nothing is pickled. Must not import torch.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from aiosync import transports as aio
-from aiosync.errors import AckTimeout, ConfigError, LocalProtocolError
+from aiosync.errors import (
+    AckTimeout,
+    ConfigError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportError,
+)
 from aiosync.legacy._endpoint import Arrived, Endpoint
-from aiosync.legacy._link import Closing, Link, is_up
+from aiosync.legacy._link import Closing, Link, is_up, wait_for_any
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.types import AckStatus
@@ -61,12 +68,17 @@ class MPTransport(Closing):
         pipe_connection: ``multiprocessing`` connection of a two-way pipe; owned from now on.
         timeout: Seconds that acknowledgements are waited for.
 
+    Attributes:
+        pipe: What was given. Closed: what was below it belongs to the transport.
+        timeout: As it was given; may be changed.
+
     Raises:
         ConfigError: The pipe is not two-way (a ``ValueError``).
     """
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
         self.timeout = timeout
+        self.pipe = pipe_connection
         self._link = Link(pipe_connection, _pipe_endpoint)
         self._pending: deque[int] = deque()
         self._unanswered: deque[Arrived] = deque()
@@ -96,6 +108,10 @@ class MPTransport(Closing):
             return endpoint.post(model_id, weights)
 
         return self._link.call(what, post)
+
+    def _drop_oldest(self) -> None:
+        # For senders that stop waiting: the next wait_ack() must not wait for an older send.
+        self._pending.popleft()
 
     def wait_ack(self) -> None:
         """Wait for the answer to the oldest :meth:`send_weights_async`.
@@ -146,6 +162,9 @@ class MPTransport(Closing):
     def send_ack(self, message: str = "updated") -> None:
         """Answer the oldest weights that were received and not answered.
 
+        Returns when the answer has left, so that the process may end; after two seconds in any
+        case, if the other side does not read.
+
         Args:
             message: ``"updated"`` for success; anything else is an error to the other side.
 
@@ -157,12 +176,15 @@ class MPTransport(Closing):
         error = None if message == "updated" else LocalProtocolError(message)
 
         async def answer(endpoint: Endpoint) -> None:
-            endpoint.acknowledge(self._unanswered.popleft(), error)
+            await endpoint.acknowledge(self._unanswered.popleft(), error)
 
         self._link.call("send_ack", answer)
 
     def check_connection(self) -> bool:
-        """Whether the link is open and the other side has not closed it."""
+        """Whether the link is open and the other side has not closed it.
+
+        False in a process that was forked after the link was used.
+        """
         return is_up(self._link)
 
     def close(self) -> None:
@@ -178,13 +200,14 @@ class SharedMemTransport(Closing):
     arrives is copied out: neither side ever sees what the other does with its tensors.
 
     Args:
-        policy_weights: Model id -> TensorDict. Trainer: the models that may be sent; their
-            values are not looked at. Worker: tensors that :meth:`receive_weights` keeps up to
-            date, in place.
+        policy_weights: Model id -> TensorDict. Trainer: the models that may be sent; neither
+            read nor written. Worker: tensors that :meth:`receive_weights` keeps up to date, in
+            place.
         auto_register: Register a model when it is first sent, or when it first arrives.
 
     Attributes:
-        policy_weights: What is registered. On a worker these tensors change in place.
+        policy_weights: What is registered, as nested TensorDicts. On a worker these tensors
+            change in place. On the trainer they are replaced by a copy of what was sent.
     """
 
     def __init__(
@@ -234,10 +257,10 @@ class SharedMemTransport(Closing):
         """
         if not (is_tensordict(weights) or isinstance(weights, Mapping)):
             raise ConfigError(f"Unsupported weights type: {type(weights)}")
-        if model_id not in self.policy_weights:
-            if not self.auto_register:
-                raise KeyError(f"model {model_id!r} is not registered")
-            self.policy_weights[model_id] = _tensordict(weights)
+        if model_id not in self.policy_weights and not self.auto_register:
+            raise KeyError(f"model {model_id!r} is not registered")
+        sending = _nested(weights)  # never what was registered: that may be in use
+        give_up = time.monotonic() + _REGISTER_SECONDS
         first: Exception | None = None
         sent: list[tuple[Link, int]] = []
 
@@ -249,18 +272,20 @@ class SharedMemTransport(Closing):
                 sent.append((link, link.call("send_weights", post)))
             except Exception as exc:  # noqa: BLE001 - raised once all were served
                 first = first or exc
+        if not isinstance(first, ConfigError):
+            self.policy_weights[model_id] = sending
         for link, version in sent:
             try:
-                self._wait(link, version)
+                self._wait(link, version, max(0.0, give_up - time.monotonic()))
             except Exception as exc:  # noqa: BLE001 - raised once all were served
                 first = first or exc
         if first is not None:
             raise first
 
     @staticmethod
-    def _wait(link: Link, version: int) -> None:
+    def _wait(link: Link, version: int, timeout: float) -> None:
         async def wait(endpoint: Endpoint) -> Ack:
-            return await endpoint.wait_for_ack(version, _REGISTER_SECONDS)
+            return await endpoint.wait_for_ack(version, timeout)
 
         try:
             link.call("send_weights", wait)
@@ -276,26 +301,49 @@ class SharedMemTransport(Closing):
         generation did; look at :attr:`policy_weights`.
 
         Args:
-            timeout: Seconds to wait for weights when none are here; ``None`` waits until the
-                other side goes away.
+            timeout: Seconds to wait for weights from any pipe when none are here; ``None``
+                waits until another side goes away.
 
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
             ManifestMismatch: The weights do not fit what is registered (a ``ValueError``).
-            PeerClosed: The other side went away.
+            PeerClosed: Another side went away, and nothing has come from the others.
         """
+        if self._links and not self._apply_all():
+            wait_for_any(self._links, timeout)
+            self._apply_all()
+
+    def _apply_all(self) -> bool:
+        """Apply what is here; whether anything was."""
+        ended: Exception | None = None
+        count = 0
         for link in self._links:
-            arrived = link.call("receive_weights", lambda endpoint: endpoint.take(timeout))
-            while arrived is not None:
+            while True:
+                try:
+                    arrived = link.call("receive_weights", lambda endpoint: endpoint.take(0.0))
+                except (TransportError, RemoteProtocolError) as exc:
+                    ended = ended or exc
+                    break
+                if arrived is None:
+                    break
                 self._apply(arrived)
-                arrived = link.call("receive_weights", lambda endpoint: endpoint.take(0.0))
+                count += 1
+        if ended is not None and not count:
+            raise ended
+        return count > 0
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Do nothing: what arrives is acknowledged by itself."""
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Do nothing: :meth:`send_weights` has waited for the acknowledgements."""
 
     def _apply(self, arrived: Arrived) -> None:
         model_id = arrived.model_id
         if model_id in self.policy_weights:
             WeightStrategy().apply_weights(self.policy_weights[model_id], arrived.weights)
         elif self.auto_register:
-            self.policy_weights[model_id] = _tensordict(arrived.weights)
+            self.policy_weights[model_id] = _nested(arrived.weights)
         else:
             raise KeyError(f"model {model_id!r} is not registered")
 
@@ -309,10 +357,20 @@ class SharedMemTransport(Closing):
             link.close()
 
 
-def _tensordict(weights: Any) -> TensorDictBase:
-    """A copy as a nested TensorDict."""
-    from aiosync.strategy import WeightStrategy as Strategy
+def _nested(weights: Any) -> TensorDictBase:
+    """A copy as a nested TensorDict, whether names are nested or dotted."""
+    if is_tensordict(weights):
+        copied: TensorDictBase = weights.detach().clone()
+        return copied
+    from tensordict import TensorDict  # not before it is needed
 
-    found = Strategy("tensordict").extract_weights(weights)
-    copied: TensorDictBase = found.detach().clone()  # type: ignore[union-attr]  # not None here
-    return copied
+    found = TensorDict({}, batch_size=[])
+    for name, value in weights.items():
+        key = tuple(str(name).split("."))
+        if isinstance(value, Mapping) or is_tensordict(value):
+            found.set(key, _nested(value))
+        elif hasattr(value, "detach"):
+            found.set(key, value.detach().clone())
+        else:
+            found.set_non_tensor(key, value)
+    return found

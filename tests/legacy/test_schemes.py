@@ -120,6 +120,26 @@ def test_arguments_that_cannot_be() -> None:
             sender.send("actor")
 
 
+def test_pipes_that_were_forgotten() -> None:
+    with MP() as scheme:
+        for keywords in ({}, {"ctx": object()}, {"cached_weights": _td(1.0)}):
+            with pytest.raises(ValueError, match="pipes must be provided via context or kwargs"):
+                scheme.init_on_sender(model_id="policy", **keywords)
+        with pytest.raises(ValueError, match="pipe must be provided via context or kwargs"):
+            scheme.init_on_worker(model_id="policy", model=tools.filled(0.0))
+        with pytest.raises(TypeError, match="nonsense"):
+            scheme.init_on_sender(model_id="policy", nonsense=1)
+        scheme.init_on_sender(model_id="policy", model=tools.filled(0.0))  # the newer way
+    with MP() as scheme:
+        scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+    with SHM() as scheme:
+        scheme.init_on_worker(model_id="policy", model=tools.filled(0.0))
+        assert scheme.get_receiver().receive() is False
+    with NONE() as scheme:
+        scheme.init_on_sender(model_id="policy", nonsense=1)
+        scheme.get_sender().send(_td(1.0))
+
+
 def test_a_receiver_without_a_model() -> None:
     scheme = MP()
     receiver = scheme.create_receiver()
@@ -280,6 +300,43 @@ def test_registered_weights_are_first_values() -> None:
             assert work("value") == 3.0
             assert float(scheme.policy_weights["policy"]["bias"].sum()) == 2.0
             work("shutdown")
+
+
+@pytest.mark.parametrize("where", ["keyword", "context"])
+def test_cached_weights_are_registered(where: str) -> None:
+    mine, theirs = Pipe()
+    context = workers.OldContext(get_cached_weights={"policy": _td(2.0)}.get)
+    model = tools.filled(0.0)
+    with SHM(auto_register=False) as scheme, SHM() as other:
+        if where == "keyword":
+            scheme.init_on_sender(model_id="policy", pipes=[mine], cached_weights=_td(2.0))
+        else:
+            scheme.init_on_sender(model_id="policy", context=context, pipes=[mine])
+        assert float(scheme.policy_weights["policy"]["bias"].sum()) == 4.0
+        other.init_on_worker(model_id="policy", pipe=theirs, model=model)
+        assert other.get_receiver().receive(timeout=tools.PATIENCE)
+        assert tools.value_of(model) == 2.0
+        scheme.get_sender().send(_td(3.0))
+        assert tools.value_of(model) == 3.0
+
+
+@pytest.mark.parametrize("per_worker", [False, True])
+def test_what_a_send_registers_goes_nowhere_else(per_worker: bool) -> None:
+    pipes = [Pipe() for _ in range(2)]
+    model = tools.filled(0.0)
+    with pipes[0][1], SHM(per_worker_weights=per_worker) as scheme, SHM() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine for mine, _ in pipes])
+        other.init_on_worker(model_id="policy", pipe=pipes[1][1], model=model)
+        scheme.get_sender().send_async({0: _td(1.0)} if per_worker else _td(1.0), worker_ids=0)
+        assert float(scheme.policy_weights["policy"]["bias"].sum()) == 2.0
+        assert not other.get_receiver().receive(timeout=0.3)
+        assert tools.value_of(model) == 0.0
+
+
+def test_a_transport_without_a_pipe() -> None:
+    with SHM({"policy": _td(1.0)}) as scheme, scheme.create_transport(None) as transport:
+        assert isinstance(transport, legacy.SharedMemTransport)
+        assert transport.policy_weights.keys() == {"policy"}
 
 
 def test_weights_that_are_not_registered() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from tests.legacy import _tools as workers
 from tests.sync import _tools as tools
 
 ROOT = Path(__file__).parents[2]
+MP = legacy.MultiProcessWeightSyncScheme
+SHM = legacy.SharedMemWeightSyncScheme
 
 # Word for word, but for `from aiosync.legacy import`.
 PROGRAM = """
@@ -203,6 +208,103 @@ def test_send_waits_for_a_worker_that_attaches_within_the_grace() -> None:
         sender.wait_async()
         assert work("value") == 1.0
         work("shutdown")
+
+
+# -- the end of the trainer --------------------------------------------------------------------
+
+FORK: Any = multiprocessing.get_context("fork")
+
+
+def _wait_for_the_end(make: Any, pipe: Any, say: Any) -> None:
+    model = tools.filled(0.0)
+    with make(strategy="state_dict") as scheme:
+        scheme.init_on_worker(model_id="policy", pipe=pipe, model=model)
+        receiver, received = scheme.get_receiver(), 0
+        try:
+            while receiver.receive(timeout=10.0):
+                received += 1
+            say.send("it never noticed")
+        except aiosync.PeerClosed:
+            say.send((received, tools.value_of(model)))
+
+
+def _train(make: Any, say: Any, pipe: Any, sends: bool, kills: bool) -> None:
+    scheme = make(strategy="state_dict")
+    if pipe is None:
+        pipe, theirs = Pipe()
+        # It gets a copy of this end of the pipe, too.
+        FORK.Process(target=_wait_for_the_end, args=(make, theirs, say)).start()
+    scheme.init_on_sender(model_id="policy", pipes=[pipe])
+    if sends:
+        scheme.get_sender().send(tools.filled(1.0).state_dict())
+    if kills:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("make", [MP, SHM])
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_trainer_that_is_killed_and_whose_workers_were_forked(make: Any, sends: bool) -> None:
+    mine, theirs = Pipe()
+    trainer = FORK.Process(target=_train, args=(make, theirs, None, sends, True))
+    trainer.start()
+    with mine, theirs:
+        assert tools.recv(mine) == ((1, 1.0) if sends else (0, 0.0))
+    trainer.join()
+    trainer.close()
+
+
+@pytest.mark.parametrize("make", [MP, SHM])
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_trainer_that_did_not_make_the_pipe(make: Any, kills: bool) -> None:
+    mine, theirs = Pipe()
+    pipe, other = Pipe()  # both ends stay open here
+    worker = FORK.Process(target=_wait_for_the_end, args=(make, other, theirs))
+    trainer = FORK.Process(target=_train, args=(make, theirs, pipe, True, kills))
+    with mine, theirs, pipe, other:
+        worker.start()
+        trainer.start()
+        assert tools.recv(mine) == (1, 1.0)
+        for process in (worker, trainer):
+            process.join()
+            process.close()
+
+
+EXITING = """
+import multiprocessing, sys, time
+import torch
+from aiosync.legacy import {make} as Scheme
+
+mine, theirs = multiprocessing.Pipe()
+scheme = Scheme(strategy="state_dict")
+scheme.init_on_sender(model_id="policy", pipes=[mine])
+
+def work(pipe):
+    time.sleep(1.0)  # longer than the trainer needs to end
+    own = Scheme(strategy="state_dict")
+    model = torch.nn.Linear(4, 2)
+    own.init_on_worker(model_id="policy", pipe=pipe, model=model)
+    print(own.get_receiver().receive(timeout=20.0), float(model.bias.detach().sum()), flush=True)
+
+if {child}:
+    multiprocessing.get_context("fork").Process(target=work, args=(theirs,)).start()
+else:  # it attaches, and never looks
+    own = Scheme(strategy="state_dict")
+    own.init_on_worker(model_id="policy", pipe=theirs, model=torch.nn.Linear(4, 2))
+scheme.get_sender().send_async({{"weight": torch.zeros(2, 4), "bias": torch.ones(2)}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [MP, SHM])
+@pytest.mark.parametrize("child", [True, False])
+def test_a_program_that_ends_with_a_send_under_way(make: Any, child: bool) -> None:
+    fresh = tools.Fresh()
+    try:
+        done = fresh.script(EXITING.format(make=make.__name__, child=child))
+    finally:
+        fresh.close()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ("True 2.0\n" if child else "")
 
 
 def test_forgotten_objects_leave_nothing() -> None:

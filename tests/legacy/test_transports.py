@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 import aiosync
 from aiosync import legacy
@@ -212,6 +214,155 @@ def test_registered_weights_of_shared_memory() -> None:
             right.receive_weights()
         assert target["weight"].tolist() == [1.0] * 3
     assert tools.portal_threads() == []
+
+
+# -- what goes wrong ----------------------------------------------------------------------------
+
+
+def _take_and_end(pipe: Any, kind: str) -> None:
+    if kind == "MPTransport":
+        transport: Any = legacy.MPTransport(pipe)
+        transport.receive_weights(timeout=tools.PATIENCE)
+        transport.send_ack()
+    else:
+        transport = legacy.SharedMemTransport()
+        transport.register_pipe(pipe)
+        transport.receive_weights(timeout=tools.PATIENCE)
+    os._exit(0)  # at once, before anything can be sent behind our back
+
+
+@pytest.mark.parametrize("kind", ["MPTransport", "SharedMemTransport"])
+def test_an_answer_has_left_before_the_worker_ends(kind: str) -> None:
+    for _ in range(5):
+        mine, theirs = Pipe()
+        process: Any = multiprocessing.get_context("fork").Process(
+            target=_take_and_end, args=(theirs, kind)
+        )
+        process.start()
+        theirs.close()
+        if kind == "MPTransport":
+            transport: Any = legacy.MPTransport(mine)
+        else:
+            transport = legacy.SharedMemTransport()
+            transport.register_pipe(mine)
+        with transport:
+            transport.send_weights("policy", _td(1.0))
+        process.join(tools.PATIENCE)
+        assert process.exitcode == 0
+
+
+def _sender_of(*pipes: Any) -> Any:
+    sender: Any = legacy.MultiProcessWeightSyncScheme("state_dict").create_sender()
+    for idx, pipe in enumerate(pipes):
+        sender._register_worker(idx, pipe)
+    return sender
+
+
+def _receiver_of(transport: Any, model: Any) -> legacy.WeightReceiver:
+    receiver = legacy.MultiProcessWeightSyncScheme("state_dict").create_receiver()
+    receiver._transport = transport
+    receiver.register_model(model)
+    return receiver
+
+
+@pytest.mark.parametrize("kind", ["pipe", "store"])
+def test_what_does_not_fit_is_answered(kind: str) -> None:
+    if kind == "pipe":
+        mine, theirs = _pair()
+    else:
+        store: Any = HashStore()
+        mine, theirs = (legacy.DistributedTransport(store, 1) for _ in range(2))  # type: ignore[assignment]
+    mine.timeout = tools.PATIENCE
+    model = tools.filled(0.0)
+    receiver = _receiver_of(theirs, model)
+    mine.send_weights_async("policy", {"other": torch.ones(1)})
+    with pytest.raises(aiosync.ManifestMismatch):
+        receiver.receive(timeout=tools.PATIENCE)
+    with pytest.raises(RuntimeError, match="got 'ManifestMismatch: "):
+        mine.wait_ack()
+    for value in (1.0, 2.0):  # each answer belongs to its own weights
+        mine.send_weights_async("policy", tools.filled(value).state_dict())
+        assert receiver.receive(timeout=tools.PATIENCE)
+        mine.wait_ack()
+        assert tools.value_of(model) == value
+    if kind == "pipe":
+        mine.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> None:
+    ends = [Pipe() for _ in range(2)]
+    sender = _sender_of(*(mine for mine, _ in ends))
+    model = tools.filled(0.0)
+    receiver = _receiver_of(legacy.MPTransport(ends[1 - dead][1]), model)
+    live = sender._transports[1 - dead]
+    ends[dead][1].close()
+    tools.until(lambda: not sender._transports[dead].check_connection())
+    sender.send_async(tools.filled(1.0))
+    assert receiver.receive(timeout=tools.PATIENCE)
+    with pytest.raises(aiosync.PartialSyncError) as caught:
+        sender.wait_async()
+    assert caught.value.acked == {1 - dead}
+    assert list(caught.value.failed) == [dead]
+    assert isinstance(caught.value.failed[dead], aiosync.PeerClosed)
+    # No answer is left over: a send that nobody answers does not return.
+    live.timeout = 0.1
+    with pytest.raises(aiosync.PartialSyncError):
+        sender.send(tools.filled(2.0))
+    assert receiver.receive(timeout=tools.PATIENCE)
+    with pytest.raises(TimeoutError):
+        sender.send(tools.filled(3.0), worker_ids=1 - dead)
+    with pytest.raises(ValueError, match="Worker 7 not registered"):
+        sender.send(tools.filled(4.0), worker_ids=[1 - dead, 7])
+    assert receiver.receive(timeout=tools.PATIENCE)
+    assert not receiver.receive(timeout=0.05)  # nothing was sent to anybody
+    assert tools.value_of(model) == 3.0
+    sender._close()
+    receiver._close()
+
+
+def test_shared_memory_of_many_models_and_pipes() -> None:
+    ends = [Pipe() for _ in range(2)]
+    left, right = legacy.SharedMemTransport(), legacy.SharedMemTransport()
+    with left, right:
+        left.register_pipe(ends[1][0])
+        for _, theirs in ends:
+            right.register_pipe(theirs)
+        right.receive_weights(timeout=0.01)
+        state = {"net.weight": torch.ones(2), "net.bias": torch.zeros(1)}
+        for number in range(20):  # nobody takes them meanwhile
+            left.send_weights(f"model{number}", state)
+        state["net.weight"].fill_(5.0)
+        right.receive_weights(timeout=None)  # the other pipe stays silent
+        assert len(right.policy_weights) == 20
+        for transport in (left, right):
+            assert transport.policy_weights["model3"]["net", "weight"].tolist() == [1.0, 1.0]
+            transport.send_ack()
+            transport.check_ack()
+        left.send_weights("model3", state)
+        assert left.policy_weights["model3"]["net", "weight"].tolist() == [5.0, 5.0]
+        waiting = threading.Thread(target=right.receive_weights, args=(None,))
+        right.receive_weights()
+        waiting.start()  # waits for either pipe
+        left.send_weights("model4", state)
+        waiting.join(tools.PATIENCE)
+        assert not waiting.is_alive()
+        assert right.policy_weights["model4"]["net", "weight"].tolist() == [5.0, 5.0]
+        ends[0][0].close()
+
+
+def test_a_forked_process_has_no_connection() -> None:
+    one, two = Pipe()
+    transport = legacy.MPTransport(one)
+    with transport, two:
+        assert transport.pipe is one
+        assert transport.check_connection()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(2 if transport.check_connection() else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        assert transport.check_connection()
 
 
 # -- calls of remote objects --------------------------------------------------------------------

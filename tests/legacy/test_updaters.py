@@ -95,13 +95,13 @@ def test_many_small_tensors_cost_no_descriptors_and_nothing_is_left() -> None:
 
 
 @needs_torchrl
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_distributed_in_a_collector() -> None:
     run("distributed")
 
 
 @needs_torchrl
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_rpc_in_a_collector() -> None:
     run("rpc")
 
