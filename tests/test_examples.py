@@ -78,7 +78,12 @@ def test_bare_schemes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("name", "workers"), [("distributed_trainer.py", 2), ("rpc_trainer.py", 3)]
+    ("name", "workers"),
+    [
+        ("distributed_trainer.py", 2),
+        # tests/schemes/test_rpc.py runs the same on a group that is up already.
+        pytest.param("rpc_trainer.py", 3, marks=pytest.mark.heavy),
+    ],
 )
 def test_a_trainer_in_a_cluster(name: str, workers: int) -> None:
     out = run(name)  # several processes write to it: lines may be mixed

@@ -221,7 +221,7 @@ for package in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_missing_package_ends_in_advice() -> None:
     packages = ["typer", "rich", "gymnasium"]
     done = subprocess.run(

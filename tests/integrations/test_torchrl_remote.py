@@ -38,9 +38,9 @@ def check(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("distributed", "DistributedWeightSyncScheme"),
         ("rpc", "RPCWeightSyncScheme"),
         ("ray", "RayWeightSyncScheme"),
+        pytest.param(("distributed", "DistributedWeightSyncScheme"), marks=HEAVY),
         pytest.param(("distributed", "SharedMemWeightSyncScheme"), marks=HEAVY),
         pytest.param(("distributed", "MultiProcessWeightSyncScheme"), marks=HEAVY),
         pytest.param(("distributed", "TCPWeightSyncScheme"), marks=HEAVY),
@@ -61,7 +61,8 @@ def test_updates_reach_every_worker(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("distributed", "TCPWeightSyncScheme"),
+        ("distributed", "DistributedWeightSyncScheme"),
+        pytest.param(("distributed", "TCPWeightSyncScheme"), marks=HEAVY),
         pytest.param(("rpc", "RPCWeightSyncScheme"), marks=HEAVY),
         pytest.param(("ray", "RayWeightSyncScheme"), marks=HEAVY),
     ],

@@ -83,7 +83,7 @@ def test_multi_processed_in_a_synchronous_collector(method: str) -> None:
 
 
 @needs_torchrl
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_multi_processed_in_an_asynchronous_collector() -> None:
     run("asynchronous")
 

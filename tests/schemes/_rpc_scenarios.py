@@ -201,8 +201,12 @@ async def killed(group: Group) -> None:
         sending = asyncio.ensure_future(scheme.send())
         while not sending.done() and not await group.call(1, group_module.payloads_awaited):
             pass
+        # It may be about to answer: a process that stands still does not.
+        group.processes[1].send_signal(signal.SIGSTOP)
+        await asyncio.wait([sending], timeout=0.5)
         if not sending.done():
             break
+        group.processes[1].send_signal(signal.SIGCONT)
     assert not sending.done(), "no transfer took long enough to be caught"
     group.processes[1].kill()
     started = loop.time()

@@ -347,7 +347,7 @@ def test_a_ddp_trainer_publishes_beside_its_default_group() -> None:
     assert "both ranks hold the same weights" in out
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_group_that_was_given_is_used() -> None:
     out = _run("_given_group")
     assert "rank 1 has version 3" in out
