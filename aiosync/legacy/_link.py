@@ -5,6 +5,7 @@ Must not import torch.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 import socket
@@ -97,12 +98,12 @@ class Link:
             sock.close()
 
 
-class Closing:
+class Closing(abc.ABC):
     """``with transport:`` and ``close()``."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Close the link; the other side sees ``PeerClosed``. Idempotent."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ not import schemes.
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -18,17 +19,19 @@ from aiosync.transports._ray_objects import need_cluster
 __all__ = ["RPCTransport", "RayActorTransport", "RayTransport"]
 
 
-class _Remote:
+class _Remote(abc.ABC):
     """One call at a time to a remote object, and the wait for its end."""
 
     timeout: float
     _pending: Any = None
 
+    @abc.abstractmethod
     def _start(self, model_id: str, weights: Any) -> Any:
-        raise NotImplementedError
+        """Begin the call; returns what :meth:`_finish` waits for."""
 
+    @abc.abstractmethod
     def _finish(self, pending: Any) -> None:
-        raise NotImplementedError
+        """Wait for the end of a call, and raise what went wrong."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights and wait until the remote object has applied them.

@@ -36,9 +36,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         super()._reset()
         self.__dict__.setdefault("_carried", None)  # a pickle brings it
 
-    def _get_config(self) -> dict[str, Any]:
-        return {**super()._get_config(), "_carried": self._carried}
-
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
 

@@ -48,9 +48,6 @@ class Owner(Protocol):
     def stands_for(self, context: object) -> bool:
         """Whether it was made for that object."""
 
-    def forgotten(self) -> bool:
-        """Whether it is no mistake of the user's that nobody closed the scheme."""
-
 
 def discover() -> None:
     """Load the integrations with the libraries that are imported already."""

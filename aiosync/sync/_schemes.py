@@ -45,8 +45,8 @@ class _Tenant:
         self.owner = owner
 
     def forgotten(self) -> None:
-        if self.owner is not None and self.owner.forgotten():
-            return
+        if self.owner is not None:
+            return  # its collector or server closes no scheme: no mistake of the user's
         if not self._scheme._closed and _has_runtime(self._scheme):
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",

@@ -85,10 +85,6 @@ class CollectorOwner:
             return self._send(scheme, collector, proceed, args, kwargs)
         return proceed(*args, **kwargs)
 
-    def forgotten(self) -> bool:
-        """Most collectors close no scheme."""
-        return True
-
     def stands_for(self, context: object) -> bool:
         """See :class:`aiosync.sync._discovery.Owner`."""
         return self._collector() is context
@@ -280,7 +276,7 @@ def _close_after(
 ) -> None:
     """No worker is left: close the scheme once the collector is shut down. On the loop."""
     collector, scheme = (reference() for reference in owned)
-    if scheme is None or scheme.worker_versions:
+    if scheme is None or scheme._scheme._closed or scheme.worker_versions:
         return
     if collector is None or getattr(collector, "closed", False):
         scheme.abort()

@@ -65,10 +65,6 @@ class ServerOwner:
             _call_on_loop(self._scheme(), self._look_after)
         return result
 
-    def forgotten(self) -> bool:
-        """The server closes no scheme."""
-        return True
-
     def stands_for(self, context: object) -> bool:
         """See :class:`aiosync.sync._discovery.Owner`."""
         return self._server() is context
