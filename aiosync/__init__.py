@@ -11,6 +11,7 @@ from aiosync._run import run
 from aiosync._version import __version__
 from aiosync.errors import (
     AckTimeout,
+    AdmissionTimeout,
     AiosyncError,
     ApplyError,
     AuthError,
@@ -27,6 +28,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     SendTimeout,
     StaleVersion,
+    SwapTimeout,
     SyncTimeout,
     TransportBroken,
     TransportBusy,
@@ -56,6 +58,7 @@ from aiosync.schemes import (
     register_weight_sync_backend,
 )
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import WeightMap, gather_weights
 from aiosync.transports import (
     DistributedTransport,
     MemoryTransport,
@@ -75,6 +78,7 @@ __all__ = [
     "TLS",
     "AckStatus",
     "AckTimeout",
+    "AdmissionTimeout",
     "AiosyncError",
     "AppliedUpdate",
     "ApplyError",
@@ -113,6 +117,7 @@ __all__ = [
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "StaleVersion",
+    "SwapTimeout",
     "SyncTimeout",
     "TCPTransport",
     "TCPWeightSyncScheme",
@@ -124,6 +129,7 @@ __all__ = [
     "TransportError",
     "UnknownTransportError",
     "VersionId",
+    "WeightMap",
     "WeightReceiver",
     "WeightSender",
     "WeightStrategy",
@@ -131,6 +137,7 @@ __all__ = [
     "WeightsError",
     "WireVersionMismatch",
     "__version__",
+    "gather_weights",
     "register_weight_sync_backend",
     "run",
 ]

@@ -23,6 +23,8 @@ translated. This module imports nothing from aiosync and nothing heavy.
     |     +- WireVersionMismatch
     +- SyncTimeout (TimeoutError)
     |  +- ConnectTimeout, SendTimeout, RecvTimeout, AckTimeout
+    |  +- AdmissionTimeout                  a request was not let in; it may be tried again
+    |  +- SwapTimeout                       running requests did not end
     +- WeightsError
     |  +- ManifestMismatch, StaleVersion, ApplyError
     +- PartialSyncError                     some workers did not get the update
@@ -36,6 +38,7 @@ from typing import Any
 
 __all__ = [
     "AckTimeout",
+    "AdmissionTimeout",
     "AiosyncError",
     "ApplyError",
     "AuthError",
@@ -52,6 +55,7 @@ __all__ = [
     "RemoteProtocolError",
     "SendTimeout",
     "StaleVersion",
+    "SwapTimeout",
     "SyncTimeout",
     "TransportBroken",
     "TransportBusy",
@@ -161,6 +165,47 @@ class AckTimeout(SyncTimeout):
     def __reduce__(self) -> tuple[Any, ...]:
         state = {"worker_ids": self.worker_ids, "version": self.version}
         return (type(self), (str(self),), state)
+
+
+class AdmissionTimeout(SyncTimeout):
+    """A request was not let in in time. Nothing was computed: it may be tried again, or elsewhere.
+
+    Attributes:
+        version: The version that is being served; 0 when there is none yet.
+        min_version: The least version that the request asked for.
+        retry_after: Seconds after which another attempt makes sense.
+    """
+
+    def __init__(
+        self, message: str, *, version: int = 0, min_version: int = 0, retry_after: float = 1.0
+    ) -> None:
+        super().__init__(message)
+        self.version = version
+        self.min_version = min_version
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {
+            "version": self.version,
+            "min_version": self.min_version,
+            "retry_after": self.retry_after,
+        }
+        return (type(self), (str(self),), state)
+
+
+class SwapTimeout(SyncTimeout):
+    """Requests that were running did not end in time, so the weights were not switched.
+
+    Attributes:
+        running: How many there were.
+    """
+
+    def __init__(self, message: str, *, running: int = 0) -> None:
+        super().__init__(message)
+        self.running = running
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (str(self),), {"running": self.running})
 
 
 class WeightsError(AiosyncError):

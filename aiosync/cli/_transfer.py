@@ -253,7 +253,7 @@ async def _until_applied(
         f"{timeout:g} s",
         version=version,
     )
-    await sender.wait_until(done, timeout=left, late=late)
+    await sender.progress.wait_until(done, timeout=left, late=late)
 
 
 # -- pull -------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from aiosync.schemes._applying import Applying
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
+from aiosync.schemes._transforming import Transforming
 from aiosync.schemes.guard import Guard
+from aiosync.tensors.loading import LoadTarget
 from aiosync.transports.base import make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
@@ -59,6 +61,7 @@ class Answering(Applying):
         self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
         self._passed_on: tuple[int | None, int] = (None, 0)
         self._waited_for = False
+        self._transforming: Transforming | None = None
 
     @abc.abstractmethod
     def _notify(self) -> None:
@@ -114,7 +117,7 @@ class Answering(Applying):
         return self._passed_on
 
     def _leave(self, old: Staged) -> None:
-        if self._copy or self._closed:
+        if (self._copy and not isinstance(self._target, LoadTarget)) or self._closed:
             self._staging.drop(old)
         else:
             self._staging.retire(old)
@@ -128,6 +131,8 @@ class Answering(Applying):
             return make_ack(epoch, version, AckStatus.APPLIED, None)
         waiting = self._staged
         if waiting is not None and (waiting.epoch, waiting.version) == (epoch, version):
+            return make_ack(epoch, version, AckStatus.RECEIVED, None)
+        if self._transforming is not None and self._transforming.has(epoch, version):
             return make_ack(epoch, version, AckStatus.RECEIVED, None)
         if (self.inbox.epoch, self.inbox.version) == (epoch, version):
             return make_ack(epoch, version, AckStatus.RECEIVED, None)  # being passed on

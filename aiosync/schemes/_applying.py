@@ -17,6 +17,7 @@ from aiosync.protocol import Inbox
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
+from aiosync.tensors.loading import LoadTarget
 
 __all__ = ["Applying"]
 
@@ -51,7 +52,7 @@ class Applying(abc.ABC):
         self._strict = strict
         self._install_hooks = install_hooks
         self._loop = asyncio.get_running_loop()
-        self._target: Target | None = None
+        self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._staged: Staged | None = None  # complete, waits to be applied
         # What the model has, and views unless it was copied: then only the layout is valid.
@@ -79,6 +80,12 @@ class Applying(abc.ABC):
     def has_staged(self) -> bool:
         """Whether an update waits to be applied."""
         return self._staged is not None
+
+    @property
+    def staged_version(self) -> int:
+        """Version of the update that waits to be applied; 0 if none does."""
+        staged = self._staged
+        return 0 if staged is None else staged.version
 
     # -- applying ------------------------------------------------------------------------------
 
@@ -169,7 +176,7 @@ class Applying(abc.ABC):
 
     # -- the model -----------------------------------------------------------------------------
 
-    def _find_target(self) -> Target:
+    def _find_target(self) -> Target | LoadTarget:
         model = self._resolve()
         if model is None:
             raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
@@ -178,7 +185,7 @@ class Applying(abc.ABC):
                 self._adopt()
             except ApplyError:  # the context has a model of another shape: it has no version yet
                 self._let_go()
-                self._use(Target(model, strict=self._strict), model)
+                self._use(self._target_for(model), model)
         assert self._target is not None
         return self._target
 
@@ -205,6 +212,9 @@ class Applying(abc.ABC):
         elif not self._manual and model is not None:
             self.apply_soon()
 
+    def _target_for(self, model: Any) -> Target | LoadTarget:
+        return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
+
     def _adopt(self) -> None:
         """Put the version that the old model has into the new one. Runs under the guard."""
         model = self._resolve()
@@ -212,16 +222,18 @@ class Applying(abc.ABC):
         if model is None:
             self._let_go()
             return
-        target = Target(model, strict=self._strict)
+        target = self._target_for(model)
         self._check_fits(model)
         current = self._current
         try:
-            if current is not None and self._copy:
-                assert self._target is not None
+            if current is None or isinstance(target, LoadTarget):
+                pass  # there is nothing yet; a function is no model, and none follows it
+            elif self._copy:
+                assert isinstance(self._target, Target)
                 leaves = collect(self._target.target)
                 tensors = [leaf.tensor for leaf in leaves.leaves]
                 target.apply_tensors(Layout.plan(leaves), tensors, leaves.values)
-            elif current is not None:
+            else:
                 self._detach()  # first, as the two may have parameters in common
                 target.apply_(current.layout, current.flat, current.values, copy=False)
         except Exception as exc:  # whoever gave the model sees it
@@ -248,11 +260,11 @@ class Applying(abc.ABC):
         newest = self._current or self._staged
         if model is not None and newest is not None:
             try:
-                Target(model, strict=self._strict).check(newest.layout, newest.values)
+                self._target_for(model).check(newest.layout, newest.values)
             except Exception as exc:  # whoever gave the model sees it
                 raise _misfit(newest.version, exc) from exc
 
-    def _use(self, target: Target, model: Any) -> None:
+    def _use(self, target: Target | LoadTarget, model: Any) -> None:
         self._target, self._target_of = target, model
         self._guard_forwards(model)
 
@@ -274,7 +286,7 @@ class Applying(abc.ABC):
 
     def _detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
-        if self._target is not None and self._current is not None and not self._copy:
+        if isinstance(self._target, Target) and self._current is not None and not self._copy:
             self._target.detach_(self._current.flat)
 
 

@@ -24,6 +24,7 @@ from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
 from aiosync.schemes.rendezvous import new_address
 from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from typing import Self
 
     from aiosync.schemes._making import SnapshotMaker
+    from aiosync.schemes._transforming import Transform
     from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender
+    from aiosync.tensors.loading import LoadTarget
 
 __all__ = ["SchemeCore"]
 
@@ -80,6 +83,7 @@ class SchemeCore:
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
     ) -> None:
         if apply not in ("auto", "manual"):
             raise ConfigError(f"apply must be 'auto' or 'manual', got {apply!r}")
@@ -98,6 +102,7 @@ class SchemeCore:
         self.strict = strict
         self.require: Require = require
         self.timeout = timeout
+        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self._address = new_address()
         self._model_id: str | None = None
         self._sender_pid: int | None = None
@@ -115,6 +120,8 @@ class SchemeCore:
         self._context_ref: weakref.ref[Any] | None = None
         self._model: Any = None
         self._weights: Any = None
+        self._loader: LoadTarget | None = None
+        self._transform: Transform | None = None
         self._sources = Sources()
         self._listener: AnyListener | None = None
         self._links: dict[int, Transport] = {}

@@ -11,9 +11,20 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
-from aiosync.errors import TransportClosed
+from aiosync.errors import ConfigError, TransportClosed
 from aiosync.schemes._snapshots import Snapshot, SnapshotStore
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, LiveBytes, Prepared, copy_bytes
+from aiosync.tensors import (
+    CastingFlattener,
+    CastPrepared,
+    CopyPool,
+    Dtypes,
+    FlatBuffer,
+    Flattener,
+    LiveBytes,
+    Prepared,
+    copy_bytes,
+    sharded_names,
+)
 from aiosync.transports._carrier import COPYING, KEPT, Progress
 
 __all__ = ["Planned", "SnapshotMaker"]
@@ -26,19 +37,34 @@ _AHEAD_NBYTES = 2 * 2**20  # between two words of how far a copy is
 class Planned(NamedTuple):
     """Weights that were looked at, and who planned their copy."""
 
-    flattener: Flattener
+    flattener: Flattener | CastingFlattener
     prepared: Prepared
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the bytes that are sent are other ones than the tensors have."""
+        return isinstance(self.prepared, CastPrepared)
 
 
 class SnapshotMaker:
-    """Copies weights into snapshots, on the loop when small and on plain threads when big."""
+    """Copies weights into snapshots, on the loop when small and on plain threads when big.
+
+    Args:
+        store: Where the snapshots are kept.
+        extract_as: What travels of a module.
+        wire_dtype: What floating-point tensors are cast to on the way; ``None`` for nothing.
+    """
 
     def __init__(
-        self, store: SnapshotStore, extract_as: Literal["tensordict", "state_dict"]
+        self,
+        store: SnapshotStore,
+        extract_as: Literal["tensordict", "state_dict"],
+        wire_dtype: Dtypes | None = None,
     ) -> None:
         self._store = store
         self._extract_as = extract_as
-        self._flatteners: dict[int, Flattener] = {}
+        self._wire_dtype = wire_dtype
+        self._flatteners: dict[int, Flattener | CastingFlattener] = {}
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
@@ -49,11 +75,30 @@ class SnapshotMaker:
         Args:
             source: Module, TensorDict or mapping.
             key: Worker index for per-worker sources, each of which has its own plan.
+
+        Raises:
+            ConfigError: Something in the source cannot travel, or is sharded over several ranks.
         """
         flattener = self._flatteners.get(key)
         if flattener is None:
-            flattener = self._flatteners[key] = Flattener(self._extract_as)
-        return Planned(flattener, flattener.prepare(source))
+            flattener = self._flatteners[key] = (
+                Flattener(self._extract_as)
+                if self._wire_dtype is None
+                else CastingFlattener(self._extract_as, self._wire_dtype)
+            )
+        try:
+            return Planned(flattener, flattener.prepare(source))
+        except ConfigError as exc:
+            # Gathering here would wait for ranks that may never come.
+            sharded = sharded_names(source, self._extract_as)
+            if not sharded:
+                raise
+            more = f" and {len(sharded) - 3} more" if len(sharded) > 3 else ""
+            raise ConfigError(
+                f"these weights are sharded over the ranks of a mesh: {', '.join(sharded[:3])}"
+                f"{more}. Call `weights = aiosync.gather_weights(model)` on every rank, and "
+                "send(weights) on the one that sends"
+            ) from exc
 
     def take_nowait(self, planned: Planned) -> Snapshot:
         """Copy now, on this thread."""
@@ -95,7 +140,7 @@ class SnapshotMaker:
         """
         layout = planned.prepared.layout
         live = None
-        if layout.nbytes > _INLINE_NBYTES:
+        if layout.nbytes > _INLINE_NBYTES and not planned.is_cast:
             live = LiveBytes.of(layout, planned.prepared.tensors)
         if live is None:
             return await self.take(planned)

@@ -313,10 +313,10 @@ class Peer:
             self.received_version = max(self.received_version, message.version)
         outcomes = self.outbox.on_ack(message)
         self._answered()
-        if outcomes or self.has_target:
+        if outcomes:
             self._settle(outcomes)
         else:
-            self._on_outcomes(self, ())  # connect() waits for no more than that it arrived
+            self._on_outcomes(self, ())  # some wait for no more than that it arrived
         self._pump()
         if message.status is AckStatus.APPLIED and message.epoch == self.epoch:
             return functools.partial(self._on_applied, message.epoch)

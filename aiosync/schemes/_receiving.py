@@ -5,7 +5,6 @@ Must not import the sender's half.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,26 +12,25 @@ from typing import Any
 
 from aiosync.errors import (
     AiosyncError,
-    ApplyError,
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
-    RecvTimeout,
     SyncTimeout,
 )
-from aiosync.schemes._core import SchemeCore
+from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
+from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading
-from aiosync.schemes.handles import AppliedUpdate
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
+from aiosync.tensors.loading import Loader, LoadTarget
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
 
 
-class ReceivingScheme(SchemeCore):
+class ReceivingScheme(FollowingScheme):
     """Methods of a receiver; see :class:`aiosync.WeightSyncScheme`."""
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
@@ -51,6 +49,8 @@ class ReceivingScheme(SchemeCore):
         worker_idx: int | None = None,
         model: Any = None,
         weights: Any = None,
+        load: Loader | None = None,
+        transform: Transform | None = None,
         pipe: Any = None,
         transport: Transport | None = None,
     ) -> None:
@@ -72,6 +72,16 @@ class ReceivingScheme(SchemeCore):
                 lets the sender choose.
             model: Module to keep up to date. May be given later, by setting :attr:`model`.
             weights: TensorDict or dict of tensors to keep up to date, instead of a module.
+            load: Function that is called with all names and tensors of each version, instead of
+                a module: ``load(weights: Iterable[tuple[str, Tensor]])``. It is called wherever
+                updates are applied. The tensors are views of received memory, valid and
+                unchanged until it returns: it copies what it keeps, and writes to none. If it
+                raises, the update is refused; putting back what it changed is its own business.
+            transform: Makes of the names and tensors of each version those that the model
+                wants: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
+                :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on,
+                and its result is copied. If it raises, the update is refused. Values that are
+                not tensors pass by.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
 
@@ -83,12 +93,18 @@ class ReceivingScheme(SchemeCore):
         self._check_role("init_on_receiver")
         if model is not None and weights is not None:
             raise ConfigError("weights cannot be provided if model is provided")
+        if load is not None and (model is not None or weights is not None):
+            raise ConfigError("load cannot be provided if model or weights are provided")
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
         if pipe is not None and transport is not None:
             raise ConfigError("pipe cannot be provided if transport is provided")
-        target = model if model is not None else weights
+        loader = None if load is None else LoadTarget(load)
+        target = model if model is not None else weights if weights is not None else load
         self._check_guard(target)
         self._model_id = model_id or self._model_id or "policy"
         self._model, self._weights = model, weights
+        self._loader, self._transform = loader, transform
         self.context = context
         self._pipe = transport if transport is not None else pipe
         self._worker_idx = worker_idx if worker_idx is not None else _worker_idx_of(context)
@@ -106,13 +122,14 @@ class ReceivingScheme(SchemeCore):
             transport,
             resolve=self._resolve_target,
             apply=self.apply,
-            copy=self.apply_copy,
+            copy=self.apply_copy or self._loader is not None,
             strict=self.strict,
             guard=self._guard_object,
             install_hooks=self.guard == "forward",
             on_applied=self._on_applied,
             flipped=self._on_flip,
             relay=lambda: self._relay,
+            transform=self._transform,
             relink=self._relink,
         )
         receiver.prepare_target()
@@ -120,14 +137,14 @@ class ReceivingScheme(SchemeCore):
         welcome = await self._introduce(receiver, left)
         self._worker_idx = welcome.worker_idx
         receiver.start()
-        if welcome.version == 0 or not self._subscribes:
+        if welcome.version == 0 or not self._subscribes or not self._waits_for_first:
             return
         late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
 
         def arrived() -> bool:
             if receiver.refused is not None:
-                raise _apply_error(*receiver.refused) from receiver.refused[1]
+                raise apply_error(*receiver.refused) from receiver.refused[1]
             if self._resolve_target() is None:
                 return receiver.has_staged
             if self.apply == "manual" and receiver.has_staged:
@@ -139,6 +156,7 @@ class ReceivingScheme(SchemeCore):
 
     # What finds another link after one was lost; None where a lost link is the end.
     _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
+    _waits_for_first = True  # connect() returns once the initial weights are applied
     _subscribes = True  # gets every update, and not only those it asks for
 
     def _hello(self) -> Hello:
@@ -165,6 +183,8 @@ class ReceivingScheme(SchemeCore):
         return self._transport_over(sock, "the trainer")
 
     def _resolve_target(self) -> Any:
+        if self._loader is not None:
+            return self._loader
         if self._weights is not None:
             return self._weights
         try:
@@ -184,114 +204,6 @@ class ReceivingScheme(SchemeCore):
             if self._loop is not None:
                 context = {"message": "a look at an update failed", "exception": exc}
                 self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
-
-    async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
-        """Wait for the next update that is applied and was not returned before.
-
-        Updates are applied in the background whether or not this is called. With
-        ``apply="manual"`` this applies what is staged, between two forward passes.
-
-        Args:
-            timeout: Seconds; ``None`` waits until the trainer goes away, 0 only looks.
-
-        Returns:
-            The newest applied update, or ``None`` when the timeout passed without one.
-
-        Raises:
-            ApplyError: ``apply="manual"`` and the staged update does not fit the model.
-            PeerClosed: The trainer went away.
-            LocalProtocolError: Not a connected receiver.
-
-        Cancellation:
-            Class A.
-        """
-        receiver = self._require_receiver("receive")
-        manual = self.apply == "manual"
-
-        def arrived() -> bool:
-            if manual:
-                receiver.refused = None
-                receiver.apply_soon()
-                if receiver.refused is not None:
-                    version, error = receiver.refused
-                    raise _apply_error(version, error) from error
-            return receiver.inbox.version not in (0, self._reported)
-
-        try:
-            if timeout is not None and timeout <= 0:
-                await asyncio.sleep(0)
-                if not arrived():
-                    receiver.check()
-                    return None
-            else:
-                await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
-        except RecvTimeout:
-            return None
-        self._reported = receiver.inbox.version
-        return AppliedUpdate(
-            receiver.inbox.epoch or 0,
-            receiver.inbox.version,
-            self._model_id or "policy",
-            lambda: self.weights,
-        )
-
-    async def _wait_until_applied(
-        self, version: int, limit: float | None, late: RecvTimeout
-    ) -> int:
-        receiver = self._require_receiver("wait_for_version")
-        manual = self.apply == "manual"
-
-        def reached() -> bool:
-            if manual:
-                receiver.apply_soon()
-            if receiver.refused is not None and receiver.refused[0] >= version:
-                raise _apply_error(*receiver.refused) from receiver.refused[1]
-            return receiver.inbox.version >= version
-
-        await receiver.wait_until(reached, timeout=limit, late=late)
-        return receiver.inbox.version
-
-    async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
-        """Ask the trainer for its newest version, and wait until the model has it.
-
-        Args:
-            min_version: The least version to be content with; the trainer answers once it has
-                it. ``None`` takes what there is now, which may be nothing.
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
-
-        Returns:
-            The version that the model has now; 0 if the trainer has not sent any.
-
-        Raises:
-            RecvTimeout: Not in time.
-            PeerClosed: The trainer went away.
-            ApplyError: The update was refused by the model.
-            LocalProtocolError: Not a connected receiver.
-
-        Cancellation:
-            Class A; the update may still come.
-        """
-        receiver = self._require_receiver("pull")
-        least = 0 if min_version is None else min_version
-        limit = self._limit(timeout)
-        late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
-        inbox, manual = receiver.inbox, self.apply == "manual"
-        before, answers = (inbox.epoch, inbox.version), receiver.answers
-        receiver.refused = None
-        receiver.fetch(least)
-
-        def arrived() -> bool:
-            if manual:
-                receiver.apply_soon()
-            if receiver.refused is not None:
-                raise _apply_error(*receiver.refused) from receiver.refused[1]
-            if inbox.version < least or receiver.has_staged or inbox.lag:
-                return False
-            return receiver.answers != answers or (inbox.epoch, inbox.version) != before
-
-        await receiver.wait_until(arrived, timeout=limit, late=late)
-        return inbox.version
 
     def reading(self) -> Reading:
         """Context manager: what is computed inside sees one version of the weights.
@@ -344,29 +256,6 @@ class ReceivingScheme(SchemeCore):
 
         if not self._guard_object.exclusively(apply, timeout=30.0):
             raise SyncTimeout("a forward pass in another thread did not end within 30 s")
-
-    def _require_receiver(self, method: str) -> WeightReceiver:
-        self._check_open()
-        if self._role != "receiver":
-            raise LocalProtocolError(
-                f"{method}(): Must be initialized on receiver before receiving weights: call "
-                "init_on_receiver() and connect() first"
-            )
-        if self._receiver is None or not self._connected:
-            raise LocalProtocolError(
-                f"{method}(): Must be synchronized on receiver before receiving weights: "
-                "await scheme.connect() first"
-            )
-        self._check_loop()
-        return self._receiver
-
-
-def _apply_error(version: int, error: BaseException) -> ApplyError:
-    return ApplyError(
-        f"version {version} could not be applied: {type(error).__name__}: {error}",
-        version=version,
-        remote_type=type(error).__name__,
-    )
 
 
 def _worker_idx_of(context: Any) -> int | None:

@@ -23,6 +23,7 @@ from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import check_wire_dtype
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
@@ -136,7 +137,11 @@ class SendingScheme(SchemeCore):
     async def _connect_sender(
         self, weights: Any, timeout: float | None, processes: Sequence[Any]
     ) -> None:
-        self._maker = SnapshotMaker(self._make_store(), self._strategy.extract_as)
+        self._maker = SnapshotMaker(
+            self._make_store(),
+            self._strategy.extract_as,
+            check_wire_dtype(self.wire_dtype),  # it may have been set since
+        )
         self._sender = WeightSender(
             model_id=self._model_id or "policy",
             strategy=self.strategy_str,

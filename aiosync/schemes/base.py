@@ -62,6 +62,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             soon as that many have.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
             ``None`` waits for ever.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
+            one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -183,7 +185,38 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         if self._role == "receiver":
             return await self._wait_until_applied(version, limit, late)
         sender = self._require_sender("wait_for_version")
-        return await sender.wait_for_version(version, timeout=limit, late=late)
+        return await sender.progress.wait_applied(version, timeout=limit, late=late)
+
+    async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
+        """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
+
+        With ``apply="manual"`` a worker waits with this for what :meth:`apply_pending` is to
+        apply, and a trainer, after :meth:`send_nowait`, for the moment at which all workers
+        need no more than to switch.
+
+        Args:
+            version: Version of the current epoch, or a newer one.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            The newest version that is staged or applied (sender: at every subscriber).
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            ApplyError: Receiver: the update was refused.
+            PartialSyncError: Sender: a worker refused ``version``, or died before it had it.
+
+        Cancellation:
+            Class A.
+        """
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
+        if self._role == "receiver":
+            return await self._wait_until_staged(version, limit, late)
+        sender = self._require_sender("wait_staged")
+        return await sender.progress.wait_staged(version, timeout=limit, late=late)
 
     @property
     def ready(self) -> Ready:
@@ -207,7 +240,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             await receiver.wait_until(self._is_ready, timeout=limit, late=late)
         else:
             sender = self._require_sender("ready")
-            await sender.wait_until(self._is_ready, timeout=limit, late=late)
+            await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)
 
     # -- closing -------------------------------------------------------------------------------
 

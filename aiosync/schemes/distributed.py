@@ -13,6 +13,7 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.credentials import Credentials
@@ -48,6 +49,8 @@ class DistributedWeightSyncScheme(EngineScheme):
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
         group: A Gloo process group that the sender and all workers are members of, used for
             point-to-point transfers instead of groups of two. A transfer that is cut or stands
             still breaks the whole group, so use none that anything else depends on. Not pickled:
@@ -83,6 +86,7 @@ class DistributedWeightSyncScheme(EngineScheme):
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
+        wire_dtype: Dtypes | None = None,
         group: Any = None,
         store: Any = None,
         address: str | None = None,
@@ -115,6 +119,7 @@ class DistributedWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
+        self.wire_dtype = check_wire_dtype(wire_dtype)
         self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
 

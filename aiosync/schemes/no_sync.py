@@ -143,6 +143,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
             raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
         return 0
 
+    async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
+        """As :meth:`wait_for_version`: nothing is ever staged."""
+        return await self.wait_for_version(version, timeout=timeout)
+
     def apply_pending(self) -> int | None:
         """Return ``None``: nothing is ever staged."""
         return None

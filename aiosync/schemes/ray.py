@@ -18,6 +18,7 @@ from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports._ray_objects import RayObjects, load_ray, need_cluster
 from aiosync.transports.address import Address
@@ -56,6 +57,8 @@ class RayWeightSyncScheme(EngineScheme):
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
         timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
         address: Where the sender listens for control streams; its node's address in the
             cluster, and a free port, if left out.
         token: Secret of the control streams; drawn anew when left out, and pickled with the
@@ -83,6 +86,7 @@ class RayWeightSyncScheme(EngineScheme):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -108,6 +112,7 @@ class RayWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
+        self.wire_dtype = check_wire_dtype(wire_dtype)
         self.backend = backend
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)

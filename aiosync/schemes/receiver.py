@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
+from aiosync.schemes._transforming import Transform, Transforming
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
@@ -57,6 +59,7 @@ class WeightReceiver(Answering):
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not raise, nor wait.
         relay: Passes on what was applied before the trainer is told; asked for at each update.
+        transform: Makes of an update, in a thread, what the model wants.
         relink: Finds another link, handshake included, after one was lost for the reason that
             it is given; ``None`` where a lost link is the end.
     """
@@ -74,6 +77,7 @@ class WeightReceiver(Answering):
         on_applied: Callable[[int, int], None],
         flipped: Callable[[int, int], None] | None = None,
         relay: Callable[[], Relay | None] = lambda: None,
+        transform: Transform | None = None,
         relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
     ) -> None:
         tasks = TaskOwner(self.fail)
@@ -91,7 +95,17 @@ class WeightReceiver(Answering):
             relay=relay,
             on_applied=on_applied,
         )
+        if transform is not None:
+            self._transforming = Transforming(
+                transform,
+                tasks=tasks,
+                staging=self._staging,
+                done=self._take,
+                failed=self._untransformed,
+            )
         self.transport: Transport = transport
+        self.lost: AiosyncError | None = None  # why there is no link, while one is looked for
+        self.lost_at: float = 0.0  # on time.monotonic()'s clock
         self.error: BaseException | None = None
         self.reconnects: int = 0
         self.progress: int = 0  # parts of updates that arrived, and answers
@@ -129,6 +143,7 @@ class WeightReceiver(Answering):
                 await self._receive()
             except AiosyncError as exc:
                 lost = without_frames(exc)
+            self.lost, self.lost_at = lost, time.monotonic()
             if self._relink is None or self._closed:
                 self.fail(lost)
                 return
@@ -146,6 +161,7 @@ class WeightReceiver(Answering):
 
     def use_link(self, transport: Transport) -> None:
         """Go on with another link, after its handshake."""
+        self.lost = None
         self.transport = transport
         self._staging.next_link(transport)
         self._outgoing.use_link(transport)
@@ -210,6 +226,13 @@ class WeightReceiver(Answering):
             return
         if self._wants:
             self._has_come(staged.epoch, staged.version)
+        if self._transforming is not None:
+            self._transforming.begin(staged)
+        else:
+            self._take(staged)
+
+    def _take(self, staged: Staged) -> None:
+        """Have the model get this update, now or as soon as it can."""
         if self._staged is not None:
             self._withdraw()
         self._staged = staged
@@ -221,6 +244,12 @@ class WeightReceiver(Answering):
             self._outgoing.say(received)
         if self._waited_for:
             self._notify()
+
+    def _untransformed(self, staged: Staged, error: BaseException) -> None:
+        self._answered = (staged.epoch, staged.version)
+        self._answer(staged.epoch, staged.version, error)
+        self._staging.retire(staged)
+        self._notify()
 
     def _on_current(self, message: Current) -> None:
         inbox = self.inbox
@@ -309,6 +338,14 @@ class WeightReceiver(Answering):
 
     # -- closing -------------------------------------------------------------------------------
 
+    def leave_memory(self) -> None:
+        """Have the model keep the memory that it views, if that is this process's own.
+
+        Otherwise closing copies it. Call it right before.
+        """
+        if self._current is not None and self._current.key is None:
+            self._current = None
+
     async def aclose(self) -> None:
         """Stop receiving, give the module memory of its own, close the link. Idempotent."""
         if self._closed:
@@ -336,6 +373,8 @@ class WeightReceiver(Answering):
         self._closed = True
         if self._look_timer is not None:
             self._look_timer.cancel()
+        if self._transforming is not None:
+            self._transforming.close()
         if self._current is not None and not self._copy:
             # The memory goes back to the trainer, who writes the next version into it.
             # Its values stay the same, so a forward that does not end may go on meanwhile.

@@ -17,6 +17,7 @@ from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
@@ -53,6 +54,8 @@ class RPCWeightSyncScheme(EngineScheme):
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
         timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
         address: Where the sender listens for control streams. By default on any port of the
             address that this host has towards ``MASTER_ADDR``, or else of the loopback.
         token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
@@ -80,6 +83,7 @@ class RPCWeightSyncScheme(EngineScheme):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -107,6 +111,7 @@ class RPCWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
+        self.wire_dtype = check_wire_dtype(wire_dtype)
         self.patience = patience
         self._scheme_id = secrets.token_hex(16)  # the same in every copy
 

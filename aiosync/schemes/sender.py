@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import (
-    ConfigError,
-    PartialSyncError,
-    SyncTimeout,
-)
+from aiosync.errors import ConfigError, PartialSyncError
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._peer import Peer
+from aiosync.schemes._progress import Progress
 from aiosync.schemes._send import Send
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
@@ -80,6 +77,7 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
+        self.progress: Progress = Progress(self.workers, lambda: self.subscribers)
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, Send] = {}
         self._snapshot_lock = asyncio.Lock()
@@ -107,6 +105,8 @@ class WeightSender:
         for outcome in outcomes:
             if outcome.kind is OutcomeKind.SKIPPED:
                 self.skipped += 1
+            elif outcome.kind is OutcomeKind.FAILED:
+                self.progress.failed[peer.worker_idx] = outcome
             send = self._sends.get(outcome.version)
             if send is not None and send.tracker.resolve(peer.worker_idx, outcome):
                 self._settle(send)
@@ -341,33 +341,6 @@ class WeightSender:
     def _expire(self, send: Send) -> None:
         send.time_out()
         self._settle(send)
-
-    async def wait_for_version(
-        self, version: int, *, timeout: float | None, late: SyncTimeout
-    ) -> int:
-        """Wait until every subscriber has applied at least ``version``."""
-
-        def reached() -> bool:
-            return all(peer.outbox.applied >= version for peer in self.subscribers)
-
-        await self.wait_until(reached, timeout=timeout, late=late)
-        applied = (peer.outbox.applied for peer in self.subscribers)
-        return min(applied, default=self.clock.current)
-
-    async def wait_until(
-        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
-    ) -> None:
-        """Wait for something that workers change."""
-        try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    changed = self.workers.changed
-                    self.workers.check()
-                    if condition():
-                        return
-                    await changed.wait()
-        except TimeoutError as exc:
-            raise late from exc
 
     # -- closing -------------------------------------------------------------------------------
 

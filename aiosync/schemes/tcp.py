@@ -24,6 +24,7 @@ from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import TLS, Credentials
@@ -55,6 +56,8 @@ class TCPWeightSyncScheme(StreamReceiving):
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
         timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
         token: A secret that both sides prove to have; it never travels. Use at least 16 random
             bytes.
         tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext``
@@ -89,6 +92,7 @@ class TCPWeightSyncScheme(StreamReceiving):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         token: str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
         dial: Literal["receiver", "sender", "both"] = "receiver",
@@ -111,6 +115,7 @@ class TCPWeightSyncScheme(StreamReceiving):
             strict=strict,
             require=require,
             timeout=timeout,
+            wire_dtype=wire_dtype,
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import aiosync.schemes as aio
+from aiosync.errors import AiosyncError
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import option
 from aiosync.types import Require
@@ -126,3 +127,16 @@ class Attributes:
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied."""
         return self._scheme.worker_versions
+
+    @property
+    def staged_version(self) -> int:
+        """Receiver: version that is complete and waits to be applied; 0 if none does."""
+        return self._scheme.staged_version
+
+    @property
+    def link_lost(self) -> AiosyncError | None:
+        """Receiver: why there is no link to the trainer; ``None`` while there is one.
+
+        It may be looked for at this moment; :meth:`receive` raises once it is given up.
+        """
+        return self._scheme.link_lost

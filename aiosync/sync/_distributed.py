@@ -9,6 +9,7 @@ from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
+from aiosync.tensors import Dtypes
 from aiosync.types import Limits, Require
 
 __all__ = ["DistributedWeightSyncScheme"]
@@ -42,6 +43,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
+        wire_dtype: Dtypes | None = None,
         group: Any = None,
         store: Any = None,
         address: str | None = None,
@@ -64,6 +66,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 guard=guard,
                 strict=strict,
                 require=require,
+                wire_dtype=wire_dtype,
                 group=group,
                 store=store,
                 address=address,

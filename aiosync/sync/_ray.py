@@ -10,6 +10,7 @@ from aiosync.schemes.ray_transform import RayModuleTransformSender
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import blocking, initialising, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
+from aiosync.tensors import Dtypes
 from aiosync.types import Limits, Require
 
 __all__ = ["RayModuleTransformScheme", "RayWeightSyncScheme"]
@@ -48,6 +49,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -67,6 +69,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
                 strict=strict,
                 require=require,
                 timeout=timeout,
+                wire_dtype=wire_dtype,
                 address=address,
                 token=token,
                 reconnect=reconnect,

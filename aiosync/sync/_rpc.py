@@ -9,6 +9,7 @@ from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import initialising, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
+from aiosync.tensors import Dtypes
 from aiosync.types import Limits, Require
 
 __all__ = ["RPCWeightSyncScheme"]
@@ -43,6 +44,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -62,6 +64,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
                 strict=strict,
                 require=require,
                 timeout=timeout,
+                wire_dtype=wire_dtype,
                 address=address,
                 token=token,
                 reconnect=reconnect,

@@ -16,10 +16,11 @@ import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._attributes import Attributes
-from aiosync.sync._blocking import blocking, direct, initialising, on_loop
+from aiosync.sync._blocking import blocking, direct, initialising, on_loop, option
 from aiosync.sync._discovery import Owner, discover, owner_of, rpc_runs
 from aiosync.sync._handles import Ready
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
+from aiosync.tensors import Dtypes
 from aiosync.types import Require, SendReport
 
 if TYPE_CHECKING:
@@ -83,10 +84,13 @@ class WeightSyncScheme(Attributes):
         strict: Every name and dtype has to match.
         require: How many workers have to apply an update for ``send()`` to succeed.
         timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        wire_dtype: What the sender casts floating-point weights to on their way.
 
     Raises:
         ConfigError: An option has an illegal value.
     """
+
+    wire_dtype: option[Dtypes | None] = option("What weights are cast to on their way.")
 
     # Abstract, as this class is: calling it raises.
     _async_class: ClassVar[_AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
@@ -103,6 +107,7 @@ class WeightSyncScheme(Attributes):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
     ) -> None:
         self._adopt(
             self._async_class(
@@ -115,6 +120,7 @@ class WeightSyncScheme(Attributes):
                 strict=strict,
                 require=require,
                 timeout=timeout,
+                wire_dtype=wire_dtype,
             )
         )
 
@@ -200,6 +206,7 @@ class WeightSyncScheme(Attributes):
     send: Final = blocking(aio.WeightSyncScheme.send)
     receive: Final = blocking(aio.WeightSyncScheme.receive)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
+    wait_staged: Final = blocking(aio.WeightSyncScheme.wait_staged)
 
     # -- the same methods, which never waited --------------------------------------------------
 
@@ -372,6 +379,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     )
     wait_for_version: Final = blocking(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.wait_for_version
+    )
+    wait_staged: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.wait_staged
     )
     apply_pending: Final = direct(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.apply_pending

@@ -10,6 +10,7 @@ import aiosync.schemes as aio
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
+from aiosync.tensors import Dtypes
 from aiosync.transports.credentials import TLS
 from aiosync.types import Limits, Require
 
@@ -41,6 +42,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         strict: bool = True,
         require: Require = "all",
         timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
         token: str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
         dial: Literal["receiver", "sender", "both"] = "receiver",
@@ -65,6 +67,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
                 strict=strict,
                 require=require,
                 timeout=timeout,
+                wire_dtype=wire_dtype,
                 token=token,
                 tls=tls,
                 dial=dial,

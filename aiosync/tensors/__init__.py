@@ -1,23 +1,31 @@
 """Tensors: from models to flat buffers and back.
 
 ``collect`` and :class:`Flattener` read a model; :class:`Layout` and :class:`FlatBuffer` hold
-what travels; :class:`Target` puts it into another model. This package must never import asyncio
-or a transport.
+what travels; :class:`Target` puts it into another model. :class:`CastingFlattener` has another
+dtype travel, :func:`gather_weights` puts sharded tensors together, and a :class:`WeightMap` gives
+a model the names that it has. This package must never import asyncio or a transport.
 """
 
 from __future__ import annotations
 
+from aiosync.tensors._casting import CastingFlattener, CastPrepared, check_wire_dtype
+from aiosync.tensors._patterns import Dtypes
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.dtypes import dtype_name, torch_dtype
+from aiosync.tensors.gathering import gather_weights, sharded_names
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import Leaf, Leaves, collect
 from aiosync.tensors.live import LiveBytes
+from aiosync.tensors.mapping import WeightMap
 from aiosync.tensors.snapshot import Flattener, Prepared
 
 __all__ = [
+    "CastPrepared",
+    "CastingFlattener",
     "CopyPool",
+    "Dtypes",
     "FlatBuffer",
     "Flattener",
     "Layout",
@@ -26,8 +34,12 @@ __all__ = [
     "LiveBytes",
     "Prepared",
     "Target",
+    "WeightMap",
+    "check_wire_dtype",
     "collect",
     "copy_bytes",
     "dtype_name",
+    "gather_weights",
+    "sharded_names",
     "torch_dtype",
 ]

@@ -1,0 +1,176 @@
+"""What a receiver waits for: updates, versions, and those that it asks for.
+
+Must not import the sender's half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError, RecvTimeout
+from aiosync.schemes._core import SchemeCore
+from aiosync.schemes.handles import AppliedUpdate
+from aiosync.schemes.receiver import WeightReceiver
+
+__all__ = ["FollowingScheme", "apply_error"]
+
+
+class FollowingScheme(SchemeCore):
+    """Methods of a receiver that wait; see :class:`aiosync.WeightSyncScheme`."""
+
+    async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
+        """Wait for the next update that is applied and was not returned before.
+
+        Updates are applied in the background whether or not this is called. With
+        ``apply="manual"`` this applies what is staged, between two forward passes.
+
+        Args:
+            timeout: Seconds; ``None`` waits until the trainer goes away, 0 only looks.
+
+        Returns:
+            The newest applied update, or ``None`` when the timeout passed without one.
+
+        Raises:
+            ApplyError: ``apply="manual"`` and the staged update does not fit the model.
+            PeerClosed: The trainer went away.
+            LocalProtocolError: Not a connected receiver.
+
+        Cancellation:
+            Class A.
+        """
+        receiver = self._require_receiver("receive")
+        manual = self.apply == "manual"
+
+        def arrived() -> bool:
+            if manual:
+                receiver.refused = None
+                receiver.apply_soon()
+                if receiver.refused is not None:
+                    version, error = receiver.refused
+                    raise apply_error(version, error) from error
+            return receiver.inbox.version not in (0, self._reported)
+
+        try:
+            if timeout is not None and timeout <= 0:
+                await asyncio.sleep(0)
+                if not arrived():
+                    receiver.check()
+                    return None
+            else:
+                await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
+        except RecvTimeout:
+            return None
+        self._reported = receiver.inbox.version
+        return AppliedUpdate(
+            receiver.inbox.epoch or 0,
+            receiver.inbox.version,
+            self._model_id or "policy",
+            lambda: self.weights,
+        )
+
+    async def _wait_until_applied(
+        self, version: int, limit: float | None, late: RecvTimeout
+    ) -> int:
+        receiver = self._require_receiver("wait_for_version")
+        manual = self.apply == "manual"
+
+        def reached() -> bool:
+            if manual:
+                receiver.apply_soon()
+            if receiver.refused is not None and receiver.refused[0] >= version:
+                raise apply_error(*receiver.refused) from receiver.refused[1]
+            return receiver.inbox.version >= version
+
+        await receiver.wait_until(reached, timeout=limit, late=late)
+        return receiver.inbox.version
+
+    async def _wait_until_staged(self, version: int, limit: float | None, late: RecvTimeout) -> int:
+        receiver = self._require_receiver("wait_staged")
+
+        def reached() -> bool:
+            if receiver.refused is not None and receiver.refused[0] >= version:
+                raise apply_error(*receiver.refused) from receiver.refused[1]
+            return max(receiver.staged_version, receiver.inbox.version) >= version
+
+        await receiver.wait_until(reached, timeout=limit, late=late)
+        return max(receiver.staged_version, receiver.inbox.version)
+
+    @property
+    def staged_version(self) -> int:
+        """Receiver: version that is complete and waits to be applied; 0 if none does."""
+        return 0 if self._receiver is None else self._receiver.staged_version
+
+    @property
+    def link_lost(self) -> AiosyncError | None:
+        """Receiver: why there is no link to the trainer; ``None`` while there is one.
+
+        It may be looked for at this moment; :meth:`receive` raises once it is given up.
+        """
+        receiver = self._receiver
+        return None if receiver is None else receiver.lost
+
+    async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        """Ask the trainer for its newest version, and wait until the model has it.
+
+        Args:
+            min_version: The least version to be content with; the trainer answers once it has
+                it. ``None`` takes what there is now, which may be nothing.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            The version that the model has now; 0 if the trainer has not sent any.
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            ApplyError: The update was refused by the model.
+            LocalProtocolError: Not a connected receiver.
+
+        Cancellation:
+            Class A; the update may still come.
+        """
+        receiver = self._require_receiver("pull")
+        least = 0 if min_version is None else min_version
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
+        inbox, manual = receiver.inbox, self.apply == "manual"
+        before, answers = (inbox.epoch, inbox.version), receiver.answers
+        receiver.refused = None
+        receiver.fetch(least)
+
+        def arrived() -> bool:
+            if manual:
+                receiver.apply_soon()
+            if receiver.refused is not None:
+                raise apply_error(*receiver.refused) from receiver.refused[1]
+            if inbox.version < least or receiver.has_staged or inbox.lag:
+                return False
+            return receiver.answers != answers or (inbox.epoch, inbox.version) != before
+
+        await receiver.wait_until(arrived, timeout=limit, late=late)
+        return inbox.version
+
+    def _require_receiver(self, method: str) -> WeightReceiver:
+        self._check_open()
+        if self._role != "receiver":
+            raise LocalProtocolError(
+                f"{method}(): Must be initialized on receiver before receiving weights: call "
+                "init_on_receiver() and connect() first"
+            )
+        if self._receiver is None or not self._connected:
+            raise LocalProtocolError(
+                f"{method}(): Must be synchronized on receiver before receiving weights: "
+                "await scheme.connect() first"
+            )
+        self._check_loop()
+        return self._receiver
+
+
+def apply_error(version: int, error: BaseException) -> ApplyError:
+    """What a refused version is to whoever waits for it."""
+    return ApplyError(
+        f"version {version} could not be applied: {type(error).__name__}: {error}",
+        version=version,
+        remote_type=type(error).__name__,
+    )

@@ -1,0 +1,222 @@
+"""Updates that are changed on their way into a model: other names, other dtypes, fused tensors.
+
+The transform of a receiver runs in a thread, so that the event loop goes on, and its result is
+copied into a flat buffer of its own: what is applied never shares memory with what was received.
+Must not import transports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from aiosync.errors import ManifestMismatch
+from aiosync.schemes._staging import Staged, Staging
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.tensors import FlatBuffer, Layout, dtype_name
+from aiosync.tensors.loading import named_views
+from aiosync.wire import plan_manifest
+
+__all__ = ["Transform", "Transforming"]
+
+Transform: TypeAlias = Callable[
+    [Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]
+]
+"""Takes the names and tensors of one version and gives those that the model wants. It may give
+back the same tensors, views of them, or new ones; it must not write to those that it is given."""
+
+_CLOSE_SECONDS = 5.0
+_END = object()
+
+
+class Transforming:
+    """Transforms updates, one at a time; of those that come meanwhile only the newest.
+
+    Args:
+        transform: What to do with them.
+        tasks: Runs the waiting part.
+        staging: Gets the received memory back.
+        done: Called on the loop with the update as the model wants it.
+        failed: Called on the loop with the update and why it cannot be had; the caller gives
+            its memory back.
+    """
+
+    def __init__(
+        self,
+        transform: Transform,
+        *,
+        tasks: TaskOwner,
+        staging: Staging,
+        done: Callable[[Staged], None],
+        failed: Callable[[Staged, BaseException], None],
+    ) -> None:
+        self._transform = transform
+        self._tasks = tasks
+        self._staging = staging
+        self._done = done
+        self._failed = failed
+        self._next: Staged | None = None
+        self._now: Staged | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._layout: Layout | None = None  # of the last result
+        self._spare: list[FlatBuffer] = []
+        self._closed = False
+
+    def begin(self, staged: Staged) -> None:
+        """Transform this update, after the one that is being transformed now."""
+        old, self._next = self._next, staged
+        if old is not None:
+            self._staging.drop(old)
+        if self._now is None:
+            self._now = staged
+            self._tasks.start(self._run(), "aiosync transform")
+
+    def has(self, epoch: int, version: int) -> bool:
+        """Whether this update is being transformed, or will be."""
+        pending = (self._now, self._next)
+        return any(
+            each is not None and (each.epoch, each.version) == (epoch, version) for each in pending
+        )
+
+    def close(self) -> None:
+        """Forget every buffer, and let the thread end."""
+        self._closed = True
+        self._next = None
+        self._spare.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=self._now is None, cancel_futures=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="aiosync-mapping")
+        try:
+            while self._next is not None:
+                (staged, self._next) = (self._next, None)
+                self._now = staged
+                working = loop.run_in_executor(self._thread, self._work, staged)
+                try:
+                    layout, flat = await _until_over(working)
+                except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+                    self._failed(staged, exc)
+                    continue
+                self._staging.retire(staged)
+                self._layout = layout
+                give_back = lambda flat=flat: self._put_back(flat)  # noqa: E731 - bound to it
+                result = Staged(
+                    staged.epoch, staged.version, layout, flat, staged.values, None, give_back
+                )
+                if not self._closed:
+                    self._done(result)  # also with a newer one waiting, which may be overtaken, too
+        finally:
+            self._now = None
+
+    def _put_back(self, flat: FlatBuffer) -> None:
+        if len(self._spare) < 2 and not self._closed:
+            self._spare.append(flat)
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
+        """The result of the transform, in memory of its own."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                given = iter(self._transform(named_views(staged.layout, staged.flat)))
+                return self._place(given)
+        except StopIteration as exc:  # which no future would carry
+            raise RuntimeError("the transform raised StopIteration") from exc
+
+    def _place(self, given: Any) -> tuple[Layout, FlatBuffer]:
+        """Copy each tensor to where the last version had it; plan anew when something differs."""
+        layout, names = self._layout, set[str]()
+        early: list[tuple[str, torch.Tensor]] = []
+        if layout is not None:
+            flat = self._buffer(layout.nbytes)
+            for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
+                found = next(given, _END)
+                if found is _END:
+                    break
+                name, tensor = _checked(found, names)
+                if (name, tensor.dtype, tuple(tensor.shape)) != (leaf.name, dtype, leaf.shape):
+                    early.append((name, tensor))
+                    break
+                _put(tensor, flat, leaf.offset)
+                names.add(name)
+            else:
+                more = next(given, _END)
+                if more is _END:
+                    return layout, flat
+                early.append(_checked(more, names))
+            # Another result than the last one: what was placed already is copied once more.
+            early[:0] = [
+                (leaf.name, view)
+                for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True)
+                if leaf.name in names
+            ]
+        return self._place_anew(early, given)
+
+    def _place_anew(
+        self, early: list[tuple[str, torch.Tensor]], given: Any
+    ) -> tuple[Layout, FlatBuffer]:
+        names = {name for name, _ in early}
+        for found in given:
+            name, tensor = _checked(found, names)
+            names.add(name)
+            early.append((name, tensor))
+        layout = Layout(
+            plan_manifest(
+                (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
+                for name, tensor in early
+            )
+        )
+        flat = FlatBuffer(layout.nbytes)
+        for leaf, (_, tensor) in zip(layout.manifest.leaves, early, strict=True):
+            _put(tensor, flat, leaf.offset)
+        return layout, flat
+
+    def _buffer(self, nbytes: int) -> FlatBuffer:
+        for index, flat in enumerate(self._spare):
+            if flat.nbytes == nbytes:
+                return self._spare.pop(index)
+        return FlatBuffer(nbytes)
+
+
+async def _until_over(working: asyncio.Future[tuple[Layout, FlatBuffer]]) -> Any:
+    """Wait; when cancelled, until the thread leaves the received memory, but not for ever."""
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working], timeout=_CLOSE_SECONDS)
+        raise
+
+
+def _checked(found: Any, names: set[str]) -> tuple[str, torch.Tensor]:
+    try:
+        name, tensor = found
+    except (TypeError, ValueError):
+        name = tensor = None
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"a transform gives pairs of a name and a tensor, not {type(found).__name__}"
+        )
+    if name in names:
+        raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
+    return name, tensor.detach()
+
+
+def _put(tensor: torch.Tensor, flat: FlatBuffer, offset: int) -> None:
+    """Copy a tensor into a buffer; without torch's thread pool where the bytes are in order."""
+    if not tensor.numel():
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is torch.Tensor:
+        source = tensor.reshape(-1).view(torch.uint8).numpy()
+        np.copyto(flat.array[offset : offset + source.nbytes], source)
+        return
+    nbytes = tensor.numel() * tensor.element_size()
+    target = flat.tensor[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+    target.copy_(tensor)

@@ -1,0 +1,257 @@
+"""Snapshots in another dtype than the trainer's: one pass from its tensors to the payload.
+
+Private to :mod:`aiosync.tensors`; changes what its snapshots are. This module must never import
+asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from aiosync.errors import ConfigError
+from aiosync.tensors._matching import inner_names
+from aiosync.tensors._patterns import DtypeRule, Dtypes, check_dtypes
+from aiosync.tensors._plain import as_bytes, is_plain_cpu
+from aiosync.tensors._values import EXTRA_STATE
+from aiosync.tensors.copying import copy_blocks
+from aiosync.tensors.dtypes import dtype_name
+from aiosync.tensors.layout import Layout
+from aiosync.tensors.snapshot import Flattener, Prepared
+from aiosync.wire import plan_manifest
+
+if TYPE_CHECKING:
+    from aiosync.tensors.buffer import FlatBuffer
+    from aiosync.tensors.copying import CopyPool
+    from aiosync.tensors.leaves import ExtractAs, Source
+
+__all__ = ["CastPrepared", "CastingFlattener", "check_wire_dtype", "copy_plain"]
+
+# Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
+# costs milliseconds on a machine that computes all the time.
+_PIECE = 32_704
+# Elements of a batch, of which each thread takes one after the other.
+_BATCH = 64 * _PIECE
+
+_Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+
+
+def check_wire_dtype(value: object) -> Dtypes | None:
+    """Check the option ``wire_dtype`` of a scheme; a mapping is copied.
+
+    Raises:
+        ConfigError: It is no floating-point dtype that can travel, nor a mapping to such.
+    """
+    return check_dtypes(value, "wire_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class CastPrepared(Prepared):
+    """Like :class:`Prepared`, where some tensors have another dtype than the layout says.
+
+    Attributes:
+        small: Positions of the tensors that are copied in one call; the others are ``large``.
+    """
+
+    small: Sequence[int] = ()
+    large: Sequence[int] = ()
+
+
+class CastingFlattener:
+    """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
+
+    The source is only read. Integers, complex numbers, values that are no tensors, and the
+    tensors inside of values and extra states keep what they have. Tied tensors stay one leaf. A
+    source in which nothing has to be cast is treated as a :class:`Flattener` does.
+
+    Args:
+        extract_as: As for :class:`Flattener`.
+        dtype: A floating-point dtype, or name patterns to dtypes; see :func:`check_wire_dtype`.
+
+    Raises:
+        ConfigError: As for :class:`Flattener` and :func:`check_wire_dtype`.
+    """
+
+    def __init__(self, extract_as: ExtractAs, dtype: Dtypes) -> None:
+        checked = check_wire_dtype(dtype)
+        assert checked is not None
+        self._rule = DtypeRule(checked)
+        self._inner = Flattener(extract_as)
+        self._source_layout: Layout | None = None  # of the last source
+        self._inside: frozenset[str] = frozenset()  # of its values
+        self._layout: Layout | None = None  # what becomes of it
+        self._small: list[int] = []
+        self._large: list[int] = []
+
+    def release(self) -> None:
+        """See :meth:`Flattener.release`."""
+        self._inner.release()
+        self._source_layout = self._layout = None
+
+    def prepare(self, source: Source) -> Prepared:
+        """See :meth:`Flattener.prepare`; the layout says what will be sent.
+
+        Raises:
+            ConfigError: Something in the source cannot travel, or a pattern fits no name.
+        """
+        prepared = self._inner.prepare(source)
+        inside = inner_names(prepared.values) if prepared.values else frozenset[str]()
+        if prepared.layout is not self._source_layout or inside != self._inside:
+            self._layout = self._plan(prepared.layout, inside)
+            self._source_layout, self._inside = prepared.layout, inside
+        assert self._layout is not None
+        if self._layout is prepared.layout:
+            return prepared
+        tensors, values = prepared.tensors, prepared.values
+        return CastPrepared(self._layout, tensors, values, self._small, self._large)
+
+    def _plan(self, layout: Layout, inside: frozenset[str]) -> Layout:
+        used: set[str] = set()
+        dtypes = []
+        for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
+            found = self._rule.find((leaf.name, *leaf.aliases), dtype, used)
+            inner = leaf.name in inside or EXTRA_STATE in leaf.name.split(".")
+            dtypes.append(dtype if inner else found)
+        spare = [pattern for pattern in self._rule.patterns if pattern not in used]
+        if spare and dtypes:
+            raise ConfigError(
+                f"wire_dtype has patterns that fit no weight: {', '.join(spare)}; the first of "
+                f"{len(dtypes)} is named {layout.manifest.leaves[0].name!r}. Correct or remove them"
+            )
+        self._small, self._large = [], []
+        for position, leaf in enumerate(layout.manifest.leaves):
+            (self._small if math.prod(leaf.shape) <= _PIECE else self._large).append(position)
+        if tuple(dtypes) == layout.dtypes:
+            return layout
+        new = Layout(
+            plan_manifest(
+                (leaf.name, dtype_name(dtype), leaf.shape, leaf.kind, leaf.aliases)
+                for leaf, dtype in zip(layout.manifest.leaves, dtypes, strict=True)
+            )
+        )
+        old = self._layout
+        return old if old is not None and old.digest == new.digest else new
+
+    def copy_into(
+        self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
+    ) -> None:
+        """See :meth:`Flattener.copy_into`. Allocates nothing for tensors on the CPU.
+
+        Args:
+            prepared: What :meth:`prepare` returned.
+            flat: At least ``prepared.layout.nbytes`` long, writable, and exclusive.
+            pool: Threads that share the copies of large tensors that are not cast.
+
+        Raises:
+            ConfigError: The buffer is too small.
+        """
+        if not isinstance(prepared, CastPrepared):
+            self._inner.copy_into(prepared, flat, pool=pool)
+            return
+        layout = prepared.layout
+        views = flat.views(layout)
+        if flat.padded_for != layout.digest:
+            for start, end in layout.padding():
+                flat.array[start:end] = 0
+            flat.padded_for = layout.digest
+        tensors, blocks = prepared.tensors, []
+        pairs = [(views[i], tensors[i]) for i in prepared.small]
+        whole: list[_Pair] = []
+        with torch.no_grad():
+            for position in prepared.large:
+                view, tensor = views[position], tensors[position]
+                if not is_plain_cpu(tensor):
+                    whole.append((view, tensor))
+                elif view.dtype is not tensor.dtype:
+                    pairs += _cut(view, tensor)
+                else:
+                    leaf = layout.manifest.leaves[position]
+                    target = flat.array[leaf.offset : leaf.offset + leaf.nbytes]
+                    blocks.append((target, as_bytes(tensor)))
+            for view, tensor in whole:
+                view.copy_(tensor)
+        _copy_pairs(pairs, 1 if pool is None else pool.num_threads)
+        if blocks:
+            (copy_blocks if pool is None else pool.copy)(blocks)
+
+
+def copy_plain(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another one, casting if need be, without torch's thread pool.
+
+    Tensors that are not contiguous, or not on the CPU, are left to torch.
+
+    Args:
+        target: Of the shape of ``source``; needs no gradient.
+        source: Is only read.
+    """
+    with torch.no_grad():
+        if target.is_contiguous() and target.device.type == "cpu" and is_plain_cpu(source):
+            _copy_pairs(_cut(target, source), 1)
+        else:
+            target.copy_(source)
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor) -> list[_Pair]:
+    """A pair of contiguous tensors as pairs of at most a batch."""
+    to, of = target.view(-1), source.view(-1)
+    if to.numel() <= _BATCH:
+        return [(to, of)]
+    # The "unsafe" one knows nothing of autograd, and takes a third of the time.
+    return list(zip(torch.unsafe_split(to, _BATCH), torch.unsafe_split(of, _BATCH), strict=True))
+
+
+def _copy_pairs(pairs: Sequence[_Pair], num_threads: int) -> None:
+    """Copy pairs of at most a batch, on this thread and on some that end with it."""
+    batches: list[list[_Pair]] = []
+    total = filled = 0
+    for pair in pairs:
+        size = pair[0].numel()
+        if filled + size > _BATCH or not batches:
+            batches.append([])
+            filled = 0
+        batches[-1].append(pair)
+        filled += size
+        total += size
+    todo = iter(batches)  # next() of a list iterator is atomic
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                for batch in todo:
+                    _copy_batch(batch)
+        except BaseException as exc:  # noqa: BLE001 - raised below, in the thread that asked
+            errors.append(exc)
+
+    helpers = []
+    if total >= 2 * _BATCH:
+        helpers = [
+            threading.Thread(target=work, name=f"aiosync-cast-{number}", daemon=True)
+            for number in range(num_threads - 1)
+        ]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+
+
+def _copy_batch(batch: Sequence[_Pair]) -> None:
+    """Copy some milliseconds' worth in one call: it releases the GIL once for all of it."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for target, source in batch:
+        if target.numel() <= _PIECE:
+            targets.append(target)
+            sources.append(source)
+        else:
+            targets += torch.unsafe_split(target, _PIECE)
+            sources += torch.unsafe_split(source, _PIECE)
+    torch._foreach_copy_(targets, sources)

@@ -1,0 +1,217 @@
+"""Whole tensors from those that are sharded over the ranks of a device mesh (DTensor, FSDP).
+
+Loads ``torch.distributed`` for nobody who has not loaded it. This module must never import
+asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
+from aiosync.tensors._finding import find
+from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
+from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
+from aiosync.tensors.leaves import ExtractAs, Source
+
+__all__ = ["gather_weights", "sharded_names"]
+
+
+def gather_weights(
+    source: Source,
+    *,
+    extract_as: ExtractAs = "tensordict",
+    keep: bool = True,
+    device: torch.device | str | None = None,
+    timeout: float | None = 120.0,
+) -> dict[str, Any]:
+    """Gather the weights of a sharded model, for ``send()`` on the rank that is the sender.
+
+    Every rank of the mesh has to call it, at the same point of its program; it blocks meanwhile.
+    In an async program call it with ``await asyncio.to_thread(aiosync.gather_weights, model)``.
+    Modules of ``fully_shard`` are resharded first, so that what the optimizer changed is taken.
+
+    Args:
+        source: A module, a TensorDict or a mapping with ``DTensor`` leaves. Without any, nobody is
+            waited for.
+        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers,
+            ``"state_dict"`` what its ``state_dict()`` has. The same on all ranks.
+        keep: ``False`` on ranks that do not send: they take part, and hold one whole tensor at a
+            time.
+        device: Where the result lies, for example ``"cpu"``, where tensors go one by one as they
+            are gathered; ``None`` leaves them where the mesh is.
+        timeout: Seconds to wait until all ranks are here; ``None`` leaves it to the process
+            groups. After that each collective has the deadline of its process group.
+
+    Returns:
+        Tensors by dotted name, and the extra states of modules; empty without ``keep``. Tied
+        tensors are one object under several names. What was not sharded may be the model's own
+        memory: send it before the next step of the optimizer.
+
+    Raises:
+        ConfigError: The source is of another type, or a ``FullyShardedDataParallel``; this process
+            is no member of the mesh; or the ranks have different names, shapes or shardings.
+        SyncTimeout: Some rank did not call it in time. The process group is of no use any more.
+        TransportBroken: A collective failed, mostly because a rank has ended.
+    """
+    _check_source(source)
+    found, values = _find(source, extract_as)
+    kind = _dtensor()
+    is_sharded = [kind is not None and isinstance(tensor, kind) for tensor in found.tensors]
+    if any(is_sharded):
+        picked = [
+            (place.name, tensor)
+            for place, tensor, sharded in zip(found.places, found.tensors, is_sharded, strict=True)
+            if sharded
+        ]
+        _meet(picked, timeout)
+    result: dict[str, Any] = {}
+    whole: dict[int, torch.Tensor | None] = {}  # tied ones once, also on ranks that keep none
+    for place, tensor, sharded in zip(found.places, found.tensors, is_sharded, strict=True):
+        if id(tensor) not in whole:
+            full = _gather(place.name, tensor) if sharded else tensor.detach()
+            if keep and device is not None:
+                full = full.to(device)
+            whole[id(tensor)] = full if keep else None
+        result[place.name] = whole[id(tensor)]
+    return {**result, **values} if keep else {}
+
+
+def sharded_names(source: Any, extract_as: ExtractAs = "tensordict") -> list[str]:
+    """Names of the leaves of a source that are sharded; none where it cannot be looked at."""
+    kind = _dtensor()
+    if kind is None:
+        return []
+    try:
+        found, _ = find(source, extract_as)
+    except ConfigError:
+        return []
+    pairs = zip(found.places, found.tensors, strict=True)
+    return [place.name for place, tensor in pairs if isinstance(tensor, kind)]
+
+
+def _dtensor() -> Any:
+    """The class, or ``None`` as long as nobody has imported it: then there is none of its kind."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def _check_source(source: object) -> None:
+    if not isinstance(source, nn.Module):
+        return
+    for module in source.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ConfigError(
+                "a FullyShardedDataParallel has flat parameters, which cannot be gathered by name: "
+                "use torch.distributed.fsdp.fully_shard(), or pass its state_dict() as "
+                "FullStateDictConfig gives it"
+            )
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None and _is_fsdp(module):
+            reshard()
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _find(source: Source, extract_as: ExtractAs) -> tuple[Found, dict[str, Any]]:
+    """The tensors, and the values as they are: what is sent packs them."""
+    if extract_as not in ("tensordict", "state_dict"):
+        raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
+    weights: Any = source
+    if isinstance(source, nn.Module) and not is_tensordict(source):
+        tree = ModuleTree(unwrap(source))
+        if extract_as == "tensordict":
+            return tree.found, {name: each.get_extra_state() for name, each in tree.extra.items()}
+        weights = tree.root.state_dict()
+    elif not isinstance(source, Mapping) and not is_tensor_collection(source):
+        raise ConfigError(
+            f"cannot gather weights from a {type(source).__name__}; supported: torch.nn.Module, "
+            "TensorDict, and mappings of tensors"
+        )
+    found = find_nested(weights, pack=False)
+    values = {
+        name: place.owner.get(place.key)
+        if is_tensor_collection(place.owner)
+        else place.owner[place.key]
+        for name, place in found.value_places.items()
+    }
+    return found, values
+
+
+def _gather(name: str, tensor: Any) -> torch.Tensor:
+    try:
+        with torch.no_grad():
+            full = tensor.detach().full_tensor()
+            if type(full) is not torch.Tensor:  # a collective that was not waited for
+                full = full.wait()
+    except RuntimeError as exc:
+        raise TransportBroken(f"gathering {name!r} from its mesh failed: {exc}") from exc
+    whole: torch.Tensor = full
+    return whole
+
+
+def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
+    """Wait until all ranks are here, and see whether they want to gather the same.
+
+    Collectives wait for each other as long as their group allows, half an hour by default, and
+    ranks that gather different tensors would wait so long, or mix them up.
+    """
+    want = hashlib.blake2b(digest_size=7)
+    for name, tensor in picked:
+        want.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.placements};".encode())
+    number = int.from_bytes(want.digest())
+    for mesh in _meshes(picked):
+        if mesh.get_coordinate() is None:
+            raise ConfigError(f"this process is no member of {mesh}: only members can gather")
+        for group in mesh.get_all_groups():
+            highest = torch.tensor([number, -number], device=mesh.device_type)
+            _all_highest(highest, group, timeout)
+            if highest.tolist() != [number, -number]:
+                raise ConfigError(
+                    "the ranks of the mesh want to gather different weights: pass the same model, "
+                    "sharded alike, and the same extract_as on all of them"
+                )
+
+
+def _meshes(picked: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    seen = []
+    for _, tensor in picked:
+        mesh = tensor.device_mesh
+        if mesh not in seen:
+            seen.append(mesh)
+            yield mesh
+
+
+def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> None:
+    from torch import distributed
+
+    options: Any = distributed.AllreduceOptions()
+    options.reduceOp = distributed.ReduceOp.MAX
+    if timeout is not None:
+        options.timeout = timedelta(seconds=timeout)
+    try:
+        work = group.allreduce([values], options)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(options.timeout)
+        if values.device.type != "cpu":
+            values.cpu()  # errors of the device come out here
+    except RuntimeError as exc:
+        if "timed out" in str(exc).lower() or "timeout" in str(exc).lower():
+            raise SyncTimeout(
+                f"not all {group.size()} ranks of the mesh called gather_weights() within "
+                f"{timeout or 0:g} s: it is collective, every rank has to call it"
+            ) from exc
+        raise TransportBroken(f"the ranks of the mesh could not meet: {exc}") from exc

@@ -1,0 +1,379 @@
+"""Maps from a trainer's names and dtypes to those of a model."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors import WeightMap
+from tests.tensors._models import bits, filled
+
+HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MIDDLE, LAYERS, WORDS = 16, 4, 2, 4, 24, 2, 10
+
+
+def llama(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The names and shapes of a small Llama checkpoint, with random bits."""
+    q, kv = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (WORDS, HIDDEN)}
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}"
+        shapes |= {
+            f"{base}.self_attn.q_proj.weight": (q, HIDDEN),
+            f"{base}.self_attn.k_proj.weight": (kv, HIDDEN),
+            f"{base}.self_attn.v_proj.weight": (kv, HIDDEN),
+            f"{base}.self_attn.o_proj.weight": (HIDDEN, q),
+            f"{base}.mlp.gate_proj.weight": (MIDDLE, HIDDEN),
+            f"{base}.mlp.up_proj.weight": (MIDDLE, HIDDEN),
+            f"{base}.mlp.down_proj.weight": (HIDDEN, MIDDLE),
+            f"{base}.input_layernorm.weight": (HIDDEN,),
+            f"{base}.post_attention_layernorm.weight": (HIDDEN,),
+            f"{base}.self_attn.rotary_emb.inv_freq": (HEAD_SIZE // 2,),
+        }
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (WORDS, HIDDEN)}
+    return {name: filled(dtype, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+ATTENTION = "model.layers.*.self_attn"
+MLP = "model.layers.*.mlp"
+PARTS = {
+    f"{ATTENTION}.qkv_proj.weight": {
+        f"{ATTENTION}.q_proj.weight": HEADS * HEAD_SIZE,
+        f"{ATTENTION}.k_proj.weight": KV_HEADS * HEAD_SIZE,
+        f"{ATTENTION}.v_proj.weight": -1,
+    },
+    f"{MLP}.gate_up_proj.weight": {
+        f"{MLP}.gate_proj.weight": MIDDLE,
+        f"{MLP}.up_proj.weight": MIDDLE,
+    },
+}
+FUSE = WeightMap(merge={name: tuple(parts) for name, parts in PARTS.items()})
+UNFUSE = WeightMap(split=PARTS)
+
+
+def made(mapping: WeightMap, weights: Any) -> dict[str, torch.Tensor]:
+    found = list(mapping(weights))
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].shape == other[name].shape
+        and one[name].dtype is other[name].dtype
+        and bits(one[name]) == bits(other[name])
+        for name in one
+    )
+
+
+# -- what it is for -----------------------------------------------------------------------------
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=25)
+def test_a_checkpoint_is_fused_and_comes_back_bit_for_bit(random: Any, dtype: torch.dtype) -> None:
+    weights = llama(dtype)
+    shuffled = list(weights.items())
+    random.shuffle(shuffled)
+    fused = made(FUSE, shuffled)
+    assert not any("q_proj" in name or "up_proj" in name for name in fused if "gate" not in name)
+    qkv = fused["model.layers.1.self_attn.qkv_proj.weight"]
+    assert qkv.shape == ((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN)
+    parts = [weights[f"model.layers.1.self_attn.{each}_proj.weight"] for each in "qkv"]
+    assert bits(qkv) == b"".join(map(bits, parts))
+    assert len(fused) == len(weights) - 3 * LAYERS
+    again = list(fused.items())
+    random.shuffle(again)
+    assert same(made(UNFUSE, again), weights)
+
+
+def test_to_the_names_of_an_engine_and_back() -> None:
+    weights = llama()
+    engine = WeightMap(
+        drop="*.rotary_emb.inv_freq",
+        rename={"model.*": "transformer.*", "lm_head.weight": "head.weight"},
+        merge={
+            "transformer.layers.*.attn.weight": [
+                f"transformer.layers.*.self_attn.{each}_proj.weight" for each in "qkv"
+            ]
+        },
+        dtype=torch.bfloat16,
+    )
+    fused = made(engine, weights)
+    assert {tensor.dtype for tensor in fused.values()} == {torch.bfloat16}
+    assert "head.weight" in fused
+    assert fused["transformer.layers.0.attn.weight"].shape == (32, HIDDEN)
+    back = WeightMap(
+        rename={"transformer.*": "model.*", "head.weight": "lm_head.weight"},
+        split={
+            "model.layers.*.attn.weight": {
+                "model.layers.*.self_attn.q_proj.weight": 16,
+                "model.layers.*.self_attn.k_proj.weight": 8,
+                "model.layers.*.self_attn.v_proj.weight": 8,
+            }
+        },
+    )
+    cast = {k: v.bfloat16() for k, v in weights.items() if "rotary" not in k}
+    assert same(made(back, fused), cast)
+
+
+# -- properties ---------------------------------------------------------------------------------
+
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
+
+
+@given(
+    dtypes,
+    st.lists(st.integers(0, 5), min_size=2, max_size=4),
+    st.integers(1, 3),
+    st.integers(-3, 2),
+    st.permutations(range(4)),
+)
+def test_split_undoes_merge_along_every_dimension(
+    dtype: torch.dtype, sizes: list[int], ndim: int, dim: int, order: list[int]
+) -> None:
+    if not -ndim <= dim < ndim:
+        dim = 0
+    parts = {}
+    for index, size in enumerate(sizes):
+        shape = [3] * ndim
+        shape[dim] = size
+        parts[f"x.{index}.end"] = filled(dtype, tuple(shape), index)
+    names = [f"x.{index}.end" for index in range(len(sizes))]
+    merge = WeightMap(merge={"all": (names, dim)})
+    split = WeightMap(split={"all": (dict(zip(names, sizes, strict=True)), dim)})
+    incoming = [(names[i], parts[names[i]]) for i in order if i < len(names)]
+    [(name, fused)] = merge(incoming)
+    assert (name, fused.shape[dim]) == ("all", sum(sizes))
+    assert bits(fused) == bits(torch.cat([parts[n] for n in names], dim))
+    assert same(made(split, [(name, fused)]), parts)
+
+
+names = st.text("ab.*1", min_size=1, max_size=8)
+
+
+@given(st.dictionaries(names, st.integers(0, 9), max_size=6))
+def test_a_map_without_options_changes_nothing(given_: dict[str, int]) -> None:
+    weights = {name: torch.tensor(value) for name, value in given_.items()}
+    assert [(n, id(t)) for n, t in WeightMap()(weights)] == [(n, id(t)) for n, t in weights.items()]
+
+
+@given(st.sets(st.text("ab.1", min_size=1, max_size=6), min_size=1, max_size=6))
+def test_renaming_there_and_back(given_: set[str]) -> None:
+    weights = {name: torch.tensor(1.0) for name in given_}
+    there = made(WeightMap(rename={"*": "model.*.x"}), weights)
+    assert set(there) == {f"model.{name}.x" for name in given_}
+    assert same(made(WeightMap(rename={"model.*.x": "*"}), there), weights)
+
+
+# -- the steps one by one -----------------------------------------------------------------------
+
+
+def test_the_order_of_the_steps() -> None:
+    mapping = WeightMap(
+        drop="old",  # before it gets its new name
+        rename={"a": "fused", "b": "old"},
+        split={"fused": {"x": 1, "y": 2}},
+        merge={"z": ("y", "old")},
+        dtype={"z": torch.float64},
+    )
+    given_ = {"old": torch.ones(1), "a": torch.tensor([1.0, 2, 3]), "b": torch.tensor([4.0])}
+    found = made(mapping, given_)
+    assert list(found) == ["x", "z"]
+    assert torch.equal(found["z"], torch.tensor([2.0, 3, 4], dtype=torch.float64))
+
+
+def test_views_where_it_can_and_only_then_copies() -> None:
+    weights = {"a": torch.arange(6.0), "b": torch.arange(3), "c": torch.ones(2)}
+    mapping = WeightMap(
+        rename={"b": "B"}, split={"a": {"l": 2, "r": -1}}, dtype={"c": torch.float16}
+    )
+    found = made(mapping, weights)
+    assert found["B"] is weights["b"]
+    assert found["l"].data_ptr() == weights["a"].data_ptr()
+    assert found["r"].data_ptr() == weights["a"].data_ptr() + 8
+    assert found["c"].dtype is torch.float16
+    assert weights["c"].dtype is torch.float32
+
+
+def test_it_is_lazy() -> None:
+    taken = []
+
+    def source() -> Any:
+        for name in ("q", "k", "rest", "never"):
+            taken.append(name)
+            yield name, torch.ones(1)
+
+    step = WeightMap(merge={"qk": ("q", "k")}, strict=False)(source())
+    assert taken == []
+    assert next(step)[0] == "qk"
+    assert taken == ["q", "k"]
+    assert next(step)[0] == "rest"
+    assert taken == ["q", "k", "rest"]
+
+
+def test_several_names_and_none() -> None:
+    mapping = WeightMap(rename={"emb.*": ("emb.*", "head.*"), "gone": None})
+    found = made(mapping, {"emb.weight": torch.ones(2), "gone": torch.ones(1)})
+    assert list(found) == ["emb.weight", "head.weight"]
+    assert found["emb.weight"] is found["head.weight"]
+
+
+def test_an_exact_name_counts_before_patterns_and_the_first_pattern_before_the_next() -> None:
+    mapping = WeightMap(rename={"*.w": "one.*", "*": "two.*", "b.w": "three"})
+    assert list(made(mapping, dict.fromkeys(["a.w", "b.w", "c"], torch.ones(1)))) == [
+        "one.a",
+        "three",
+        "two.c",
+    ]
+
+
+def test_stars_take_dots_and_nothing_else_is_special() -> None:
+    mapping = WeightMap(rename={"a.*.(x)[0]": "b.*"})
+    found = made(mapping, dict.fromkeys(["a.1.2.(x)[0]", "a.1.2.x0"], torch.ones(1)))
+    assert list(found) == ["b.1.2", "a.1.2.x0"]
+
+
+def upper(name: str) -> str | list[str] | None:
+    return None if name == "no" else [name.upper(), name] if name == "two" else name.upper()
+
+
+def test_a_function_renames() -> None:
+    mapping = pickle.loads(pickle.dumps(WeightMap(rename=upper)))
+    found = made(mapping, dict.fromkeys(["a", "no", "two"], torch.ones(1)))
+    assert list(found) == ["A", "TWO", "two"]
+
+
+def test_pickled_maps_do_the_same_and_maps_can_be_used_again() -> None:
+    again = pickle.loads(pickle.dumps(FUSE))
+    for _ in range(2):
+        assert same(made(again, llama()), made(FUSE, llama()))
+    assert repr(again) == "<WeightMap 2 merge>"
+
+
+def test_the_dtype_is_cast_once_for_a_large_merge() -> None:
+    parts = {each: torch.randn(300, 401) for each in "qkv"}
+    found = made(WeightMap(merge={"qkv": tuple("qkv")}, dtype=torch.bfloat16), parts)
+    assert torch.equal(found["qkv"], torch.cat(list(parts.values())).bfloat16())
+    beside = made(WeightMap(merge={"qkv": (tuple("qkv"), 1)}, dtype=torch.float16), parts)
+    assert torch.equal(beside["qkv"], torch.cat(list(parts.values()), 1).half())
+
+
+def test_integers_are_not_cast() -> None:
+    found = made(WeightMap(dtype=torch.bfloat16), {"a": torch.arange(3), "b": torch.ones(1)})
+    assert [tensor.dtype for tensor in found.values()] == [torch.int64, torch.bfloat16]
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+def test_a_missing_part_is_named() -> None:
+    weights = llama()
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(ManifestMismatch, match=r"parts of model.layers.1.self_attn.qkv") as caught:
+        made(FUSE, weights)
+    assert caught.value.missing == ("model.layers.1.self_attn.k_proj.weight",)
+
+
+@pytest.mark.parametrize(
+    ("options", "given_"),
+    [
+        ({"rename": {"*": ("x", "x")}}, ["a"]),
+        ({"rename": {"a": "b"}}, ["a", "b"]),
+        ({"merge": {"m": ("a", "b")}}, ["a", "b", "m"]),
+        ({"merge": {"m": ("a", "b")}, "rename": {"c": "a"}}, ["a", "c", "b"]),
+        ({"merge": {"m": ("a", "b")}, "rename": {"c": "a"}}, ["a", "b", "c"]),
+        ({"split": {"a": {"b": 1, "c": 1}}}, ["a", "b"]),
+    ],
+)
+def test_a_name_made_twice(options: Any, given_: list[str]) -> None:
+    if options.get("rename") == {"*": ("x", "x")}:
+        options = {"rename": lambda name: ("x", "x")}
+    with pytest.raises(ConfigError, match="twice"):
+        made(WeightMap(**options), [(name, torch.ones(2)) for name in given_])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rename": {"nothing": "x"}},
+        {"rename": {"no.*": "x.*"}},
+        {"drop": ["no.*"]},
+        {"split": {"no": {"x": 1, "y": 1}}},
+        {"merge": {"m": ("no.1", "no.2")}},
+        {"dtype": {"no": torch.float16}},
+    ],
+)
+def test_a_pattern_that_fits_nothing(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fit no name.*strict=False"):
+        made(WeightMap(**options), {"a": torch.ones(1)})
+    assert list(WeightMap(**options, strict=False)({"a": torch.ones(1)}))
+    assert list(WeightMap(**options)({})) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(2, 4), torch.ones(2), torch.ones(2, 3, dtype=torch.float64), torch.ones(())],
+    ids=["shape", "ndim", "dtype", "scalar"],
+)
+def test_parts_that_do_not_fit_together(other: torch.Tensor) -> None:
+    with pytest.raises(ManifestMismatch, match="cannot be merged into m") as caught:
+        made(WeightMap(merge={"m": ("a", "b")}), {"a": torch.ones(2, 3), "b": other})
+    assert set(caught.value.mismatched) == {"b"}
+
+
+@pytest.mark.parametrize("sizes", [{"x": 1, "y": 1}, {"x": 4, "y": -1}, {"x": 2, "y": 2}])
+def test_sizes_that_do_not_fit(sizes: Any) -> None:
+    with pytest.raises(ManifestMismatch, match="has 3 elements"):
+        made(WeightMap(split={"a": sizes}), {"a": torch.ones(3)})
+
+
+def test_a_dimension_that_is_not_there() -> None:
+    with pytest.raises(ManifestMismatch, match="without a dimension 1"):
+        made(WeightMap(split={"a": ({"x": 1, "y": -1}, 1)}), {"a": torch.ones(3)})
+    with pytest.raises(ManifestMismatch, match="without a dimension 0"):
+        made(WeightMap(merge={"m": ("a", "b")}), dict.fromkeys("ab", torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rename": {"a.*": "b"}},
+        {"rename": {"a": "b.*"}},
+        {"rename": {"a": 3}},
+        {"rename": {"": "b"}},
+        {"rename": [("a", "b")]},
+        {"drop": [3]},
+        {"drop": ""},
+        {"split": {"a": {"x": 1}}},
+        {"split": {"a": {"x": 1, "y": -2}}},
+        {"split": {"a": {"x": -1, "y": -1}}},
+        {"split": {"a.*": {"x": 1, "y": 1}}},
+        {"split": {"a": ("x", "y")}},
+        {"split": {"a": ({"x": 1, "y": 1}, None)}},
+        {"merge": {"m": ("a",)}},
+        {"merge": {"m": "ab"}},
+        {"merge": {"m": ("a", "a")}},
+        {"merge": {"m.*": ("a.*", "b")}},
+        {"merge": {"m": (("a", "b"), 0.0)}},
+        {"dtype": torch.int8},
+        {"dtype": "bfloat16"},
+        {"dtype": {"a": torch.complex64}},
+        {"dtype": {"a": "half"}},
+        {"dtype": {3: torch.float16}},
+    ],
+    ids=repr,
+)
+def test_options_that_mean_nothing(options: Any) -> None:
+    with pytest.raises(ConfigError):
+        WeightMap(**options)
+
+
+def test_a_function_that_gives_no_name() -> None:
+    with pytest.raises(ConfigError, match=r"rename\('a'\)"):
+        made(WeightMap(rename=lambda name: 3), {"a": torch.ones(1)})  # type: ignore[arg-type, return-value]  # on purpose
