@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"schemes"},
     {"_run"},
     {"aiosync"},
-    {"server"},
+    {"server", "serving"},
     {"sync"},
     {"legacy"},
     {"integrations", "testing"},
@@ -42,7 +42,9 @@ NOT_KNOWN = {"strategy": {"transports"}}
 
 LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
 TENSOR_LIBRARIES = {"tensordict", "torch"}
-OPTIONAL = {"gymnasium", "matplotlib", "ray", "rich", "torchrl", "typer", "vllm"}
+WEB = {"fastapi", "httpx", "starlette", "uvicorn"}
+OPTIONAL = {"gymnasium", "matplotlib", "ray", "rich", "torchrl", "transformers", "typer", "vllm"}
+OPTIONAL |= WEB
 UNPICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 FORBIDDEN = {
     "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
@@ -56,6 +58,7 @@ FORBIDDEN = {
     "schemes": OPTIONAL | UNPICKLERS,
     "legacy": OPTIONAL | UNPICKLERS,
     "server": OPTIONAL | UNPICKLERS,
+    "serving": OPTIONAL | UNPICKLERS | TENSOR_LIBRARIES,
     "sync": OPTIONAL | UNPICKLERS,
     "testing": OPTIONAL | {"pytest", "hypothesis"},
 }

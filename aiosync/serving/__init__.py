@@ -1,0 +1,16 @@
+"""Weights inside an async server: requests and updates in turn, on the server's own event loop.
+
+:class:`AdmissionGate` keeps a switch of weights out of running requests; :class:`WeightFeed`
+receives in the background and switches under a gate. See ``docs/topics/serving.md``. Must not
+import a web framework, nor anything of ``aiosync.integrations``.
+"""
+
+from __future__ import annotations
+
+from aiosync.serving.admission import Admission
+from aiosync.serving.feed import WeightFeed
+from aiosync.serving.gate import AdmissionGate
+from aiosync.serving.status import FeedStatus
+from aiosync.serving.swapping import Swap
+
+__all__ = ["Admission", "AdmissionGate", "FeedStatus", "Swap", "WeightFeed"]

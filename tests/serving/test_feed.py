@@ -1,0 +1,352 @@
+"""The weight feed: a server that follows its trainer, and goes on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+from aiosync.serving import AdmissionGate, WeightFeed
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests.schemes import _models as models
+from tests.schemes.test_loading import Engine, _free_address
+
+pytestmark = pytest.mark.asyncio
+
+PATIENCE = 30.0
+
+
+@contextlib.asynccontextmanager
+async def trainer(source: nn.Module, address: str, workers: int | None = None):
+    scheme = aiosync.TCPWeightSyncScheme(address)
+    scheme.init_on_sender(model=source, num_workers=workers)
+    async with scheme:
+        await scheme.connect(timeout=PATIENCE)
+        yield scheme
+
+
+def feed_of(address: str, **options) -> WeightFeed:
+    options.setdefault("max_pause", 0.1)
+    return WeightFeed(aiosync.TCPWeightSyncScheme(address), **options)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_it_starts_before_its_trainer_and_follows_it() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    feed = feed_of(address, model=target)
+    assert feed.status.state == "closed"
+    async with feed:
+        await asyncio.sleep(0.05)
+        assert not feed.ready
+        assert feed.status.state == "starting"
+        assert not feed.status.connected
+        models.fill(source, 1.0)
+        async with trainer(source, address, 1) as scheme:
+            await feed.ready.wait(timeout=PATIENCE)
+            assert feed.version == scheme.version
+            for value in (2.0, 3.0):
+                models.fill(source, value)
+                report = await scheme.send()
+                assert feed.version == report.version
+                assert feed.epoch == report.epoch
+                async with feed.request(min_version=report.version) as version:
+                    assert version == report.version
+                    assert models.filled(target, value)
+            status = feed.status
+            assert (status.state, status.reason, status.connected) == ("live", "", True)
+            assert (status.newest, status.swaps, status.stale_for) == (3, 3, 0.0)
+            assert status.age is not None
+            assert json.loads(json.dumps(status.as_dict()))["epoch"] == f"{report.epoch:016x}"
+    assert feed.status.state == "closed"
+    assert models.filled(target, 3.0)
+
+
+async def test_an_update_waits_for_the_requests_that_run() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    async with feed_of(address, model=target) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        async with feed.request() as version:
+            models.fill(source, 5.0)
+            handle = scheme.send_nowait()
+            await scheme.wait_staged(handle.version, timeout=PATIENCE)
+            await asyncio.sleep(0.02)
+            assert feed.version == version == 1
+            assert models.filled(target, -1.0)
+        await handle
+        assert feed.version == 2
+        assert models.filled(target, 5.0)
+
+
+async def test_requests_that_do_not_end_make_it_stale_and_a_newer_version_overtakes() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    gate = AdmissionGate(swap_timeout=0.05)
+    feed = feed_of(address, model=target, gate=gate)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        holder = asyncio.ensure_future(_hold(gate))
+        await asyncio.sleep(0)
+        handles = []
+        for value in (2.0, 3.0):
+            models.fill(source, value)
+            handles.append(scheme.send_nowait())
+            await until(lambda: feed.status.state == "stale")
+        status = feed.status
+        assert "1 requests that were running did not end" in status.reason
+        assert status.stale_for > 0
+        assert status.connected
+        async with feed.request(timeout=PATIENCE) as version:  # others are served meanwhile
+            assert version == 1
+        holder.cancel()
+        await handles[-1]
+        await until(lambda: feed.status.state == "live")
+        assert feed.version == 3
+        assert models.filled(target, 3.0)
+
+
+async def _hold(gate: AdmissionGate) -> None:
+    async with gate.request():
+        await asyncio.sleep(3600)
+
+
+async def test_a_refused_update_leaves_the_old_version_and_says_so() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    async with feed_of(address, model=target) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        with pytest.raises(aiosync.PartialSyncError, match="do not fit"):
+            await scheme.send({"other": torch.ones(3)})
+        status = feed.status
+        assert (status.state, status.version, status.refused) == ("stale", 1, 2)
+        assert "version 2 was refused" in status.reason
+        async with feed.request() as version:
+            assert version == 1
+            assert models.filled(target, -1.0)
+        models.fill(source, 4.0)
+        await scheme.send()
+        await until(lambda: feed.status.state == "live")
+        assert (feed.version, feed.status.refused) == (3, None)
+
+
+async def test_a_transform_that_refuses() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+
+    def picky(weights):
+        for name, tensor in weights:
+            if (tensor == 13.0).any():
+                raise ValueError("unlucky")
+            yield name, tensor
+
+    feed = feed_of(address, model=target, transform=picky)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        models.fill(source, 13.0)
+        with pytest.raises(aiosync.PartialSyncError, match="unlucky"):
+            await scheme.send()
+        await until(lambda: feed.status.refused == 2)
+        assert feed.status.state == "stale"
+        models.fill(source, 14.0)
+        await scheme.send()
+        assert feed.version == 3
+
+
+async def test_the_trainer_goes_and_another_one_comes() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    async with feed_of(address, model=target) as feed:
+        async with trainer(source, address, 1) as scheme:
+            models.fill(source, 2.0)
+            first = await scheme.send()
+        await until(lambda: feed.status.state == "stale")
+        status = feed.status
+        assert not status.connected
+        assert "the link to the source was lost" in status.reason
+        async with feed.request() as version:
+            assert version == first.version
+            assert target(torch.zeros(4)).tolist() == [2.0, 2.0]
+        models.fill(source, 7.0)
+        async with trainer(source, address, 1) as scheme:
+            await until(lambda: feed.epoch != first.epoch)
+            assert feed.version == 1  # a restarted trainer is not older
+            assert models.filled(target, 7.0)
+            await until(lambda: feed.status.state == "live")
+            assert feed.status.reconnects == 1
+            with pytest.raises(aiosync.AdmissionTimeout, match="of epoch"):
+                async with feed.request(epoch=first.epoch, timeout=0):
+                    pass
+
+
+async def test_the_network_is_lost_in_the_middle_of_an_update() -> None:
+    address, source, target = _free_address(), models.medium(), models.medium()
+    down = True
+
+    def plan(number: int) -> Plan | None:
+        if number == 0:  # in the middle of the second update
+            return Plan(back=Faults(reset_at=10 * 2**20))
+        return Plan(back=Faults(reset_at=0)) if down else None
+
+    async with trainer(source, address) as scheme, FaultProxy(address) as proxy:
+        proxy.plan = plan
+        feed = feed_of(proxy.url, model=target)
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            models.fill(source, 2.0)
+            handle = scheme.send_nowait()
+            await until(lambda: feed.status.state == "stale")
+            async with feed.request() as version:
+                assert version == 1
+                assert models.filled(target, -1.0)
+            down = False
+            await until(lambda: feed.version == 2)
+            assert models.filled(target, 2.0)
+            assert feed.status.state == "live"
+            await _outcome(handle)
+
+
+async def _outcome(handle: aiosync.SendHandle) -> None:
+    with contextlib.suppress(aiosync.PartialSyncError):
+        await handle
+
+
+async def test_a_source_that_refuses_says_why_and_is_asked_again() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    scheme = aiosync.TCPWeightSyncScheme(address, token="a token of this server")
+    feed = WeightFeed(scheme, model=target, max_pause=0.1)
+    async with feed:
+        other = aiosync.TCPWeightSyncScheme(address, token="another one altogether")
+        other.init_on_sender(model=source)
+        async with other:
+            await other.connect(timeout=PATIENCE)
+            await until(lambda: "AuthError" in feed.status.reason)
+            assert feed.status.state == "starting"
+            with pytest.raises(aiosync.RecvTimeout):
+                await feed.ready.wait(timeout=0.01)
+        right = aiosync.TCPWeightSyncScheme(address, token="a token of this server")
+        right.init_on_sender(model=source, num_workers=1)
+        async with right:
+            await right.connect(timeout=PATIENCE)
+            await feed.ready.wait(timeout=PATIENCE)
+        assert feed.status.version == 1
+
+
+async def test_a_function_loads_in_a_thread_while_the_loop_goes_on() -> None:
+    address, source, engine = _free_address(), models.linear(), Engine()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def load(weights) -> None:
+        engine.load(weights)
+        if engine.loads == 2:
+            entered.set()
+            assert go_on.wait(PATIENCE)
+
+    async with feed_of(address, load=load) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        handle = scheme.send_nowait()
+        await until(entered.is_set)
+        with pytest.raises(aiosync.AdmissionTimeout, match="a switch of the weights"):
+            async with feed.request(timeout=0.01):
+                pytest.fail("was let in while weights are being loaded")
+        go_on.set()
+        await handle
+        assert feed.version == 2
+        assert "aiosync-apply" in engine.thread
+        engine.error = RuntimeError("out of memory")
+        with pytest.raises(aiosync.PartialSyncError, match="out of memory"):
+            await scheme.send()
+        assert feed.version == 2
+        await until(lambda: feed.status.refused == 3)
+    await until(lambda: not [t for t in threading.enumerate() if "aiosync-apply" in t.name])
+
+
+async def test_forwards_in_other_threads_are_never_torn() -> None:
+    address, source = _free_address(), models.linear()
+    target = models.linear()
+    stop, torn, forwards = threading.Event(), [], 0
+
+    def compute() -> None:
+        nonlocal forwards
+        while not stop.is_set():
+            out = target(torch.ones(4))
+            if out[0] % 5 != 0:  # 4 weights and a bias of the same value
+                torn.append(out.tolist())
+            forwards += 1
+
+    gate = AdmissionGate(mode="immediate")
+    models.fill(source, 1.0)
+    feed = feed_of(address, model=target, gate=gate)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        thread = threading.Thread(target=compute)
+        thread.start()
+        try:
+            for value in range(2, 60):
+                models.fill(source, float(value))
+                await scheme.send(timeout=PATIENCE)
+                assert feed.version == scheme.version
+        finally:
+            stop.set()
+            thread.join()
+    assert not torn
+    assert forwards > 0
+
+
+async def test_it_is_started_as_often_as_it_is_closed_and_may_start_again() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    feed = feed_of(address, model=target)
+    await feed.start()
+    await feed.start()
+    await feed.aclose()
+    async with trainer(source, address, 1):
+        await feed.ready.wait(timeout=PATIENCE)
+        await feed.aclose()
+        assert feed.status.state == "closed"
+        await feed.aclose()
+    models.fill(source, 3.0)
+    async with feed, trainer(source, address, 1):
+        await until(lambda: models.filled(target, 3.0))
+        assert feed.status.state == "live"
+
+
+async def test_over_shared_memory() -> None:
+    source, target = models.linear(), models.linear()
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    feed = WeightFeed(scheme, model=target, max_pause=0.05)
+    scheme.init_on_sender(model=source, num_workers=1)
+    async with feed:
+        async with scheme:
+            await scheme.connect(timeout=PATIENCE)
+            await feed.ready.wait(timeout=PATIENCE)
+            models.fill(source, 9.0)
+            await scheme.send()
+            assert feed.version == 2
+        await until(lambda: feed.status.state == "stale")
+        assert models.filled(target, 9.0)
+        async with feed.request() as version:
+            assert version == 2
+
+
+async def test_mistakes() -> None:
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9")
+    with pytest.raises(aiosync.ConfigError, match="one of model, weights and load"):
+        WeightFeed(scheme)
+    with pytest.raises(aiosync.ConfigError, match="one of model, weights and load"):
+        WeightFeed(scheme, model=nn.Linear(1, 1), load=print)
+    with pytest.raises(aiosync.ConfigError, match="max_pause"):
+        WeightFeed(scheme, model=nn.Linear(1, 1), max_pause=0)
+    with pytest.raises(aiosync.ConfigError, match="transform must be callable"):
+        WeightFeed(scheme, model=nn.Linear(1, 1), transform=3)
+    for wrong in (aiosync.sync.TCPWeightSyncScheme(), aiosync.NoWeightSyncScheme(), "tcp://a:1"):
+        with pytest.raises(aiosync.ConfigError, match="needs an async scheme"):
+            WeightFeed(wrong, model=nn.Linear(1, 1))
+    scheme.init_on_receiver(model=nn.Linear(1, 1))
+    with pytest.raises(aiosync.ConfigError, match="no role yet"):
+        WeightFeed(scheme, model=nn.Linear(1, 1))

@@ -1,0 +1,422 @@
+"""The admission gate: who is let in when, and what a switch waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+
+import pytest
+
+import aiosync
+from aiosync.serving import AdmissionGate
+
+pytestmark = pytest.mark.asyncio
+
+both_modes = pytest.mark.parametrize("mode", ["between_requests", "immediate"])
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def entered(gate: AdmissionGate, log: list, name: str, **options) -> None:
+    async with gate.request(**options) as version:
+        log.append((name, version))
+
+
+@both_modes
+async def test_nobody_is_let_in_before_there_is_a_version(mode) -> None:
+    gate = AdmissionGate(mode=mode)
+    assert not gate.ready
+    assert gate.version == 0
+    with pytest.raises(aiosync.AdmissionTimeout, match="no complete version") as info:
+        async with gate.request(timeout=0):
+            pytest.fail("was let in")
+    assert info.value.version == 0
+    assert info.value.retry_after > 0
+    log: list = []
+    waiting = [asyncio.ensure_future(entered(gate, log, name)) for name in "ab"]
+    ready = asyncio.ensure_future(gate.ready.wait(timeout=10))
+    await turns()
+    assert gate.waiting == 2
+    assert not ready.done()
+    async with gate.swap() as swap:
+        swap.version, swap.epoch = 7, 99
+    await asyncio.gather(ready, *waiting)
+    assert log == [("a", 7), ("b", 7)]
+    assert gate.ready
+    assert (gate.version, gate.epoch, gate.swaps) == (7, 99, 1)
+    assert (gate.running, gate.waiting) == (0, 0)
+
+
+async def test_a_switch_waits_for_the_requests_that_run_and_new_ones_for_it() -> None:
+    gate = AdmissionGate(initial_version=1)
+    log: list = []
+    end = asyncio.Event()
+
+    async def long_request() -> None:
+        async with gate.request() as version:
+            await end.wait()
+            assert gate.version == version == 1
+            log.append("long request over")
+
+    running = asyncio.ensure_future(long_request())
+    await turns()
+
+    async def switch() -> None:
+        async with gate.swap():
+            log.append("switched")
+            await turns()  # nobody gets in meanwhile
+            assert gate.running == 0
+
+    switching = asyncio.ensure_future(switch())
+    await turns()
+    late = asyncio.ensure_future(entered(gate, log, "late"))
+    await turns()
+    assert log == []
+    assert (gate.running, gate.waiting) == (1, 1)
+    end.set()
+    await asyncio.gather(running, switching, late)
+    assert log == ["long request over", "switched", ("late", 2)]
+
+
+async def test_a_switch_gives_up_and_lets_those_in_that_waited() -> None:
+    gate = AdmissionGate(initial_version=3, swap_timeout=0.05)
+    log: list = []
+    running = asyncio.ensure_future(_hold(gate))
+    await turns()
+    switching = asyncio.ensure_future(_switch(gate))
+    await turns()
+    late = asyncio.ensure_future(entered(gate, log, "late"))
+    await turns()
+    assert log == []
+    with pytest.raises(aiosync.SwapTimeout, match="1 requests that were running") as info:
+        await switching
+    assert info.value.running == 1
+    await late
+    assert log == [("late", 3)]
+    running.cancel()
+    await asyncio.wait([running])
+    async with gate.swap():
+        pass
+    assert gate.version == 4
+
+
+async def test_a_request_that_waits_has_a_deadline() -> None:
+    gate = AdmissionGate(initial_version=1, timeout=0.02)
+    async with gate.swap():
+        with pytest.raises(aiosync.AdmissionTimeout, match="took longer than 0.02 s"):
+            async with gate.request():
+                pytest.fail("was let in")
+        with pytest.raises(aiosync.AdmissionTimeout, match="took longer than 0 s"):
+            async with gate.request(timeout=0):
+                pytest.fail("was let in")
+    async with gate.request(timeout=0) as version:
+        assert version == 2
+    assert (gate.running, gate.waiting) == (0, 0)
+
+
+@both_modes
+async def test_the_least_version_that_a_request_asks_for(mode) -> None:
+    gate = AdmissionGate(mode=mode, initial_version=2)
+    async with gate.request(min_version=2) as version:
+        assert version == 2
+    with pytest.raises(aiosync.AdmissionTimeout, match="version 5 was asked for") as info:
+        async with gate.request(min_version=5, timeout=0.01):
+            pytest.fail("was let in")
+    assert (info.value.version, info.value.min_version) == (2, 5)
+    log: list = []
+    waiting = asyncio.ensure_future(entered(gate, log, "patient", min_version=4, timeout=math.inf))
+    await turns()
+    async with gate.swap(version=3, timeout=1):  # whoever waits for a version holds nobody up
+        pass
+    await turns()
+    assert log == []
+    async with gate.swap(version=9):
+        pass
+    await waiting
+    assert log == [("patient", 9)]
+
+
+async def test_versions_of_another_epoch() -> None:
+    gate = AdmissionGate()
+    async with gate.swap(version=50, epoch=0xA):
+        pass
+    async with gate.request(min_version=50, epoch=0xA) as version:
+        assert version == 50
+    async with gate.swap(version=1, epoch=0xB):  # the trainer was restarted
+        pass
+    with pytest.raises(aiosync.AdmissionTimeout, match="version 0 of epoch a was asked for"):
+        async with gate.request(epoch=0xA, timeout=0):
+            pytest.fail("was let in")
+    async with gate.request(min_version=1, epoch=0xB, timeout=0) as version:
+        assert version == 1
+
+
+@both_modes
+async def test_a_switch_that_fails_or_is_cancelled_changes_nothing(mode) -> None:
+    gate = AdmissionGate(mode=mode, initial_version=1)
+    with pytest.raises(KeyError):
+        async with gate.swap(version=2):
+            raise KeyError("no such layer")
+    assert gate.version == 1
+    async with gate.batch():
+        switching = asyncio.ensure_future(gate.swap().__aenter__())
+        await turns()
+        switching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await switching
+    async with gate.request(timeout=0) as version:
+        assert version == 1
+    async with gate.swap() as swap:
+        swap.version = 1  # nothing new after all
+    assert (gate.version, gate.swaps) == (1, 0)
+    with pytest.raises(aiosync.LocalProtocolError, match="at least 1"):
+        async with gate.swap(version=0):
+            pass
+    with pytest.raises(RuntimeError, match="half"):
+        async with gate.swap() as swap:
+            swap.activate(5)
+            raise RuntimeError("half-way, but the weights are there")
+    assert gate.version == 5
+    async with gate.request(timeout=0):
+        pass
+
+
+async def test_a_request_that_fails_or_is_cancelled_leaves() -> None:
+    gate = AdmissionGate(initial_version=1)
+    with pytest.raises(KeyError):
+        async with gate.request():
+            raise KeyError
+    task = asyncio.ensure_future(_hold(gate))
+    await turns()
+    assert gate.running == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate.running == 0
+    async with gate.swap():
+        waiting = asyncio.ensure_future(_hold(gate))
+        await turns()
+        assert gate.waiting == 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert gate.waiting == 0
+
+
+async def _hold(gate: AdmissionGate) -> None:
+    async with gate.request():
+        await asyncio.sleep(3600)
+
+
+async def test_switches_take_turns_and_requests_get_in_between() -> None:
+    gate = AdmissionGate(initial_version=1)
+    log: list = []
+
+    async def switch_without_pause() -> None:
+        for _ in range(50):
+            async with gate.swap():
+                await asyncio.sleep(0)
+            log.append(gate.version)
+
+    async def ask() -> None:
+        for _ in range(20):
+            async with gate.request():
+                before = gate.version
+                await turns(2)
+                assert gate.version == before
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(switch_without_pause(), switch_without_pause(), ask(), ask(), ask())
+    assert gate.version == 101
+    assert sorted(log) == list(range(2, 102))
+
+
+async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
+    gate = AdmissionGate(initial_version=1)
+    async with gate.request():
+        switching = asyncio.ensure_future(_switch(gate))
+        await turns()
+        async with gate.request(timeout=0) as version:  # must not wait for what waits for it
+            assert version == 1
+            assert gate.running == 1
+        async with gate.batch(timeout=0):
+            pass
+        with pytest.raises(aiosync.AdmissionTimeout, match="inside of another request"):
+            async with gate.request(min_version=2, timeout=10):
+                pytest.fail("was let in")
+        child = asyncio.create_task(_hold(gate))  # what it starts is a part of it, too
+        await turns()
+        with pytest.raises(aiosync.LocalProtocolError, match="wait for itself"):
+            async with gate.swap():
+                pytest.fail("was let in")
+    assert gate.running == 1
+    assert not switching.done()
+    child.cancel()
+    await switching
+    assert gate.version == 2
+
+
+async def _switch(gate: AdmissionGate) -> None:
+    async with gate.swap():
+        pass
+
+
+async def test_a_task_that_outlives_its_request_is_let_in_anew() -> None:
+    gate = AdmissionGate(initial_version=1)
+    log: list = []
+    go_on = asyncio.Event()
+
+    async def later() -> None:
+        await go_on.wait()
+        await entered(gate, log, "later")
+
+    async with gate.request():
+        task = asyncio.create_task(later())
+        await turns()
+    async with gate.swap():
+        go_on.set()
+        await turns()
+        assert log == []
+    await task
+    assert log == [("later", 2)]
+
+
+async def test_immediate_switches_between_batches() -> None:
+    gate = AdmissionGate(mode="immediate", initial_version=1)
+    request = gate.request()
+    async with request as first:
+        assert first == 1
+        async with gate.batch() as version:
+            assert version == 1
+            switching = asyncio.ensure_future(_switch(gate))
+            await turns()
+            assert not switching.done()
+            async with gate.batch(timeout=0):  # a part of the batch around it
+                pass
+        async with asyncio.timeout(10):
+            await switching  # the request still runs
+        async with gate.batch() as version:
+            assert version == 2
+        assert request.versions == (1, 2)
+        async with gate.swap():
+            pass
+        assert request.versions == (1, 2)  # nothing was computed with the third
+    assert request.versions == (1, 2)
+    assert (gate.running, gate.version) == (0, 3)
+
+
+async def test_immediate_requests_without_batches_name_all_that_there_was() -> None:
+    gate = AdmissionGate(mode="immediate", initial_version=1)
+    request = gate.request()
+    async with request:
+        assert request.versions == (1,)
+        for _ in range(3):
+            async with gate.swap(timeout=1):
+                pass
+        assert request.versions == (1, 2, 3, 4)
+    async with gate.swap():
+        pass
+    assert request.versions == (1, 2, 3, 4)
+
+
+async def test_a_request_of_the_other_mode_has_one_version() -> None:
+    gate = AdmissionGate(initial_version=4)
+    request = gate.request()
+    async with request as version, gate.batch() as same:
+        assert version == same == request.version == 4
+        assert request.active
+    assert request.versions == (4,)
+    assert not request.active
+    with pytest.raises(aiosync.LocalProtocolError, match="entered once"):
+        async with request:
+            pytest.fail("was let in")
+
+
+@both_modes
+async def test_closing_wakes_everybody(mode) -> None:
+    gate = AdmissionGate(mode=mode, initial_version=1)
+    inside = asyncio.ensure_future(_hold_batch(gate))
+    await turns()
+    outside = [
+        asyncio.ensure_future(entered(gate, [], "late", min_version=2)),
+        asyncio.ensure_future(_switch(gate)),
+    ]
+    await turns()
+    gate.close()
+    gate.close()
+    for each in outside:
+        with pytest.raises(aiosync.LocalProtocolError, match="closed"):
+            await each
+    assert not gate.ready
+    with pytest.raises(aiosync.LocalProtocolError, match="closed"):
+        async with gate.request():
+            pytest.fail("was let in")
+    with pytest.raises(aiosync.LocalProtocolError, match="closed"):
+        await gate.ready.wait(timeout=5)
+    assert gate.running == 1
+    inside.cancel()
+    await asyncio.wait([inside])
+    assert "closed" in repr(gate)
+
+
+async def _hold_batch(gate: AdmissionGate) -> None:
+    async with gate.batch():
+        await asyncio.sleep(3600)
+
+
+async def test_two_gates_do_not_know_each_other() -> None:
+    one, two = AdmissionGate(initial_version=1), AdmissionGate(initial_version=8)
+    async with one.request() as first, two.request() as second:
+        assert (first, second) == (1, 8)
+        assert (one.running, two.running) == (1, 1)
+    async with one.request(), two.swap():
+        pass
+    assert (one.version, two.version) == (1, 9)
+
+
+async def test_nothing_is_lost_or_mixed_under_load() -> None:
+    gate = AdmissionGate(initial_version=1, timeout=20)
+    weights = {"a": 1, "b": 1}
+    answered = 0
+
+    async def ask() -> None:
+        nonlocal answered
+        for _ in range(100):
+            async with gate.request() as version:
+                first = weights["a"]
+                await asyncio.sleep(0)
+                assert first == weights["b"] == version
+                answered += 1
+
+    async def switch() -> None:
+        for _ in range(50):
+            async with gate.swap() as swap:
+                weights["a"] = swap.version = gate.version + 1
+                await asyncio.sleep(0)
+                weights["b"] = swap.version
+            await asyncio.sleep(0)
+
+    await asyncio.gather(switch(), *(ask() for _ in range(20)))
+    assert answered == 2000
+    assert gate.version == 51
+
+
+async def test_options_and_errors() -> None:
+    for options in (
+        {"mode": "now"},
+        {"timeout": 0},
+        {"swap_timeout": -1.0},
+        {"initial_version": 0},
+    ):
+        with pytest.raises(aiosync.ConfigError):
+            AdmissionGate(**options)
+    late = aiosync.AdmissionTimeout("late", version=1, min_version=2, retry_after=3.0)
+    copy = pickle.loads(pickle.dumps(late))
+    assert (copy.version, copy.min_version, copy.retry_after) == (1, 2, 3.0)
+    assert pickle.loads(pickle.dumps(aiosync.SwapTimeout("late", running=4))).running == 4
+    with pytest.raises(aiosync.RecvTimeout):
+        await AdmissionGate().ready.wait(timeout=0.01)
