@@ -1,0 +1,238 @@
+"""What the two sides are told, and the schemes that they make of it.
+
+Everything that goes to an engine is JSON and holds no secret: it says where a token is, never
+what it is. Must not import the engine's or the trainer's side.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from aiosync.errors import ConfigError
+from aiosync.integrations.vllm._base import (
+    TrainerInitInfo,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
+from aiosync.transports.credentials import TLS, Secret
+
+__all__ = ["AiosyncInitInfo", "AiosyncTrainerInitInfo", "AiosyncUpdateInfo"]
+
+TOKEN_VARIABLE = "AIOSYNC_TOKEN"
+
+_MAX_TOKEN_NBYTES = 65536
+_SHARED = "shm"
+
+
+@dataclass
+class AiosyncInitInfo(WeightTransferInitInfo):
+    """What each worker of an engine is told when a trainer comes. JSON, without secrets.
+
+    The trainer's side makes it; write one yourself for a trainer that has no vLLM.
+
+    Attributes:
+        address: Where the trainer listens: ``tcp://host:port``, ``unix:///path``, or the
+            ``shm://`` address of a trainer on this host.
+        model_id: Name of the model, the same on both sides.
+        first_worker: Index of the first worker of this engine, where several engines have one
+            trainer. Rank ``r`` of the engine is worker ``first_worker + r``.
+        timeout: Seconds to reach the trainer. The engine generates nothing meanwhile.
+        token_file: File with the shared token on the engine's host; without it, the variable
+            ``AIOSYNC_TOKEN`` of the engine's environment is taken.
+        tls: Arguments of :class:`aiosync.TLS` for the engine's end, such as ``{"ca": "ca.pem"}``.
+        check: What the names, shapes and dtypes of an update have to be equal to:
+            ``"checkpoint"``, that which the engine was started from, or the first update where
+            its files cannot be read; ``"first"``, the first update; ``"none"`` leaves it to
+            vLLM's loaders.
+        rollback: Keep a copy of the weights in host memory, and put it back when an update
+            fails half-way. Without it such a failure leaves the engine unusable.
+    """
+
+    address: str
+    model_id: str = "policy"
+    first_worker: int = 0
+    timeout: float = 30.0
+    token_file: str | None = None
+    tls: dict[str, Any] | None = None
+    check: Literal["checkpoint", "first", "none"] = "checkpoint"
+    rollback: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive seconds, got {self.timeout!r}")
+        if self.check not in ("checkpoint", "first", "none"):
+            raise ValueError(f"check must be 'checkpoint', 'first' or 'none', not {self.check!r}")
+        if self.first_worker < 0:
+            raise ValueError(f"first_worker must not be negative, got {self.first_worker!r}")
+
+
+@dataclass
+class AiosyncUpdateInfo(WeightTransferUpdateInfo):
+    """What each worker of an engine is told with an update.
+
+    Attributes:
+        version: The version to load; it is staged already, as a rule.
+        timeout: Seconds to wait for it if it is not.
+        undo: Put the weights back that were there before this version instead.
+    """
+
+    version: int
+    timeout: float = 10.0
+    undo: bool = False
+
+
+@dataclass
+class AiosyncTrainerInitInfo(TrainerInitInfo):
+    """What the trainer's side is made of; pass it to vLLM's ``WeightTransferTrainerFactory``.
+
+    ``rank`` is this trainer process's rank; rank 0 sends, the others take part in gathering.
+
+    Attributes:
+        address: Where to listen: ``tcp://host:port`` (port 0 lets the system choose),
+            ``unix:///path``, or ``"shm"`` for shared memory with engines of this host.
+        connect_address: Where engines dial, if that is another address; for example with the
+            host's name in place of ``0.0.0.0``.
+        model_id: Name of the model.
+        num_workers: Workers of all engines together: tensor, pipeline and data parallel ranks.
+        pause: What becomes of requests in flight while an update is activated: ``"keep"``
+            freezes them, ``"wait"`` lets them end first, ``"abort"`` ends them; ``None`` does
+            not pause at all.
+        wire_dtype: Cast floating tensors to this while sending; a name such as ``"bfloat16"``.
+        timeout: Seconds for meeting the engine, and for an update to be staged by all workers.
+        activation_timeout: Seconds for each call to the engine.
+        token: The shared token; else that in ``token_file``, else of ``AIOSYNC_TOKEN``.
+        token_file: File with the token on this host.
+        tls: Certificates of this side.
+        worker_token_file: File with the token on the engines' host.
+        worker_tls: As :attr:`AiosyncInitInfo.tls`.
+        check: As :attr:`AiosyncInitInfo.check`.
+        rollback: As :attr:`AiosyncInitInfo.rollback`.
+    """
+
+    backend: ClassVar[str] = "aiosync"
+
+    address: str = "tcp://127.0.0.1:0"
+    connect_address: str | None = None
+    model_id: str = "policy"
+    num_workers: int = 1
+    pause: Literal["keep", "wait", "abort"] | None = "keep"
+    wire_dtype: str | torch.dtype | None = None
+    timeout: float = 120.0
+    activation_timeout: float = 120.0
+    token: str | bytes | Secret | None = field(default=None, repr=False)
+    token_file: str | None = None
+    tls: TLS | None = None
+    worker_token_file: str | None = None
+    worker_tls: dict[str, Any] | None = None
+    check: Literal["checkpoint", "first", "none"] = "checkpoint"
+    rollback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pause not in ("keep", "wait", "abort", None):
+            raise ConfigError(f"pause must be 'keep', 'wait', 'abort' or None, not {self.pause!r}")
+        if self.num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {self.num_workers!r}")
+        for name in ("timeout", "activation_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive seconds")
+
+    def for_workers(self, address: str) -> dict[str, Any]:
+        """The init info of the engines' workers, for the address that was bound."""
+        return {
+            "address": self.connect_address or address,
+            "model_id": self.model_id,
+            "timeout": min(self.timeout, 30.0),
+            "token_file": self.worker_token_file,
+            "tls": self.worker_tls,
+            "check": self.check,
+            "rollback": self.rollback,
+        }
+
+
+# -- schemes -----------------------------------------------------------------------------------
+
+
+def receiving_scheme(info: AiosyncInitInfo) -> WeightSyncScheme:
+    """The scheme of a worker, without a role.
+
+    Raises:
+        ConfigError: The address or the token file is of no use.
+    """
+    scheme: WeightSyncScheme
+    if info.address.startswith(f"{_SHARED}:"):
+        scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=info.timeout)
+        parts = urlsplit(info.address)
+        inner = scheme._scheme
+        pid = parse_qs(parts.query).get("pid", [""])[0]
+        if not parts.path.strip("/") and not parts.netloc:
+            raise ConfigError(f"{info.address!r} is no address of a trainer's shared memory")
+        inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
+        inner._sender_pid = int(pid) if pid.isdigit() else None
+    else:
+        scheme = TCPWeightSyncScheme(
+            info.address,
+            "state_dict",
+            apply="manual",
+            timeout=info.timeout,
+            token=read_token(info.token_file),
+            tls=None if info.tls is None else TLS(**info.tls),
+            reconnect=None,  # the engine outlives trainers, and goes on with what it has
+        )
+    # Weights are loaded in update_weights(), on the thread that runs the model, and nowhere else.
+    scheme._scheme._waits_for_first = False
+    return scheme
+
+
+def sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
+    """The scheme of a trainer, without a role."""
+    options: dict[str, Any] = {"timeout": info.timeout}
+    if info.wire_dtype is not None:
+        options["wire_dtype"] = _dtype(info.wire_dtype)
+    if info.address == _SHARED:
+        return SharedMemWeightSyncScheme("state_dict", **options)
+    token: Any = info.token.value if isinstance(info.token, Secret) else info.token
+    token = read_token(info.token_file) if token is None else token
+    return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
+
+
+def address_of(scheme: WeightSyncScheme) -> str:
+    """Where workers find the sender; after ``init_on_sender()``."""
+    if isinstance(scheme, TCPWeightSyncScheme):
+        return scheme.address
+    inner = scheme._scheme
+    found = inner._address
+    where = f"//{found[1:]}" if found.startswith("\0") else f"//{found}"
+    return f"{_SHARED}:{where}?pid={inner._pid}"
+
+
+def _dtype(given: str | torch.dtype) -> torch.dtype:
+    found = given if isinstance(given, torch.dtype) else getattr(torch, given, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"wire_dtype: torch has no dtype {given!r}")
+    return found
+
+
+def read_token(path: str | None) -> bytes | None:
+    """The token of a file, without a newline at its end, or that of the environment.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or too large.
+    """
+    if path is None:
+        text = os.environ.get(TOKEN_VARIABLE)
+        return None if text is None else os.fsencode(text)
+    try:
+        with open(path, "rb") as file:
+            token = file.read(_MAX_TOKEN_NBYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"token_file: {path}: cannot be read: {exc.strerror}") from exc
+    token = token.removesuffix(b"\n").removesuffix(b"\r")
+    if not token or len(token) > _MAX_TOKEN_NBYTES:
+        raise ConfigError(f"token_file: {path} is {'too large' if token else 'empty'}")
+    return token

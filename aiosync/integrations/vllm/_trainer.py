@@ -1,0 +1,352 @@
+"""The trainer's side: sends in the background, and pauses the engine for the activation only.
+
+Must not import the engine's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+)
+from aiosync.integrations.vllm._base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+from aiosync.integrations.vllm._control import Control
+from aiosync.integrations.vllm._info import AiosyncTrainerInitInfo, address_of, sending_scheme
+from aiosync.schemes import SendHandle
+from aiosync.sync import WeightSyncScheme
+from aiosync.sync._portal import refuse_inside_loop
+from aiosync.types import SendReport
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    import torch
+
+__all__ = ["Activation", "AiosyncTrainerEngine"]
+
+_WORD_SECONDS = 2.0  # for a worker's reason to come, once the engine has said that there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What one activation took.
+
+    Attributes:
+        version: The version that the engine has now.
+        staging: Seconds that were waited for workers to have all of it; the engine generated.
+        paused: Seconds from asking the engine to pause until it had resumed.
+        loading: Seconds of those that loading took.
+    """
+
+    version: int
+    staging: float
+    paused: float
+    loading: float
+
+
+class AiosyncTrainerEngine(TrainerWeightTransferEngine):
+    """Brings a trainer's weights into vLLM engines.
+
+    Made by vLLM's ``WeightTransferTrainerFactory.trainer_init()`` from an
+    :class:`AiosyncTrainerInitInfo`, or by :meth:`trainer_init`. :meth:`send_weights` does all of
+    it; :meth:`stage` and :meth:`activate` are its halves, with training between them. May be
+    used from any thread that runs no event loop; one update at a time. Close it with
+    :meth:`shutdown`.
+    """
+
+    init_info_cls: type[TrainerInitInfo] = AiosyncTrainerInitInfo
+
+    def __init__(
+        self,
+        init_info: AiosyncTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.active_version: int = 0
+        """The version that the engine has; 0 before the first."""
+        self.last: Activation | None = None
+        """What the newest activation took."""
+        self._info = init_info
+        self._scheme: WeightSyncScheme | None = None
+        self._handle: SendHandle | None = None
+        self._lock = threading.RLock()
+        timeout = init_info.activation_timeout
+        self._control = Control(client, pause=init_info.pause, timeout=timeout)
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: AiosyncTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Listen, have the engine's workers come, and wait for them. Bounded by ``timeout``.
+
+        Args:
+            init_info: Where to listen, and how.
+            client: vLLM's HTTP or Ray client, or one of this package.
+            source: Names and tensors in checkpoint format, iterated for each update; without
+                it, :meth:`stage` and :meth:`send_weights` are given them.
+
+        Raises:
+            ConnectError: The engine refused, or its workers could not come; it says why.
+            ConnectTimeout: Fewer workers than ``num_workers`` came.
+            SyncTimeout: The engine did not answer.
+            ConfigError: The init info is of no use.
+        """
+        engine = cls(init_info, client=client, source=source)
+        if init_info.is_sender:
+            engine._open()
+        return engine
+
+    def _open(self) -> None:
+        scheme = sending_scheme(self._info)
+        try:
+            scheme.init_on_sender(model_id=self._info.model_id, num_workers=self._info.num_workers)
+            self._scheme = scheme
+            self._meet(scheme)
+        except BaseException:
+            self._scheme = None
+            scheme.shutdown()
+            raise
+
+    def _meet(self, scheme: WeightSyncScheme) -> None:
+        errors: list[Exception] = []
+
+        def call_engine() -> None:
+            try:
+                self._control.init(self._info.for_workers(address_of(scheme)))
+            except Exception as exc:  # noqa: BLE001 - raised again by the thread that connects
+                errors.append(exc)
+                scheme.abort()  # nobody will come
+
+        caller = threading.Thread(target=call_engine, name="aiosync-vllm-init", daemon=True)
+        caller.start()
+        try:
+            scheme.connect(timeout=self._info.timeout)
+        except AiosyncError:
+            caller.join(_WORD_SECONDS)
+            if errors:
+                raise errors[0] from None
+            raise
+        caller.join()  # its calls have a deadline
+        if errors:
+            raise errors[0]
+
+    def rejoin(self) -> None:
+        """Have the engine's workers come again, and give them the newest version.
+
+        After an engine was restarted, or another one has taken its address.
+
+        Raises:
+            ConnectError: The engine refused, or its workers could not come.
+            AiosyncError: As :meth:`activate`.
+        """
+        with self._lock:
+            scheme = self._require()
+            self._control.init(self._info.for_workers(address_of(scheme)))
+            if self._handle is not None:
+                self.activate()
+
+    # -- updates -------------------------------------------------------------------------------
+
+    def send_weights(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Send the weights, wait until workers have them, and switch. On every trainer rank.
+
+        Args:
+            weights: As for :meth:`stage`.
+
+        Raises:
+            AiosyncError: As :meth:`stage` and :meth:`activate`.
+        """
+        with self._lock:
+            self.stage(weights)
+            if self.is_sender:
+                self.activate()
+
+    def stage(self, weights: Mapping[str, torch.Tensor] | None = None) -> int:
+        """Take a snapshot and send it in the background; the engine goes on generating.
+
+        On every trainer rank: gathering is collective.
+
+        Args:
+            weights: Whole tensors by their names in checkpoint format; ``None`` iterates the
+                source. They may change as soon as this returns.
+
+        Returns:
+            The version that is being sent; 0 on ranks that do not send.
+
+        Raises:
+            PartialSyncError: A worker has gone; :meth:`rejoin` when the engine is back.
+            ConfigError: There is neither a source nor ``weights``.
+        """
+        if weights is None and self.source is None:
+            raise ConfigError("pass weights, or a source= to trainer_init()")
+        if not self.is_sender:
+            for _ in () if weights is not None else self.source or ():
+                pass  # takes part in gathering
+            return 0
+        with self._lock:
+            scheme = self._require()
+            self._check_workers(scheme)
+            given = weights.items() if weights is not None else self.source or ()
+            # One by one: gathered tensors are not all on an accelerator at a time.
+            values = {name: tensor.detach().to("cpu") for name, tensor in given}
+
+            async def start() -> SendHandle:
+                # It ends when the version is activated, whenever that is.
+                handle = scheme._scheme.send_nowait(values, timeout=math.inf)
+                handle._future.add_done_callback(_seen)  # activate() says what went wrong
+                return handle
+
+            self._handle = scheme._call(start())
+            return self._handle.version
+
+    def activate(self) -> Activation:
+        """Wait until all workers have the newest staged version, and switch the engine to it.
+
+        The engine is paused only for the switch, and resumed whatever happens.
+
+        Raises:
+            PartialSyncError: A worker refused the version, and says why; every worker of its
+                engine has what it had.
+            ApplyError: The engine refused.
+            RecvTimeout: Not all workers had it in time; the engine was not paused.
+            SyncTimeout: The engine did not answer.
+            LocalProtocolError: Nothing was staged.
+        """
+        with self._lock:
+            scheme = self._require()
+            handle = self._handle
+            if handle is None:
+                raise LocalProtocolError("activate(): stage() comes first")
+            began = time.perf_counter()
+            self._check_workers(scheme)
+            scheme.wait_staged(handle.version, timeout=self._info.timeout)
+            staged = time.perf_counter()
+            try:
+                self._control.pause()
+                loading = self._switch(scheme, handle)
+            except BaseException as exc:
+                self._resume_after(exc)
+                raise
+            self._control.resume()
+            ended = time.perf_counter()
+            self.active_version = handle.version
+            self.last = Activation(handle.version, staged - began, ended - staged, loading)
+            return self.last
+
+    def _switch(self, scheme: WeightSyncScheme, handle: SendHandle) -> float:
+        control, version = self._control, handle.version
+        patience = min(10.0, self._info.activation_timeout / 2)
+        began = time.perf_counter()
+        try:
+            try:
+                control.start()
+            except AiosyncError:
+                # An update of a trainer that died may still be open: end it, and try again.
+                with contextlib.suppress(AiosyncError):  # the second start() says what is wrong
+                    control.finish()
+                control.start()
+            control.update(version, timeout=patience)
+            loading = time.perf_counter() - began
+            control.finish(str(version))
+        except AiosyncError as exc:
+            if self._info.num_workers > 1:
+                # Workers of other engines may have it; this takes it back, and ends the update.
+                # Those that refused it refuse this, too, and what they said is `exc` already.
+                with contextlib.suppress(AiosyncError):
+                    control.update(version, timeout=1.0, undo=True)
+                with contextlib.suppress(AiosyncError):
+                    control.finish()
+            said = self._said(scheme, handle)
+            if said is not None:
+                raise said from exc
+            raise
+        return loading
+
+    def _said(self, scheme: WeightSyncScheme, handle: SendHandle) -> AiosyncError | None:
+        """What the workers themselves said of this version."""
+
+        async def outcome() -> AiosyncError | None:
+            try:
+                async with asyncio.timeout(_WORD_SECONDS):
+                    await handle
+            except TimeoutError:
+                return None  # they said nothing: the engine did not get so far
+            except AiosyncError as exc:
+                return exc
+            return None
+
+        return scheme._call(outcome())
+
+    def _resume_after(self, error: BaseException) -> None:
+        try:
+            self._control.resume()
+        except AiosyncError as exc:
+            error.add_note(f"The engine may be paused still: {exc}")
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where workers dial; empty on ranks that do not send."""
+        return "" if self._scheme is None else address_of(self._scheme)
+
+    def shutdown(self) -> None:
+        """Leave the engine, which goes on with what it has. Idempotent, bounded."""
+        scheme, self._scheme = self._scheme, None
+        self._handle = None
+        if scheme is not None:
+            scheme.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _require(self) -> WeightSyncScheme:
+        refuse_inside_loop("stage() or activate", "await asyncio.to_thread(...)")
+        if self._scheme is None:
+            raise LocalProtocolError(
+                "this side of the transfer was shut down" if self.is_sender else "rank 0 sends"
+            )
+        return self._scheme
+
+    def _check_workers(self, scheme: WeightSyncScheme) -> None:
+        there = scheme.worker_versions
+        if len(there) < self._info.num_workers:
+            gone = {
+                index: PeerClosed("the engine's worker has gone; rejoin() once it is back")
+                for index in range(self._info.num_workers)
+                if index not in there
+            }
+            version = None if self._handle is None else self._handle.version
+            raise PartialSyncError(acked=(), failed=gone, version=version)
+
+
+def _seen(future: asyncio.Future[SendReport]) -> None:
+    """Keep the event loop from reporting a failure that nobody may ask for."""
+    if not future.cancelled():
+        future.exception()

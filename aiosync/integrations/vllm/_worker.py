@@ -1,0 +1,294 @@
+"""The engine's side: what each worker of a vLLM engine has under the name ``aiosync``.
+
+Updates are received and staged by threads of their own while the engine generates. Only
+``update_weights()`` changes the model, on the worker's own thread, from beginning to end: vLLM's
+calls around it are the begin and the end of what can be undone. Must not import the trainer's
+side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from aiosync.errors import (
+    AiosyncError,
+    ApplyError,
+    ConfigError,
+    ConnectError,
+    LocalProtocolError,
+    ManifestMismatch,
+    RecvTimeout,
+)
+from aiosync.integrations.vllm._base import WeightTransferEngine
+from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo, receiving_scheme
+from aiosync.integrations.vllm._ranks import Ranks
+from aiosync.integrations.vllm._reference import Reference, of_checkpoint, of_tensors
+from aiosync.integrations.vllm._undo import Backup, Undo
+from aiosync.sync import WeightSyncScheme
+
+__all__ = ["AiosyncWeightTransferEngine"]
+
+_logger = logging.getLogger(__name__)
+
+Item = tuple[str, torch.Tensor]
+
+
+class AiosyncWeightTransferEngine(WeightTransferEngine):
+    """Receives weights in checkpoint format, and loads them through vLLM's own loaders.
+
+    vLLM makes one in each worker of an engine with
+    ``WeightTransferConfig(backend="aiosync")``, and calls it. Each worker is one receiver and
+    gets the whole checkpoint; the loaders take its shard. See ``docs/topics/vllm.md``.
+    """
+
+    init_info_cls = AiosyncInitInfo
+    update_info_cls = AiosyncUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._scheme: WeightSyncScheme | None = None
+        self._info: AiosyncInitInfo | None = None
+        self._ranks = Ranks(self.parallel_config)
+        self._reference: Reference | None = None
+        self._check = "none"
+        self._backup: Backup | None = None
+        self._undo: Undo | None = None
+        self._loaded = 0  # the version that the model has; 0 for none of this trainer
+
+    # -- the trainer comes and goes ------------------------------------------------------------
+
+    def init_transfer_engine(self, init_info: AiosyncInitInfo) -> None:
+        """Reach the trainer, and stage what it sends from now on. A trainer before is left.
+
+        Raises:
+            ConnectTimeout: Nobody listened in time; the engine goes on with what it has.
+            ConnectError: The trainer refused.
+            ConfigError: The init info is of no use.
+        """
+        self.shutdown()
+        error: Exception | None = None
+        try:
+            self._connect(init_info)
+        except (AiosyncError, OSError, TypeError) as exc:
+            error = exc
+        if self._ranks.agree(error):
+            return
+        self.shutdown()
+        self._ranks.report(error)
+
+    def _connect(self, info: AiosyncInitInfo) -> None:
+        if info.rollback and getattr(self.parallel_config, "enable_eplb", False):
+            raise ConfigError(
+                "expert load balancing moves weights between updates, which a copy of them does "
+                "not follow: set rollback=False"
+            )
+        scheme = receiving_scheme(info)
+        index = info.first_worker + self._ranks.index
+        scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=self._load)
+        try:
+            scheme.connect(timeout=info.timeout)
+        except BaseException:
+            scheme.shutdown()
+            raise
+        self._scheme, self._info = scheme, info
+        self._read_reference(info)
+        if info.rollback:
+            self._backup = Backup(self.model)
+            self._backup.begin()
+
+    def _read_reference(self, info: AiosyncInitInfo) -> None:
+        if info.check == self._check:
+            return  # as for the trainer before
+        self._check, self._reference = info.check, None
+        if info.check == "checkpoint":
+            config = self.model_config
+            self._reference = of_checkpoint(
+                config.model,
+                config.revision,
+                also=config.dtype,
+                ties_head=bool(getattr(config.hf_config, "tie_word_embeddings", False)),
+            )
+            if self._reference is None:
+                _logger.warning("no checkpoint files to check updates against: the first counts")
+
+    def shutdown(self) -> None:
+        """Leave the trainer. The model keeps its weights. Idempotent, bounded."""
+        scheme, self._scheme = self._scheme, None
+        backup, self._backup = self._backup, None
+        self._undo, self._loaded = None, 0
+        try:
+            if scheme is not None:
+                scheme.shutdown()
+        finally:
+            if backup is not None:
+                backup.close()
+
+    # -- one update ----------------------------------------------------------------------------
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: the model stays as it is until :meth:`update_weights`."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the version that is named, or nothing at all.
+
+        Raises:
+            RecvTimeout: It was not staged in time.
+            ConnectError: It is not staged, and the link to the trainer is lost.
+            ApplyError: It was refused, and the model has what it had.
+            LocalProtocolError: There is no trainer, or another version is staged.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        self._synchronize()
+
+    def receive_weights(self, update_info: AiosyncUpdateInfo) -> None:
+        """As :meth:`update_weights`, without waiting for an accelerator."""
+        if update_info.undo:
+            self._roll_back()
+            self._loaded = 0
+            return
+        error: Exception | None = None
+        try:
+            has_it = self._await_staged(update_info)
+        except AiosyncError as exc:
+            error = exc
+        if not self._ranks.agree(error):
+            self._ranks.report(error)
+            return
+        if has_it:
+            return
+        assert self._scheme is not None
+        try:
+            applied = self._scheme.apply_pending()
+        except AiosyncError as exc:
+            self._ranks.report(exc)
+            return
+        self._loaded = applied or 0
+        if applied != update_info.version:
+            self._roll_back()
+            self._loaded = 0
+            self._ranks.report(LocalProtocolError(f"version {applied} came in between"))
+
+    def finish_weight_update(self) -> None:
+        """Keep what was loaded: it cannot be undone from now on."""
+        if self._undo is None:
+            return
+        self._undo = None
+        self._synchronize()
+        if self._backup is not None:
+            self._backup.begin()
+
+    def _await_staged(self, info: AiosyncUpdateInfo) -> bool:
+        """Wait until the version can be loaded. Returns whether the model has it already."""
+        scheme = self._scheme
+        if scheme is None:
+            raise LocalProtocolError(
+                "this engine has no trainer: call init_weight_transfer_engine first"
+            )
+        try:
+            scheme.wait_staged(info.version, timeout=info.timeout)
+        except RecvTimeout as exc:
+            lost = scheme.link_lost
+            if lost is None:
+                raise
+            text = f"version {info.version} is not here, and the trainer is gone: {lost}"
+            raise ConnectError(text) from exc
+        staged = scheme.staged_version
+        if staged == 0 and self._loaded == info.version:
+            return True  # the trainer did not hear of it, and asks again
+        if staged != info.version:
+            raise LocalProtocolError(
+                f"version {info.version} was asked for; staged is "
+                f"{staged or 'none'}, loaded is {self._loaded or 'none'}"
+            )
+        return False
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def _load(self, weights: Iterable[Item]) -> None:
+        """Load everything, on every rank, or leave every rank as it was.
+
+        The scheme calls this inside ``apply_pending()``; what it raises, the trainer sees.
+        """
+        items = list(weights)
+        error: Exception | None = None
+        undo: Undo | None = None
+        try:
+            if self._reference is not None:
+                self._reference.check(items)
+            values = [] if self._backup is None else self._backup.wait(_timeout(self._info))
+            undo = Undo(self.model, values)
+            self._reload(items)
+            self._synchronize()
+        except Exception as exc:  # noqa: BLE001 - raised again below, and sent to the trainer
+            error = exc
+        if self._ranks.agree(error):
+            self._undo = undo
+            if self._reference is None and self._check != "none":
+                self._reference = of_tensors(items, also=self.model_config.dtype)
+            return
+        if undo is not None:
+            self._undo = undo
+            self._roll_back()
+            if self._backup is None:
+                raise ApplyError(
+                    f"{error or 'another worker could not load it'}; it broke off half-way, and "
+                    "this engine has no copy to go back to: start it again"
+                ) from error
+        raise error or ApplyError("another worker of this engine could not load it")
+
+    def _reload(self, items: list[Item]) -> None:
+        model = self.model
+        before = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        wanted = {name for name, each in model.named_parameters() if each.numel()} & before
+        with disable_mtp_completeness_check():
+            loaded = model.load_weights(iter(items))  # type: ignore[operator]  # every model's
+        if (
+            self._reference is None
+            and loaded is not None
+            and self.model_config.quantization is None
+        ):
+            missing = sorted(wanted - set(loaded))
+            if missing:
+                raise ManifestMismatch(missing=missing, hint="These are vLLM's own names.")
+        finalize_layerwise_reload(model, self.model_config)
+        self._part_from(items)
+
+    def _part_from(self, items: list[Item]) -> None:
+        """Give parameters that a loader left in received memory some of their own."""
+        received = {tensor.untyped_storage().data_ptr() for _, tensor in items if tensor.numel()}
+        for group in (self.model.parameters(), self.model.buffers()):
+            for tensor in group:
+                if tensor.numel() and tensor.untyped_storage().data_ptr() in received:
+                    tensor.data = tensor.data.clone()
+
+    def _roll_back(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        undo.restore()
+        for module in self.model.modules():
+            get_layerwise_info(module).reset()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        # Without an accelerator there is nothing to wait for, and nothing to ask.
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _timeout(info: AiosyncInitInfo | None) -> float:
+    return 30.0 if info is None else info.timeout

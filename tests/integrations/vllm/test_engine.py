@@ -1,0 +1,311 @@
+"""The vLLM plug-in with real engines on the CPU: a tiny Llama with random weights.
+
+Runs where vLLM is installed; see ``conftest.py`` for the two engines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import aiosync
+from tests.integrations.vllm._server import TOKEN, Clients, Server
+from tests.integrations.vllm._tools import VOCAB, make_weights
+
+if TYPE_CHECKING:
+    from aiosync.integrations.vllm import AiosyncTrainerEngine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),  # the first two tests start the engines
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+A, B = make_weights(1), make_weights(2)
+TRAINER = """
+import os, signal, sys, torch
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+from aiosync.integrations.vllm import AiosyncTrainerEngine, AiosyncTrainerInitInfo
+info = AiosyncTrainerInitInfo(rank=0, timeout=20.0)
+client = HTTPVLLMWeightSyncClient(sys.argv[1], timeout=30)
+AiosyncTrainerEngine.trainer_init(info, client=client)
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+def trainer_of(server: Server, client: Any = None, **options: Any) -> AiosyncTrainerEngine:
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        WeightTransferTrainerFactory,
+    )
+
+    from aiosync.integrations.vllm import AiosyncTrainerEngine, AiosyncTrainerInitInfo
+
+    info = AiosyncTrainerInitInfo(rank=0, **{"token": TOKEN, "timeout": 20.0, **options})
+    client = client or HTTPVLLMWeightSyncClient(server.url, timeout=30)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=client)
+    assert isinstance(engine, AiosyncTrainerEngine)
+    return engine
+
+
+@pytest.fixture
+def trainer(server: Server) -> Iterator[AiosyncTrainerEngine]:
+    with trainer_of(server) as engine:
+        yield engine
+
+
+def test_schemes_offline(offline: dict[str, Any]) -> None:
+    """In a trainer's process, over each kind of link: update, refusal, update."""
+    assert sorted(offline["schemes"]) == ["shm", "tcp", "unix"]
+    for seen in offline["schemes"].values():
+        assert seen["after"] != offline["fresh"]
+        assert seen["after"] == offline["schemes"]["shm"]["after"]
+        assert "ManifestMismatch" in seen["refused"] and "unexpected: more" in seen["refused"]
+        assert seen["kept"] and seen["label"] == "2"
+        assert seen["back"] == offline["fresh"]
+    assert offline["threads"] == []
+
+
+def test_update_equals_fresh_engine(
+    offline: dict[str, Any], server: Server, trainer: AiosyncTrainerEngine
+) -> None:
+    """Greedy tokens are those of an engine that was started with the weights, both ways."""
+    assert server.tokens() == offline["schemes"]["tcp"]["after"]
+    trainer.send_weights(B)
+    assert server.tokens() == offline["fresh"]
+    assert server.label() == "1" and trainer.active_version == 1
+    choice = server.generate([1, 2, 3])
+    assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 32}]
+    trainer.send_weights(A)
+    assert server.tokens() == offline["schemes"]["tcp"]["after"]
+    assert server.label() == "2"
+
+
+def test_requests_in_flight(server: Server, trainer: AiosyncTrainerEngine) -> None:
+    """Requests that run while updates come all finish, and say which versions they are of."""
+    trainer.send_weights(A)
+    with Clients(server, 4, max_tokens=300) as clients:
+        for weights in (B, A, B):
+            version = trainer.stage(weights)
+            activation = trainer.activate()
+            assert activation.version == version
+            assert server.running() > 0
+    assert not clients.errors
+    assert len(clients.answers) >= 4
+    spans = [answer["weight_versions"] for answer in clients.answers]
+    assert all(len(answer["token_ids"]) == 300 for answer in clients.answers)
+    assert any(len(span) > 1 for span in spans)
+    assert all(span[-1]["end"] == 300 for span in spans)
+
+
+def test_staging_does_not_pause(server: Server, trainer: AiosyncTrainerEngine) -> None:
+    """A staged version changes nothing until it is activated, and a newer one replaces it."""
+    trainer.send_weights(A)
+    before = server.tokens()
+    first = trainer.stage(B)
+    second = trainer.stage(make_weights(3))
+    assert server.tokens() == before and server.label() == str(first - 1)
+    assert trainer.activate().version == second == first + 1
+    assert server.tokens() != before and server.label() == str(second)
+    trainer.send_weights(A)
+    assert server.tokens() == before
+
+
+def test_without_vllms_client(offline: dict[str, Any], server: Server) -> None:
+    """Over HTTP without vLLM's client, from a trainer with other dtypes."""
+    from aiosync.integrations.vllm import HTTPClient
+
+    with trainer_of(server, HTTPClient(server.url), wire_dtype="bfloat16") as trainer:
+        trainer.send_weights(A)
+        before = server.tokens()
+        trainer.send_weights({name: tensor.float() for name, tensor in B.items()})
+        assert server.tokens() == offline["fresh"] != before
+        with pytest.raises(aiosync.PartialSyncError, match="missing"):
+            trainer.send_weights({})
+        assert server.tokens() == offline["fresh"]
+
+
+def _without(name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in B.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (_without("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj"),
+        ({**B, "model.layers.2.x": torch.ones(3)}, "unexpected: model.layers.2.x"),
+        ({**B, "lm_head.weight": torch.ones(VOCAB, 3).bfloat16()}, "lm_head.weight: shape"),
+        ({**B, "lm_head.weight": B["lm_head.weight"].float()}, "wire_dtype"),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype"],
+)
+def test_mismatch_is_refused(
+    server: Server, trainer: AiosyncTrainerEngine, weights: dict[str, torch.Tensor], says: str
+) -> None:
+    """The engine keeps its version, and the trainer hears what was wrong."""
+    trainer.send_weights(A)
+    tokens, checksums, label = server.tokens(), server.checksums(), server.label()
+    with pytest.raises(aiosync.PartialSyncError) as caught:
+        trainer.send_weights(weights)
+    refusal = caught.value.failed[0]
+    assert isinstance(refusal, aiosync.ApplyError) and refusal.remote_type == "ManifestMismatch"
+    assert says in str(refusal)
+    assert not server.is_paused()
+    assert server.tokens() == tokens
+    assert server.checksums() == checksums
+    assert server.label() == label
+    trainer.send_weights(B)  # and takes the next one
+    assert server.tokens() != tokens
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+def test_failure_half_way_is_undone(server: Server, name: str) -> None:
+    """vLLM's own loader fails when most is loaded: everything is as it was, bit for bit."""
+    with trainer_of(server, check="none") as trainer:
+        trainer.send_weights(A)
+        tokens, checksums, label = server.tokens(), server.checksums(), server.label()
+        for _ in range(2):
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                trainer.send_weights({**B, name: torch.ones(7, 5).bfloat16()})
+            refusal = caught.value.failed[0]
+            assert isinstance(refusal, aiosync.ApplyError)
+            assert refusal.remote_type != "ManifestMismatch"  # the loader was in the middle
+            assert not server.is_paused()
+            assert server.tokens() == tokens
+            assert server.checksums() == checksums
+            assert server.label() == label
+        trainer.send_weights(B)
+        assert server.tokens() != tokens
+
+
+def test_incomplete_update_is_undone(server: Server) -> None:
+    """Without anything to check against, what vLLM would leave half-loaded is found."""
+    with trainer_of(server, check="none") as trainer:
+        trainer.send_weights(A)
+        tokens = server.tokens()
+        with pytest.raises(aiosync.PartialSyncError, match="missing: model.norm.weight"):
+            trainer.send_weights(_without("model.norm.weight"))
+        assert server.tokens() == tokens
+
+
+def test_failure_with_requests_in_flight(server: Server) -> None:
+    """They go on with the old version as if nothing had been tried."""
+    with trainer_of(server, check="none") as trainer:
+        trainer.send_weights(A)
+        version = server.label()
+        with Clients(server, 2, max_tokens=200) as clients:
+            with pytest.raises(aiosync.PartialSyncError):
+                trainer.send_weights({**B, "lm_head.weight": torch.ones(2, 2).bfloat16()})
+        assert not clients.errors and clients.answers
+        for answer in clients.answers:
+            assert answer["weight_versions"] == [{"version": version, "start": 0, "end": 200}]
+
+
+def test_wrong_address(server: Server) -> None:
+    """An engine that cannot reach its trainer says so in time, and goes on."""
+    tokens = server.tokens()
+    began = time.monotonic()
+    init_info = {"address": "tcp://127.0.0.1:9", "timeout": 2.0}
+    reply = server.post("init_weight_transfer_engine", {"init_info": init_info})
+    assert reply.status_code == 500 and "tcp://127.0.0.1:9" in reply.text
+    assert time.monotonic() - began < 10
+    assert server.tokens() == tokens
+    began = time.monotonic()
+    with pytest.raises(aiosync.ConnectError, match="127.0.0.1:9"):
+        trainer_of(server, connect_address="tcp://127.0.0.1:9", timeout=2.0)
+    assert time.monotonic() - began < 10
+    assert server.tokens() == tokens
+
+
+def test_wrong_token(server: Server) -> None:
+    """It is refused, and neither token is in the engine's log."""
+    with pytest.raises(aiosync.AiosyncError):
+        trainer_of(server, token="not the one of the engine", timeout=3.0)
+    log = server.log_text()
+    assert TOKEN not in log and "not the one of the engine" not in log
+    assert server.tokens()
+
+
+def test_server_is_not_there() -> None:
+    """The trainer learns it at once, and nothing is left."""
+    pytest.importorskip("vllm")
+    began = time.monotonic()
+    with pytest.raises(aiosync.ConnectError, match="refused"):
+        trainer_of(Server("http://127.0.0.1:9", Path(), None))  # type: ignore[arg-type]
+    assert time.monotonic() - began < 10
+
+
+def test_dead_trainer(server: Server, tmp_path: Path) -> None:
+    """A trainer is killed: updates fail in time, the engine generates, another trainer comes."""
+    environment = {**os.environ, "AIOSYNC_TOKEN": TOKEN}
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, server.url],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, b"")
+            assert any(line == b"joined\n" for line in lines)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    tokens, checksums = server.tokens(), server.checksums()
+    assert server.post("start_weight_update").ok
+    began = time.monotonic()
+    reply = server.post("update_weights", {"update_info": {"version": 1, "timeout": 1.0}})
+    assert reply.status_code == 500 and "the trainer is gone" in reply.text
+    assert time.monotonic() - began < 10
+    assert server.tokens() == tokens
+    assert server.checksums() == checksums
+    assert server.post("pause?mode=keep").ok  # it might have died here, too
+    with trainer_of(server) as successor:
+        successor.send_weights(make_weights(4))
+        assert not server.is_paused()
+        assert server.tokens() != tokens
+
+
+def test_asked_twice(server: Server, trainer: AiosyncTrainerEngine) -> None:
+    """A trainer that did not hear that all went well asks again; an old version is refused."""
+    trainer.send_weights(A)
+    trainer.send_weights(B)
+    tokens = server.tokens()
+    trainer.activate()
+    assert server.tokens() == tokens and server.label() == "2"
+    assert server.post("start_weight_update").ok
+    reply = server.post("update_weights", {"update_info": {"version": 1, "timeout": 1.0}})
+    assert reply.status_code == 500 and "loaded is 2" in reply.text
+    assert server.tokens() == tokens
+
+
+def test_update_that_a_dead_trainer_left_open(server: Server) -> None:
+    """vLLM refuses to begin another one; the next trainer ends it first."""
+    assert server.post("start_weight_update").ok
+    with trainer_of(server) as successor:
+        successor.send_weights(B)
+        assert server.label() == "1"
+
+
+def test_engine_lost_the_trainers_word(server: Server) -> None:
+    """The engine was given to another trainer: the first one is told, and can have it back."""
+    with trainer_of(server) as first:
+        first.send_weights(A)
+        tokens = server.tokens()
+        with trainer_of(server) as second:
+            second.send_weights(B)
+        with pytest.raises(aiosync.PartialSyncError, match="rejoin"):
+            first.send_weights(A)
+        first.rejoin()  # brings its newest version along
+        assert server.tokens() == tokens
+        first.send_weights(B)
+        assert server.tokens() != tokens
