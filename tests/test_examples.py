@@ -37,6 +37,9 @@ def test_every_example_is_tested_and_says_what_it_shows() -> None:
         "bare_schemes.py",
         "classic_trainer.py",
         "distributed_trainer.py",
+        "generation_server.py",
+        "policy_server.py",
+        "ray_serve_policy.py",
         "ray_trainer.py",
         "rpc_trainer.py",
         "tcp_trainer.py",
@@ -191,3 +194,42 @@ def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
     assert out == ""
     assert worker.returncode == 1
     assert "AuthError: the listener refused the dialer: their tokens are not the same" in err
+
+
+@pytest.mark.slow
+def test_policy_server() -> None:
+    pytest.importorskip("uvicorn")
+    out = run("policy_server.py")
+    answers = re.search(
+        r"^(\d+) answers by versions (\d+) to (\d+), for each client in order: True$", out, re.M
+    )
+    assert answers is not None, out
+    assert int(answers[1]) > 20
+    assert int(answers[3]) > int(answers[2])
+    asked = re.search(r"^version (\d+) was asked for: (\d+) answered$", out, re.M)
+    assert asked is not None, out
+    assert int(asked[2]) >= int(asked[1])
+    assert re.search(r"^the trainer has left: .*lost", out, re.M)
+    assert re.search(r"^the server goes on: 200 by version \d+$", out, re.M)
+
+
+@pytest.mark.slow
+def test_generation_server() -> None:
+    pytest.importorskip("uvicorn")
+    out = run("generation_server.py")
+    answers = re.findall(
+        r"^24 tokens from (\d+), of versions (\d+) to (\d+): \[(.*)\] \.\.\.$", out, re.M
+    )
+    assert len(answers) == 5, out
+    assert any(int(end) > int(begin) for _, begin, end, _ in answers)
+    assert answers[-1][0] == "7"
+    assert answers[-1][3] == "8, 9, 10, 11, 12, 13, 14, 15"  # it has learned to count
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(120)
+def test_a_policy_in_ray_serve() -> None:
+    pytest.importorskip("ray.serve")
+    out = run("ray_serve_policy.py", quiet=False)
+    assert "version 21 applied by [0, 1]" in out
+    assert "got an answer of version 21" in out

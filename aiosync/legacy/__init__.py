@@ -21,9 +21,10 @@ from aiosync.legacy._local import (
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
+from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy._schemes import WeightSyncScheme
-from aiosync.legacy._sender import WeightReceiver, WeightSender
+from aiosync.legacy._sender import WeightSender
 from aiosync.legacy._store import DistributedTransport
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport, TransportBackend

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import socket
 import weakref
 from collections.abc import Callable
@@ -18,20 +17,24 @@ import aiosync.schemes as aio
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
-    ConnectError,
     LocalProtocolError,
     PeerClosed,
     SyncTimeout,
     TransportBroken,
 )
-from aiosync.legacy._pipes import creator_of, hear_writer, say_goodbye
-from aiosync.schemes._liveness import watch_process
-from aiosync.schemes._receiving import _apply_error
+from aiosync.legacy._endpoint import rebuild
+from aiosync.legacy._greeting import ask_who_writes, greet, hear
+from aiosync.legacy._pipes import ProcessWatch, creator_of, say_goodbye
+from aiosync.legacy._relay import Relay
+from aiosync.schemes._following import apply_error
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.receiver import WeightReceiver
+from aiosync.tensors import FlatBuffer
 from aiosync.transports._link import without_frames
 
 __all__ = ["Attachment"]
+
+_ANSWER_SECONDS = 2.0  # that an answer may take to leave
 
 
 class Attachment:
@@ -64,48 +67,43 @@ class Attachment:
         self._seen: tuple[int | None, int] = (None, 0)
         self._told: tuple[int, BaseException] | None = None  # an update that was refused
         self._tasks = TaskOwner(self._failed)
+        self._process: ProcessWatch | None = None
+        self._relay: Relay | None = None
 
     def _failed(self, error: BaseException) -> None:
         self.error = error
 
     async def start(self) -> None:
         """Begin to attach; returns before the trainer has answered."""
+        self._process = ProcessWatch(asyncio.get_running_loop(), self._sock)
+        ask_who_writes(self._sock)
+        greet(self._sock, "scheme")
+        self._process.watch(creator_of(self._sock))  # it has said nothing; as a rule it made it
         self._task = self._tasks.start(self._attach(), "aiosync legacy attach")
-        await asyncio.sleep(0)  # its first step: from then on the scheme has something to close
-        receiver, trainer = self._scheme._receiver, self._scheme._sender_pid
-        if receiver is not None and trainer is not None:
-            watch_process(receiver.transport, trainer)
-        elif receiver is not None:  # it has said nothing; as a rule it made the pipe
-            self._watch(creator_of(self._sock))
 
-    def _heard(self, trainer: int) -> None:
-        # Not at once: this is in the midst of a read, perhaps the last one, as the link closes.
-        if self._task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._task.get_loop().call_soon_threadsafe(self._watch, trainer)
+    @property
+    def goes_on(self) -> bool:
+        """Whether it waits for the trainer."""
+        return self._task is not None and not self._task.done()
 
-    def _watch(self, trainer: int) -> None:
-        """Notice the end of this process, and of no other.
-
-        The end of the pipe does not tell: whoever was forked meanwhile has a copy of its end.
-        """
+    @property
+    def is_up(self) -> bool:
+        """Whether the link is not known to have ended."""
         receiver = self._scheme._receiver
-        channel = None if receiver is None else getattr(receiver.transport, "channel", None)
-        if channel is None or channel.closed or trainer <= 0:
-            return
-        if channel.pidfd >= 0:
-            os.close(channel.take_pidfd())
-        try:
-            channel.watch_process(trainer)
-        except ConnectError:  # too late: it has ended; what it said still counts
-            channel._on_process_end()
+        return self.error is None and (receiver is None or receiver.error is None)
 
     async def _attach(self) -> None:
-        scheme = self._scheme
+        scheme, process = self._scheme, self._process
+        assert process is not None
         try:
-            scheme._pipe = transport = scheme.create_transport(self._sock)
-            if (channel := getattr(transport, "channel", None)) is not None:
-                hear_writer(self._sock, channel.io, self._heard)
+            greeting = await hear(self._sock)
+            if greeting.sure:  # the process that made the pipe need not be the one that sends
+                process.watch(greeting.sure)
+            if greeting.speaks == "scheme":
+                scheme._pipe = scheme.create_transport(self._sock)
+            else:
+                self._relay = Relay(self._sock, greeting, scheme.model_id, self._tasks)
+                scheme._pipe = self._relay.transport
             # The trainer answers with its first send, whenever that is.
             await scheme.connect(timeout=math.inf)
             if scheme.apply == "auto":
@@ -116,6 +114,9 @@ class Attachment:
             if isinstance(exc.__cause__, (PeerClosed, TransportBroken)):
                 self.error = PeerClosed(str(exc))
             scheme.abort()
+            if self._relay is not None:
+                self._relay.abort()
+            self._close()
 
     @property
     def _receiver(self) -> WeightReceiver:
@@ -165,13 +166,42 @@ class Attachment:
         elif await scheme.receive(timeout=left) is None:
             return False
         self._seen = (self._receiver.inbox.epoch, self._receiver.inbox.version)
+        if self._relay is not None:
+            await self._relay.until_settled(_ANSWER_SECONDS)
         return True
+
+    async def poll(self, timeout: float | None) -> bool:
+        """Whether weights wait to be applied, or the link has ended, within ``timeout`` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                if await self._has_attached(None):
+                    await self._until(lambda: self._receiver.has_staged, None)
+        except TimeoutError:
+            return False
+        except AiosyncError:
+            return True  # peek() raises it
+        return True
+
+    async def peek(self) -> tuple[str, Any]:
+        """Wait for weights that are to be applied; returns the model's name and a copy of them.
+
+        Raises:
+            PeerClosed: The trainer went away.
+        """
+        await self._has_attached(None)
+        await self._until(lambda: self._receiver.has_staged, None)
+        staged, model_id = self._receiver._staged, self._scheme.model_id
+        assert staged is not None
+        flat = FlatBuffer(staged.layout.nbytes)
+        flat.memoryview()[:] = staged.flat.memoryview()[: staged.layout.nbytes]
+        form = self._scheme.strategy.extract_as
+        return model_id or "policy", rebuild(staged.layout, flat, staged.values, form)
 
     def _has_news(self) -> bool:
         refused = self._receiver.refused
         if refused is not None and refused is not self._told:
             self._told = refused
-            raise _apply_error(*refused) from refused[1]
+            raise apply_error(*refused) from refused[1]
         inbox = self._receiver.inbox
         return inbox.version > 0 and (inbox.epoch, inbox.version) != self._seen
 
@@ -189,6 +219,31 @@ class Attachment:
             await self._receiver.wait_until(condition, timeout=timeout, late=_Late())
             return True
         return False
+
+    async def aclose(self) -> None:
+        """Stop attaching and handing on. Idempotent; the scheme is closed by its owner."""
+        await self._tasks.aclose()
+        if self._relay is not None:
+            await self._relay.aclose()
+        self._close()
+
+    def abort(self) -> None:
+        """The same, at once."""
+        self._tasks.abort()
+        if self._relay is not None:
+            self._relay.abort()
+        self._close()
+
+    def forget(self) -> None:
+        """In a forked child: close what is the parent's."""
+        if self._process is not None:
+            self._process.close()
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        if self._scheme._pipe is self._sock:  # nobody has taken it over
+            self._sock.close()
 
     def say_goodbye(self) -> None:
         """Let the trainer see the end even if another process has a copy of the pipe."""

@@ -12,9 +12,10 @@ import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError
 from aiosync.legacy._pipes import of_old_context
+from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
-from aiosync.legacy._sender import WeightReceiver, WeightSender
+from aiosync.legacy._sender import WeightSender
 from aiosync.legacy._store import DistributedTransport
 
 __all__ = [

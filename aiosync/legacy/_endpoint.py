@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
+from aiosync.legacy._greeting import Speaks, greet, understand
 from aiosync.legacy._pipes import say_goodbye
 from aiosync.protocol import VersionClock
 from aiosync.schemes._liveness import watch_process
@@ -32,16 +32,25 @@ from aiosync.tensors._tensordict import is_tensordict
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, ManifestMessage, Message, Setup, Update
+from aiosync.wire import Ack, ManifestMessage, Message, Setup, Update, Welcome
 
-__all__ = ["Arrived", "Endpoint", "rebuild"]
+__all__ = ["Arrived", "Endpoint", "naming", "rebuild"]
 
 _KIND = "model"
-_PROCESS = "process"
 _KNOWN_LAYOUTS = 16
 _MAX_WAITING = 8  # updates that nobody has asked for yet; the sender waits then
 _WRITE_SECONDS = 2.0  # that an answer may take to leave
 _KEPT_ACKS = 256
+
+
+def naming(model_id: str, form: str) -> Setup:
+    """What says which model the updates behind it are of.
+
+    Args:
+        model_id: Name of the model.
+        form: ``"tensordict"`` or ``"state_dict"``: what its weights are to be again.
+    """
+    return Setup(_KIND, model_id, form.encode())
 
 
 @dataclass(slots=True)
@@ -69,9 +78,18 @@ class Endpoint:
         sock: What it is made of.
         newest_only: Keep only the newest update of each model, and say at once that it is here;
             otherwise keep each until :meth:`take`, and say so in :meth:`acknowledge`.
+        speaks: What it says that it is, before anything else and no earlier than it is used to
+            send or to receive; ``None`` when that was said already.
     """
 
-    def __init__(self, transport: Transport, sock: socket.socket, *, newest_only: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        sock: socket.socket,
+        *,
+        newest_only: bool,
+        speaks: Speaks | None,
+    ) -> None:
         self._transport = transport
         self._sock = sock
         self._newest_only = newest_only
@@ -89,7 +107,7 @@ class Endpoint:
         self.error: BaseException | None = None
         self._changed = asyncio.Event()
         self._tasks = TaskOwner(self._fail)
-        self._introduced = False
+        self._speaks = self._to_say = speaks
         self._tasks.start(self._read(), "aiosync legacy read")
         self._tasks.start(self._write(), "aiosync legacy write")
 
@@ -143,7 +161,7 @@ class Endpoint:
         self._introduce()
         if self._told != (model_id, form):
             self._told = (model_id, form)
-            self._out.append((Setup(_KIND, model_id, form.encode()), ()))
+            self._out.append((naming(model_id, form), ()))
         if self._digest != layout.digest:
             self._digest = layout.digest
             self._out.append((ManifestMessage(layout.manifest), ()))
@@ -183,6 +201,7 @@ class Endpoint:
 
     async def take(self, timeout: float | None, model_id: str | None = None) -> Arrived | None:
         """The oldest update that was not taken, or ``None`` when none comes in time."""
+        self._introduce()
 
         def found() -> Arrived | None:
             for each in self._arrived:
@@ -202,6 +221,7 @@ class Endpoint:
 
     async def until_ready(self) -> None:
         """Wait until :meth:`take` would return an update, or raise, at once."""
+        self._introduce()
         with contextlib.suppress(AiosyncError):  # take() raises it
             await self._until(lambda: bool(self._arrived))
 
@@ -216,11 +236,11 @@ class Endpoint:
         await self._until_written(_WRITE_SECONDS)
 
     def _introduce(self) -> None:
-        # A pipe that other processes have copies of does not end when the peer dies. Only with
-        # the first message: who says nothing reads all that a peer left behind.
-        if not self._introduced:
-            self._introduced = True
-            self._out.append((Setup(_PROCESS, str(os.getpid())), ()))
+        # A pipe that other processes have copies of does not end when the peer dies, and a
+        # scheme at the other end has to know what it talks to.
+        if self._to_say is not None:
+            greet(self._sock, self._to_say)
+            self._to_say = None
 
     def _say(self, ack: Ack) -> None:
         self._introduce()
@@ -256,8 +276,8 @@ class Endpoint:
         message = received.message
         if isinstance(message, Setup) and message.kind == _KIND:
             self._named = (message.key, message.value.decode(errors="replace"))
-        elif isinstance(message, Setup) and message.kind == _PROCESS and message.key.isdecimal():
-            watch_process(self._transport, int(message.key))
+        elif (greeting := understand(message)) is not None:
+            self._on_greeting(greeting.pid, greeting.speaks)
         elif isinstance(message, ManifestMessage):
             layout = Layout(message.manifest)
             self._layouts[layout.digest] = layout
@@ -265,6 +285,8 @@ class Endpoint:
                 del self._layouts[next(iter(self._layouts))]
         elif isinstance(message, Update):
             self._on_update(message, received)
+        elif isinstance(message, Welcome):
+            return  # of a scheme, which asked nothing
         elif isinstance(message, Ack):
             if message.epoch == self._clock.epoch:
                 self._acks[message.version] = message
@@ -272,6 +294,14 @@ class Endpoint:
                     del self._acks[next(iter(self._acks))]
         else:
             raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
+
+    def _on_greeting(self, pid: int, speaks: Speaks) -> None:
+        if speaks not in ("scheme", self._speaks or speaks):
+            raise RemoteProtocolError(
+                "one end of the pipe is an MPTransport, the other a SharedMemTransport: use the "
+                "same on both sides"
+            )
+        watch_process(self._transport, pid)
 
     def _on_update(self, message: Update, received: Received) -> None:
         layout = self._layout_of(message)
@@ -282,11 +312,12 @@ class Endpoint:
             flat = FlatBuffer(layout.nbytes)
         assert self._named is not None
         model_id, form = self._named
-        weights = rebuild(layout, flat, message, form)
+        weights = rebuild(layout, flat, message.values, form)
         arrived = Arrived(model_id, weights, message.epoch, message.version)
         if self._newest_only:
             self._arrived = deque(each for each in self._arrived if each.model_id != model_id)
-            self._say(make_ack(message.epoch, message.version, AckStatus.RECEIVED, None))
+            # A scheme waits until its weights were applied; for this end they are, now.
+            self._say(make_ack(message.epoch, message.version, AckStatus.APPLIED, None))
         self._arrived.append(arrived)
 
     # -- closing -------------------------------------------------------------------------------
@@ -310,14 +341,14 @@ class Endpoint:
         self._tasks.abort()
 
 
-def rebuild(layout: Layout, flat: FlatBuffer, message: Update, form: str) -> Any:
+def rebuild(layout: Layout, flat: FlatBuffer, values: Mapping[str, Any], form: str) -> Any:
     """The weights of an update as views of ``flat``, in the form that they were sent in."""
     tensors: dict[str, Any] = {}
     for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True):
         for name in (leaf.name, *leaf.aliases):
             tensors[name] = view
     if form == "state_dict":
-        return {**tensors, **message.values}
+        return {**tensors, **values}
     if form != "tensordict":
         raise RemoteProtocolError(f"weights of an unknown form: {form!r}")
     from tensordict import TensorDict  # not before it is needed
@@ -325,6 +356,6 @@ def rebuild(layout: Layout, flat: FlatBuffer, message: Update, form: str) -> Any
     weights = TensorDict({}, batch_size=[])
     for name, tensor in tensors.items():
         weights.set(tuple(name.split(".")), tensor)
-    for name, value in message.values.items():
+    for name, value in values.items():
         weights.set_non_tensor(tuple(name.split(".")), value)
     return weights

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Closing", "Link", "is_up", "wait_for_any"]
+__all__ = ["Closing", "Link", "is_up", "poll", "wait_for_any"]
 
 _T = TypeVar("_T")
 
@@ -127,6 +127,20 @@ def is_up(link: Link) -> bool:
         return link.call("check_connection", look)
     except TransportClosed:
         return False
+
+
+def poll(link: Link, timeout: float | None) -> bool:
+    """Whether an update, or the end of the link, is there in time."""
+
+    async def wait(endpoint: Endpoint) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await endpoint.until_ready()
+        except TimeoutError:
+            return False
+        return True
+
+    return link.call("poll", wait)
 
 
 def wait_for_any(links: Sequence[Link], timeout: float | None) -> None:

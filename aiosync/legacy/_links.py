@@ -15,11 +15,17 @@ from typing import Any
 
 import aiosync.schemes as aio
 from aiosync.errors import AckTimeout, AiosyncError, ConfigError, ConnectError, PartialSyncError
+from aiosync.legacy._endpoint import naming
+from aiosync.legacy._greeting import Greeting, greet, hear
 from aiosync.legacy._pipes import say_goodbye
+from aiosync.legacy._relay import link_over
+from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.schemes._sending import _is_per_worker
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.sender import WeightSender
+from aiosync.transports.base import Transport
+from aiosync.wire import Hello
 
 __all__ = ["PipeLinks", "Sending", "retrieved"]
 
@@ -93,22 +99,36 @@ class PipeLinks:
 
     async def _watch(self, idx: int, sock: socket.socket) -> None:
         """Wait until the worker says something; then it is a link as any other."""
-        loop, workers = asyncio.get_running_loop(), self._sender.workers
-        heard = asyncio.Event()
-        loop.add_reader(sock, heard.set)
+        workers = self._sender.workers
         try:
-            await heard.wait()
-        finally:
-            if sock.fileno() >= 0:  # otherwise close() was quicker
-                loop.remove_reader(sock)
-        transport = self._scheme.create_transport(sock)
+            greeting = await hear(sock)
+            transport = await self._link(idx, sock, greeting)
+        except AiosyncError as exc:
+            self._socks.pop(idx).close()
+            workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {exc}"))
+            return
         del self._socks[idx]
-        self._sender.welcome(transport, idx)
         while transport in workers._arriving:
             await _change(workers)
         if idx not in workers.peers and idx not in workers.lost:
             why = "; ".join(workers._refused) or "its end of the pipe was closed"
             workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {why}"))
+
+    async def _link(self, idx: int, sock: socket.socket, greeting: Greeting) -> Transport:
+        scheme = self._scheme
+        if greeting.speaks == "scheme":
+            greet(sock, "scheme")
+            transport = scheme.create_transport(sock)
+            self._sender.welcome(transport, idx)
+            return transport
+        # A transport of this generation, which shakes no hands. It takes what comes.
+        transport = link_over(sock, greeting)
+        model_id = scheme.model_id or "policy"
+        hello = Hello("receiver", model_id, greeting.pid, strategy=ANY_STRATEGY)
+        greet(sock, greeting.speaks)
+        await transport.send(naming(model_id, scheme.strategy_str))
+        self._sender.workers.welcome(transport, idx, hello)
+        return transport
 
     # -- sending -------------------------------------------------------------------------------
 

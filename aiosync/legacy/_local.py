@@ -10,6 +10,7 @@ from aiosync import sync
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy._links import Sending
 from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
+from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
 from aiosync.schemes._sending import _is_per_worker
 from aiosync.strategy import get_strategy
@@ -55,12 +56,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
     """Sends weights to worker processes through shared memory.
 
     Workers see updates without doing anything, between two forward passes of their model.
-    What is registered is only which models there are and their first values: every ``send()``
-    takes a snapshot, so nobody's tensors are ever shared with anybody.
+    Every ``send()`` takes a snapshot, and what arrives is in memory of the worker's own. Tensors
+    that the program registered get what is sent, in place; no worker has them from aiosync.
 
     Args:
-        policy_weights: Model id -> TensorDict: models that are registered from the start.
-            Copied.
+        policy_weights: Model id -> TensorDict: models that are registered from the start. Their
+            values of now are what workers get that attach before the first send.
         strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
         auto_register: Register a model with the first send of it; otherwise sending one that is
             not registered raises ``KeyError``.
@@ -84,7 +85,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
         super().__init__(strategy, **options)
         self.policy_weights: dict[str, TensorDictBase] = {}
         self.auto_register: bool = auto_register
-        self._by_sending: set[str] = set()  # models that a send registered
+        self._first: dict[str, TensorDictBase] = {}  # of what the program registered
         for model_id, weights in (policy_weights or {}).items():
             self._register(model_id, weights)
 
@@ -93,14 +94,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             raise ConfigError(f"the weights of {model_id!r} must be a TensorDict: {type(weights)}")
         if model_id in self.policy_weights:
             raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
-        self.policy_weights[model_id] = weights.detach().clone()
+        self.policy_weights[model_id] = weights
+        self._first[model_id] = weights.detach().clone()
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model; workers that attach before the first send get these values.
 
         Args:
             model_id: Name of the model.
-            weights: Its first values. Copied.
+            weights: Its first values, of which a copy is taken; then kept up to date, in place.
 
         Raises:
             ConfigError: They are no TensorDict (a ``ValueError``).
@@ -110,7 +112,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
         self._register(model_id, weights)
         links, mine = self._links, model_id == (self.model_id or "policy")
         if links is not None and mine and links.started:
-            self._call(links.begin(self.policy_weights[model_id], None))
+            self._call(links.begin(self._first[model_id], None))
         elif mine:
             self._offer_registered()
 
@@ -120,9 +122,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             self._started("register_shared_weights")
 
     def _initial_weights(self) -> Any:
-        model_id = self.model_id or "policy"
         # What a send registered goes where it was sent to, and nowhere else.
-        return None if model_id in self._by_sending else self.policy_weights.get(model_id)
+        return self._first.get(self.model_id or "policy")
 
     def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
@@ -145,22 +146,22 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             if hasattr(context, "get_cached_weights"):
                 cached = context.get_cached_weights(model_id)
         if cached is not None:
-            self._register(model_id, _tensordict(cached))
+            self._register(model_id, _tensordict(cached).detach().clone())
 
     def _check_registered(self, weights: Any) -> None:
         model_id = self.model_id or "policy"
-        if model_id in self.policy_weights:
-            return
-        if not self.auto_register:
+        per_worker = isinstance(weights, Mapping) and _is_per_worker(weights)
+        if model_id in self._first:
+            if weights is not None and not per_worker:
+                WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
+        elif model_id not in self.policy_weights and not self.auto_register:
             raise KeyError(
                 f"model {model_id!r} is not registered: call register_shared_weights(), or "
                 "construct the scheme with auto_register=True"
             )
-        if weights is not None:
-            if isinstance(weights, Mapping) and _is_per_worker(weights):
-                weights = next(iter(weights.values()))
-            self._register(model_id, _tensordict(weights))
-            self._by_sending.add(model_id)
+        elif model_id not in self.policy_weights and weights is not None:
+            first = next(iter(weights.values())) if per_worker else weights
+            self.policy_weights[model_id] = _tensordict(first).detach().clone()
 
     def _look(self, model: Any, timeout: float | None) -> bool:
         if self._pipeless and not self.synchronized_on_receiver:
@@ -177,18 +178,18 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             pipe_or_context: The end; ``None`` for none, or for
                 ``SharedMemTransport.register_pipe()`` later.
         """
-        transport = SharedMemTransport(self.policy_weights, auto_register=self.auto_register)
+        transport = SharedMemTransport(auto_register=self.auto_register)
+        transport._share(self.policy_weights, set(self._first))
         if pipe_or_context is not None:
             transport.register_pipe(pipe_or_context)
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies again: multiprocessing shares the memory of tensors that it pickles.
-        weights = {model_id: each.clone() for model_id, each in self.policy_weights.items()}
         own = {
-            "policy_weights": weights,
+            "policy_weights": _copies(self.policy_weights),
             "auto_register": self.auto_register,
-            "_by_sending": set(self._by_sending),
+            "_first": _copies(self._first),
         }
         return {**super().__getstate__(), **own}
 
@@ -196,7 +197,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
         super().__setstate__(state)
         self.policy_weights = state["policy_weights"]
         self.auto_register = state["auto_register"]
-        self._by_sending = state["_by_sending"]
+        self._first = state["_first"]
+
+
+def _copies(weights: Mapping[str, TensorDictBase]) -> dict[str, TensorDictBase]:
+    return {model_id: each.detach().clone() for model_id, each in weights.items()}
 
 
 def _tensordict(weights: Any) -> Any:

@@ -9,14 +9,17 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError
 
+if TYPE_CHECKING:
+    import asyncio
+
 __all__ = [
+    "ProcessWatch",
     "creator_of",
-    "hear_writer",
     "of_old_context",
     "say_goodbye",
     "take_socket",
@@ -68,36 +71,6 @@ def take_sockets(pipes: Sequence[Any]) -> list[socket.socket]:
     return taken
 
 
-def hear_writer(sock: socket.socket, io: Any, tell: Callable[[int], None]) -> None:
-    """Have the process known that writes the first bytes which are read from a pipe.
-
-    The kernel says so. The process that made the pipe need not be the one that writes to it.
-
-    Args:
-        sock: One end of the pipe.
-        io: The stream that reads it with ``recv_into()``.
-        tell: Called with the process id, once, in the midst of the first read.
-    """
-    if not hasattr(socket, "SO_PASSCRED") or sock.family != socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-
-    def recv_into(buffer: memoryview) -> int:
-        # Only looks; descriptors that came along are for the read that follows.
-        space = socket.CMSG_SPACE(_UCRED.size)
-        _, ancillary, _, _ = sock.recvmsg(1, space, socket.MSG_PEEK)
-        del vars(io)["recv_into"]
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                pid = _UCRED.unpack_from(data)[0]
-                if pid > 0:  # 0: it is in another namespace
-                    tell(pid)
-        return int(io.recv_into(buffer))
-
-    vars(io)["recv_into"] = recv_into  # for the first read only: none pays for it later
-
-
 def creator_of(sock: socket.socket) -> int:
     """The process that made a pipe of which this is an end; 0 when the kernel does not say."""
     if not hasattr(socket, "SO_PEERCRED"):
@@ -116,6 +89,51 @@ def say_goodbye(sock: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):  # closed already, or the other end is
         sock.shutdown(socket.SHUT_WR)
+
+
+class ProcessWatch:
+    """Ends what is read from a pipe once a process has ended. What it wrote before is still read.
+
+    The end of the pipe does not tell: whoever was forked meanwhile has a copy of its end.
+
+    Args:
+        loop: What waits for the end of the process.
+        sock: One end of the pipe; whose it is makes no difference.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._pid = os.getpid()
+        self._pidfd = -1
+
+    def watch(self, pid: int) -> None:
+        """Watch this process, and no other; 0 for one that is not known."""
+        self.close()
+        if pid <= 0 or pid == os.getpid() or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._end()
+        except OSError:
+            return  # no pidfd in this kernel or sandbox: the closed stream has to tell
+        else:
+            self._loop.add_reader(self._pidfd, self._end)
+
+    def _end(self) -> None:
+        self.close()
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent; in a forked child the parent goes on."""
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd < 0:
+            return
+        if self._pid == os.getpid() and not self._loop.is_closed():
+            self._loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def of_old_context(context: Any, name: str) -> Any:

@@ -9,20 +9,22 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from multiprocessing import active_children
 from typing import TYPE_CHECKING, Any
 
 import aiosync.schemes as aio
 from aiosync import sync
-from aiosync.errors import AiosyncError, ConfigError
+from aiosync.errors import AiosyncError, ConfigError, TransportClosed
 from aiosync.legacy._attachment import Attachment
 from aiosync.legacy._links import PipeLinks, Sending
-from aiosync.sync._portal import lease
+from aiosync.legacy._strategy import hinting
+from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 
 if TYPE_CHECKING:
+    from aiosync.legacy._receiver import WeightReceiver
     from aiosync.legacy._schemes import WeightSyncScheme
-    from aiosync.legacy._sender import WeightReceiver, WeightSender
+    from aiosync.legacy._sender import WeightSender
 
 __all__ = ["Running"]
 
@@ -44,6 +46,8 @@ class _Tenant:
         self._scheme.abort()
         if isinstance(self._pipes, PipeLinks):
             self._pipes.close()
+        else:
+            self._pipes.abort()
 
 
 class Running(sync.WeightSyncScheme):
@@ -54,9 +58,12 @@ class Running(sync.WeightSyncScheme):
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         links: PipeLinks | None = self.__dict__.get("_links")
+        attachment: Attachment | None = self.__dict__.get("_attachment")
         super()._adopt(scheme)
         if links is not None:  # forked: the pipes are the parent's
             links.close()
+        if attachment is not None:
+            attachment.forget()
         self._links: PipeLinks | None = None
         self._attachment: Attachment | None = None
         self._sender: WeightSender | None = None
@@ -86,7 +93,8 @@ class Running(sync.WeightSyncScheme):
         if links is None:
             self.send(weights, worker_ids)
             return ()
-        missing: Iterable[int] = self._call(links.send(_something(weights), worker_ids))
+        with hinting():
+            missing: Iterable[int] = self._call(links.send(_something(weights), worker_ids))
         return missing
 
     def _begin(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Sending:
@@ -101,18 +109,52 @@ class Running(sync.WeightSyncScheme):
         if self._links is None:
             self.wait_async()
             return ()
-        missing: Iterable[int] = self._call(self._links.finish(sending))
+        with hinting():
+            missing: Iterable[int] = self._call(self._links.finish(sending))
         return missing
 
     def _look(self, model: Any, timeout: float | None) -> bool:
         if self._attachment is None:
             return self.receive(timeout=timeout) is not None
-        if self._attachment.error is not None:  # and not only that the scheme is closed
-            self.shutdown()
-            raise self._attachment.error
-        self._check("receive")
-        received: bool = self._call(self._attachment.receive(model, timeout))
+        with hinting():
+            received: bool = self._ask("receive", lambda each: each.receive(model, timeout))
         return received
+
+    def _ask(self, what: str, ask: Callable[[Attachment], Coroutine[Any, Any, Any]]) -> Any:
+        """Ask the attachment something, or say why there is no link any more."""
+        attachment = self._attachment
+        assert attachment is not None
+        if attachment.error is None:
+            try:
+                self._check(what)
+                return self._call(ask(attachment))
+            except TransportClosed:
+                if attachment.error is None:  # it may have ended meanwhile, and closed the scheme
+                    raise
+        error = attachment.error
+        self.shutdown()
+        raise error
+
+    @property
+    def _reads_by_hand(self) -> bool:
+        # Elsewhere weights are applied as soon as they are here.
+        return self._attachment is not None and self._scheme.apply == "manual"
+
+    def _is_up(self) -> bool:
+        return self._attachment is not None and self._attachment.is_up
+
+    def _poll(self, timeout: float | None) -> bool:
+        try:
+            there: bool = self._ask("poll", lambda each: each.poll(timeout))
+        except AiosyncError:
+            if self._attachment is None or self._attachment.error is None:
+                raise
+            return True  # _peek() raises it
+        return there
+
+    def _peek(self) -> tuple[str, Any]:
+        found: tuple[str, Any] = self._ask("recv", lambda each: each.peek())
+        return found
 
     # -- the portal ----------------------------------------------------------------------------
 
@@ -128,6 +170,13 @@ class Running(sync.WeightSyncScheme):
                     self._lease = lease(_Tenant(self._scheme, pipes))
                     _deliver_at_exit(self)
         return super()._call(coroutine)
+
+    def _after_call(self, held: Lease) -> None:
+        if self._attachment is None or not self._attachment.goes_on:
+            super()._after_call(held)
+            return
+        with self._lock:
+            self._calls -= 1  # what goes on needs the portal, though the scheme has no link yet
 
     def _deliver_rest(self, give_up: float) -> None:
         links, held = self._links, self._lease
@@ -148,6 +197,7 @@ class Running(sync.WeightSyncScheme):
         try:
             if self._pipes is not None:
                 self._pipes.say_goodbye()
+            self._detach()
             super().shutdown()
         finally:
             self._close_rest()
@@ -157,6 +207,13 @@ class Running(sync.WeightSyncScheme):
         super().abort()
         if self._twin is not None:
             self._twin.abort()
+
+    def _detach(self) -> None:
+        attachment, held = self._attachment, self._lease
+        if attachment is not None and held is not None and held.valid:
+            refuse_inside_loop("shutdown", "await scheme.aclose()")
+            with contextlib.suppress(TransportClosed):  # another thread's shutdown was quicker
+                held.call(attachment.aclose())
 
     def _close_rest(self) -> None:
         if self._links is not None:

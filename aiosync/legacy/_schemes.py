@@ -16,9 +16,11 @@ from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy._attachment import Attachment
 from aiosync.legacy._links import PipeLinks
 from aiosync.legacy._pipes import of_old_context, take_socket, take_sockets
+from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._running import Running
-from aiosync.legacy._sender import WeightReceiver, WeightSender
+from aiosync.legacy._sender import WeightSender
 from aiosync.schemes._context import resolve_model, resolve_path
+from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import _AsyncClass
 
@@ -43,7 +45,7 @@ class WeightSyncScheme(Running):
 
     Args:
         strategy: ``"state_dict"`` or ``"tensordict"``: which leaves of a module travel. The
-            same on both sides.
+            other side may have the other one.
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
@@ -66,6 +68,15 @@ class WeightSyncScheme(Running):
     @strategy.setter
     def strategy(self, value: Any) -> None:
         self._scheme.strategy = get_strategy(getattr(value, "extract_as", value))
+
+    @property
+    def strategy_str(self) -> str:
+        """The same, under the name that the newer generation has for it."""
+        return self.strategy
+
+    @strategy_str.setter
+    def strategy_str(self, value: str) -> None:
+        self.strategy = value
 
     # -- roles ---------------------------------------------------------------------------------
 
@@ -191,12 +202,17 @@ class WeightSyncScheme(Running):
             if self._needs_pipes and context is None and kwargs.get("transport") is None:
                 raise ConfigError("pipe must be provided via context or kwargs")
             super().init_on_receiver(model_id, context, **kwargs)
+            self._take_any_strategy()
             self._pipeless = True
         elif self._has_other_role("receiver"):
             self._twin = copy.copy(self)
             self._twin.init_on_worker(model_id, context, pipe=pipe, **kwargs)
         else:
             self._init_pipe(model_id, context, pipe, **kwargs)
+
+    def _take_any_strategy(self) -> None:
+        # In this generation the two sides need not have the same: what comes is recognised.
+        self._scheme.strategy_str = ANY_STRATEGY
 
     def _init_pipe(
         self,
@@ -217,6 +233,7 @@ class WeightSyncScheme(Running):
         super().init_on_receiver(
             model_id, worker_idx=worker_idx, pipe=pipe if self._makes_links else None
         )
+        self._take_any_strategy()
         self._receiver = receiver = self.create_receiver()
         receiver.register_model(target)
         receiver.context = context

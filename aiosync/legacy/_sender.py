@@ -1,6 +1,6 @@
-"""What this generation sends and receives with: objects that a scheme hands out.
+"""What this generation sends with: the object that a scheme hands out.
 
-They hold no link themselves; the scheme does. Must not import torch or a transport.
+It holds no link itself; the scheme does. Must not import torch or a transport.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.legacy._links import Sending
+from aiosync.legacy._receiver import OfScheme, close_transport
 from aiosync.legacy._strategy import WeightStrategy
-from aiosync.schemes._context import resolve_model, resolve_path
 
 if TYPE_CHECKING:
     from aiosync.legacy._schemes import WeightSyncScheme
 
-__all__ = ["WeightReceiver", "WeightSender"]
+__all__ = ["WeightSender"]
 
 
 @dataclass(slots=True)
@@ -68,22 +68,7 @@ def _own(error: Exception) -> AiosyncError:
     return error if isinstance(error, AiosyncError) else TransportBroken(repr(error))
 
 
-class _OfScheme:
-    """A pickle has the scheme and nothing else."""
-
-    _scheme: WeightSyncScheme
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_scheme": self._scheme}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._scheme!r}>"
-
-
-class WeightSender(_OfScheme):
+class WeightSender(OfScheme):
     """Sends weights for a scheme; ``scheme.get_sender()`` has one.
 
     Methods may be called from one thread at a time that runs no event loop. A pickle of it has
@@ -109,6 +94,17 @@ class WeightSender(_OfScheme):
 
     def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Send to one more worker, over a transport of its own.
+
+        For senders that :meth:`WeightSyncScheme.create_sender` made.
+
+        Args:
+            worker_idx: Its index.
+            pipe_or_context: What the scheme's ``create_transport()`` takes.
+        """
+        self._register_worker(worker_idx, pipe_or_context)
 
     def _iterate_transports(self, worker_ids: int | Iterable[int] | None = None) -> Iterator[Any]:
         yield from self._chosen(worker_ids).values()
@@ -248,151 +244,4 @@ class WeightSender(_OfScheme):
 
     def _close(self) -> None:
         for transport in self._transports.values():
-            _close(transport)
-
-
-class WeightReceiver(_OfScheme):
-    """Receives weights for a scheme; ``scheme.get_receiver()`` has one.
-
-    Args:
-        scheme: What it receives for.
-    """
-
-    def __init__(self, scheme: WeightSyncScheme) -> None:
-        self._scheme = scheme
-        self._forget()
-
-    def _forget(self) -> None:
-        self._context_ref: weakref.ref[Any] | None = None
-        self._model: Any = None
-        self._transport: Any = None
-        self._owes_answer = False
-
-    @property
-    def context(self) -> Any:
-        """Owner of the model; ``None`` without one.
-
-        Raises:
-            ConfigError: It has been garbage collected (a ``ValueError``).
-        """
-        if self._context_ref is None:
-            return None
-        context = self._context_ref()
-        if context is None:
-            raise ConfigError("Context has been garbage collected")
-        return context
-
-    @context.setter
-    def context(self, value: Any) -> None:
-        self._context_ref = None if value is None else weakref.ref(value)
-
-    def _set_context(self, context: Any) -> None:
-        self.context = context
-
-    def register_model(self, model: Any) -> None:
-        """Choose what weights are applied to.
-
-        Args:
-            model: A module; or a dotted name, which is looked up in the context whenever it is
-                needed.
-        """
-        self._model = model
-
-    _register_model = register_model
-
-    def _register_worker_transport(self, pipe_or_context: Any) -> None:
-        self._transport = self._scheme.create_transport(pipe_or_context)
-
-    @property
-    def model(self) -> Any:
-        """The registered model, found in the context if it was given by name; or ``None``.
-
-        Raises:
-            ConfigError: A name was given, and there is no context (a ``ValueError``).
-        """
-        if isinstance(self._model, str):
-            context = self.context
-            if context is None:
-                raise ConfigError("Context is required to resolve string references")
-            return resolve_path(context, self._model)
-        context = self.context
-        if self._model is not None or context is None:
-            return self._model
-        try:
-            return resolve_model(context, self._scheme.model_id or "policy")
-        except AttributeError:
-            return None  # the context has no such model yet
-
-    def receive(self, timeout: float | None = 0.001) -> bool:
-        """Look for weights that this has not reported yet, and wait a moment for them.
-
-        With ``MultiProcessWeightSyncScheme`` they are applied here, and only here; with
-        ``SharedMemWeightSyncScheme`` they were applied already, between two forward passes.
-        Over a transport they are answered in any case: what this raises, the trainer is told.
-
-        Args:
-            timeout: Seconds; ``None`` waits until there are some, or the trainer goes away.
-
-        Returns:
-            Whether there were.
-
-        Raises:
-            PeerClosed: The trainer went away.
-            ApplyError: The weights do not fit the model, which kept what it had; ``send()`` of
-                the trainer says so, too.
-            ConfigError: Weights have come, but ``No model registered`` (a ``ValueError``).
-            ConnectError: The trainer refused this worker.
-        """
-        if self._transport is None:
-            return self._scheme._look(self.model, timeout)
-        received = self._transport.receive_weights(timeout=timeout)
-        if received is None:
-            return False
-        self._owes_answer = True
-        try:
-            self.apply_weights(received[1])
-        except BaseException as exc:  # goes on to the caller, after the trainer
-            self._refuse(exc)
-            raise
-        return True
-
-    def _refuse(self, error: BaseException) -> None:
-        # Left without an answer, they would take the one to the next weights.
-        owes, self._owes_answer = self._owes_answer, False
-        if not owes or not hasattr(self._transport, "send_ack"):
-            return
-        try:
-            self._transport.send_ack(f"{type(error).__name__}: {error}")
-        except Exception as exc:  # noqa: BLE001 - goes to the caller with the first error
-            error.add_note(f"the trainer could not be told: {type(exc).__name__}: {exc}")
-
-    def apply_weights(self, weights: Any) -> None:
-        """Put weights into the model by hand, between two forward passes.
-
-        Args:
-            weights: TensorDict or state dict; copied, never aliased.
-
-        Raises:
-            ConfigError: ``No model registered`` (a ``ValueError``).
-            ManifestMismatch: They do not fit; nothing was changed.
-        """
-        model = self.model
-        if self._scheme.initialized_on_receiver and self._scheme.model is model is not None:
-            self._scheme.apply_weights(weights)
-        elif model is None and self._scheme.model is None:
-            raise ConfigError("No model registered")
-        else:
-            WeightStrategy(self._scheme.strategy).apply_weights(
-                self._scheme.model if model is None else model, weights
-            )
-        self._owes_answer = False
-        if hasattr(self._transport, "send_ack"):
-            self._transport.send_ack()
-
-    def _close(self) -> None:
-        _close(self._transport)
-
-
-def _close(transport: Any) -> None:
-    if hasattr(transport, "close"):  # what users bring need not have it
-        transport.close()
+            close_transport(transport)

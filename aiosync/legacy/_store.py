@@ -222,4 +222,4 @@ def _unpack(data: memoryview) -> tuple[str, Any]:
         raise RemoteProtocolError("weights do not fit their manifest")
     flat = FlatBuffer(layout.nbytes)
     flat.memoryview()[:] = parts[3]
-    return named.key, rebuild(layout, flat, update, named.value.decode(errors="replace"))
+    return named.key, rebuild(layout, flat, update.values, named.value.decode(errors="replace"))

@@ -5,15 +5,40 @@ Must not import asyncio, a transport or a scheme.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import ConfigError
+from aiosync.errors import ApplyError, ConfigError, ManifestMismatch, PartialSyncError
 from aiosync.strategy import WeightStrategy as _Strategy
+from aiosync.tensors._tensordict import is_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["WeightStrategy"]
+__all__ = ["WeightStrategy", "hinting", "nested"]
+
+_HINT = (
+    "aiosync.legacy: construct the worker's scheme with strict=False to apply what both sides have "
+    "and to cast dtypes, as that generation did without a word"
+)
+
+
+@contextlib.contextmanager
+def hinting() -> Iterator[None]:
+    """Add to errors about weights that do not fit what can be done about it."""
+    try:
+        yield
+    except (ManifestMismatch, ApplyError, PartialSyncError) as exc:
+        failed = exc.failed.values() if isinstance(exc, PartialSyncError) else [exc]
+        if any(isinstance(each, ManifestMismatch) or _is_of_mismatch(each) for each in failed):
+            if _HINT not in getattr(exc, "__notes__", ()):
+                exc.add_note(_HINT)
+        raise
+
+
+def _is_of_mismatch(error: BaseException) -> bool:
+    return isinstance(error, ApplyError) and error.remote_type == ManifestMismatch.__name__
 
 
 class WeightStrategy:
@@ -49,20 +74,42 @@ class WeightStrategy:
             raise ConfigError("cannot extract weights from None")
         return weights
 
-    def apply_weights(self, destination: Any, weights: Any) -> None:
+    def apply_weights(self, destination: Any, weights: Any, *, strict: bool = True) -> None:
         """Put weights into a model in place: all of them, or none when something raises.
 
         Args:
             destination: A module, a TensorDict, or a dict of tensors.
             weights: A TensorDict, or a mapping of tensors, nested or with dotted keys; copied,
                 never aliased. ``None`` does nothing.
+            strict: Refuse names that only one side has, and other dtypes. Otherwise what both
+                have is applied, and floating point numbers are cast.
 
         Raises:
             ConfigError: The weights or the destination are of an unsupported type (a
                 ``ValueError``).
             ManifestMismatch: They do not fit; all names are listed (a ``ValueError``).
         """
-        self._strategy.apply_weights(destination, weights)
+        with hinting():
+            self._strategy.apply_weights(destination, weights, strict=strict)
 
     def __repr__(self) -> str:
         return f"WeightStrategy(extract_as={self.extract_as!r})"
+
+
+def nested(weights: Any) -> TensorDictBase:
+    """A copy as a nested TensorDict, whether names are nested or dotted."""
+    if is_tensordict(weights):
+        copied: TensorDictBase = weights.detach().clone()
+        return copied
+    from tensordict import TensorDict  # not before it is needed
+
+    found = TensorDict({}, batch_size=[])
+    for name, value in weights.items():
+        key = tuple(str(name).split("."))
+        if isinstance(value, Mapping) or is_tensordict(value):
+            found.set(key, nested(value))
+        elif hasattr(value, "detach"):
+            found.set(key, value.detach().clone())
+        else:
+            found.set_non_tensor(key, value)
+    return found

@@ -21,8 +21,9 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.legacy._endpoint import Arrived, Endpoint
-from aiosync.legacy._link import Closing, Link, is_up, wait_for_any
-from aiosync.legacy._strategy import WeightStrategy
+from aiosync.legacy._link import Closing, Link, is_up, poll, wait_for_any
+from aiosync.legacy._pipe_view import PipeView
+from aiosync.legacy._strategy import WeightStrategy, nested
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
@@ -54,11 +55,24 @@ class TransportBackend(Protocol):
 
 
 def _pipe_endpoint(sock: socket.socket) -> Endpoint:
-    return Endpoint(aio.MPTransport(sock), sock, newest_only=False)
+    return Endpoint(aio.MPTransport(sock), sock, newest_only=False, speaks="pipe")
 
 
 def _memory_endpoint(sock: socket.socket) -> Endpoint:
-    return Endpoint(aio.SharedMemTransport(sock), sock, newest_only=True)
+    return Endpoint(aio.SharedMemTransport(sock), sock, newest_only=True, speaks="memory")
+
+
+class _Pipe(PipeView):
+    """The pipe of a transport."""
+
+    def __init__(self, transport: MPTransport) -> None:
+        self._transport = transport
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        return poll(self._transport._link, timeout)
+
+    def _take(self) -> tuple[str, Any] | None:
+        return self._transport.receive_weights(timeout=None)
 
 
 class MPTransport(Closing):
@@ -69,7 +83,9 @@ class MPTransport(Closing):
         timeout: Seconds that acknowledgements are waited for.
 
     Attributes:
-        pipe: What was given. Closed: what was below it belongs to the transport.
+        pipe: To look for weights by hand: ``poll(timeout)``, and ``recv()``, which returns
+            ``((model_id, weights), "update_weights")``. What was given is closed: what was
+            below it belongs to the transport.
         timeout: As it was given; may be changed.
 
     Raises:
@@ -78,7 +94,7 @@ class MPTransport(Closing):
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
         self.timeout = timeout
-        self.pipe = pipe_connection
+        self.pipe: PipeView = _Pipe(self)
         self._link = Link(pipe_connection, _pipe_endpoint)
         self._pending: deque[int] = deque()
         self._unanswered: deque[Arrived] = deque()
@@ -200,14 +216,13 @@ class SharedMemTransport(Closing):
     arrives is copied out: neither side ever sees what the other does with its tensors.
 
     Args:
-        policy_weights: Model id -> TensorDict. Trainer: the models that may be sent; neither
-            read nor written. Worker: tensors that :meth:`receive_weights` keeps up to date, in
-            place.
+        policy_weights: Model id -> TensorDict that is kept up to date, in place: on a trainer
+            by :meth:`send_weights`, on a worker by :meth:`receive_weights`.
         auto_register: Register a model when it is first sent, or when it first arrives.
 
     Attributes:
-        policy_weights: What is registered, as nested TensorDicts. On a worker these tensors
-            change in place. On the trainer they are replaced by a copy of what was sent.
+        policy_weights: What is registered, as nested TensorDicts. Those that the program
+            registered change in place; on a trainer the others are copies of what was sent.
     """
 
     def __init__(
@@ -217,6 +232,7 @@ class SharedMemTransport(Closing):
     ) -> None:
         self.auto_register = auto_register
         self.policy_weights: dict[str, TensorDictBase] = {}
+        self._of_program: set[str] = set()  # models whose tensors the program registered
         self._links: list[Link] = []
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -230,7 +246,7 @@ class SharedMemTransport(Closing):
         self._links.append(Link(pipe, _memory_endpoint))
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Register a model.
+        """Register a model, whose tensors are kept up to date in place.
 
         Raises:
             ConfigError: The weights are no TensorDict (a ``ValueError``).
@@ -241,6 +257,11 @@ class SharedMemTransport(Closing):
         if model_id in self.policy_weights:
             raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
         self.policy_weights[model_id] = weights
+        self._of_program.add(model_id)
+
+    def _share(self, policy_weights: dict[str, TensorDictBase], of_program: set[str]) -> None:
+        # Of a scheme, which sees what is registered by sending.
+        self.policy_weights, self._of_program = policy_weights, of_program
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights to every worker, and wait until each has them in its memory.
@@ -252,6 +273,7 @@ class SharedMemTransport(Closing):
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
             ConfigError: The weights are of another type, or cannot travel (a ``ValueError``).
+            ManifestMismatch: They do not fit what the program registered (a ``ValueError``).
             AckTimeout: A worker did not answer within 10 seconds (a ``TimeoutError``).
             PeerClosed: A worker went away. The others were served.
         """
@@ -259,7 +281,11 @@ class SharedMemTransport(Closing):
             raise ConfigError(f"Unsupported weights type: {type(weights)}")
         if model_id not in self.policy_weights and not self.auto_register:
             raise KeyError(f"model {model_id!r} is not registered")
-        sending = _nested(weights)  # never what was registered: that may be in use
+        if model_id in self._of_program:
+            WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
+            sending = self.policy_weights[model_id]
+        else:
+            sending = nested(weights)
         give_up = time.monotonic() + _REGISTER_SECONDS
         first: Exception | None = None
         sent: list[tuple[Link, int]] = []
@@ -288,11 +314,13 @@ class SharedMemTransport(Closing):
             return await endpoint.wait_for_ack(version, timeout)
 
         try:
-            link.call("send_weights", wait)
+            ack = link.call("send_weights", wait)
         except AckTimeout as exc:
             raise AckTimeout(
                 f"a worker did not answer within {_REGISTER_SECONDS:g} s", version=version
             ) from exc
+        if ack.status is AckStatus.NACK:  # of a scheme, whose weights changed by themselves
+            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {ack.error_text!r}")
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -343,7 +371,7 @@ class SharedMemTransport(Closing):
         if model_id in self.policy_weights:
             WeightStrategy().apply_weights(self.policy_weights[model_id], arrived.weights)
         elif self.auto_register:
-            self.policy_weights[model_id] = _nested(arrived.weights)
+            self.policy_weights[model_id] = nested(arrived.weights)
         else:
             raise KeyError(f"model {model_id!r} is not registered")
 
@@ -355,22 +383,3 @@ class SharedMemTransport(Closing):
         """Close every link. Idempotent."""
         for link in self._links:
             link.close()
-
-
-def _nested(weights: Any) -> TensorDictBase:
-    """A copy as a nested TensorDict, whether names are nested or dotted."""
-    if is_tensordict(weights):
-        copied: TensorDictBase = weights.detach().clone()
-        return copied
-    from tensordict import TensorDict  # not before it is needed
-
-    found = TensorDict({}, batch_size=[])
-    for name, value in weights.items():
-        key = tuple(str(name).split("."))
-        if isinstance(value, Mapping) or is_tensordict(value):
-            found.set(key, _nested(value))
-        elif hasattr(value, "detach"):
-            found.set(key, value.detach().clone())
-        else:
-            found.set_non_tensor(key, value)
-    return found

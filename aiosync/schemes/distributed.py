@@ -119,7 +119,7 @@ class DistributedWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
-        self.wire_dtype = check_wire_dtype(wire_dtype)
+        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
 

@@ -112,7 +112,7 @@ class RayWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
-        self.wire_dtype = check_wire_dtype(wire_dtype)
+        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend = backend
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)

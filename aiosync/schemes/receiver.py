@@ -109,6 +109,7 @@ class WeightReceiver(Answering):
         self.error: BaseException | None = None
         self.reconnects: int = 0
         self.progress: int = 0  # parts of updates that arrived, and answers
+        self.progress_at: float = 0.0  # when the last part came, on time.monotonic()'s clock
         self.answers: int = 0  # times that the trainer said that this is the newest version
         self._wants: list[int] = []  # the least versions that pull() asked for, until they come
         self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
@@ -183,7 +184,7 @@ class WeightReceiver(Answering):
             if isinstance(part, Resend):
                 self._outgoing.say(part)
                 return None
-            self.progress += 1
+            self.progress, self.progress_at = self.progress + 1, time.monotonic()
             if part is not None:
                 self._stage(part)
         elif isinstance(message, Update):

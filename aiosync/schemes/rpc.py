@@ -111,7 +111,7 @@ class RPCWeightSyncScheme(EngineScheme):
             inline_nbytes=inline_nbytes,
             limits=limits,
         )
-        self.wire_dtype = check_wire_dtype(wire_dtype)
+        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.patience = patience
         self._scheme_id = secrets.token_hex(16)  # the same in every copy
 

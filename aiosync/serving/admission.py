@@ -150,9 +150,9 @@ class Admission:
         if gate._version == 0:
             text = f"there is no complete version of the weights after {limit:g} s"
         elif not gate._satisfies(self.min_version, self.wanted_epoch):
-            asked = f"version {self.min_version}"
+            asked = f"version {self.min_version}" if self.min_version else "a version"
             if self.wanted_epoch is not None:
-                asked += f" of epoch {self.wanted_epoch:x}"
+                asked += f" of epoch {self.wanted_epoch:016x}"
             after = f" after {limit:g} s" if limit else ""
             text = f"{asked} was asked for; this server has version {gate._version}{after} {detail}"
         else:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightFeed"]
 
 _FIRST_PAUSE_SECONDS = 0.05
-_ATTEMPT_SECONDS = 10.0  # to reach the source, before saying why it does not work
+# To reach the source, before the status says why it does not work; the first and the last one.
+_ATTEMPT_SECONDS = (1.0, 16.0)
+_STALL_SECONDS = 5.0  # without a byte in the middle of an update
 
 
 class WeightFeed:
@@ -215,6 +217,11 @@ class WeightFeed:
         if lost is None and receiver is not None and receiver.lost is not None:
             lost = (receiver.lost_at, f"the link to the source was lost: {receiver.lost}")
         causes = [each for each in (lost, self._blocked) if each is not None]
+        if receiver is not None and lost is None and receiver.resume() is not None:
+            still = now - receiver.progress_at
+            if still > _STALL_SECONDS:
+                text = f"the source has been silent for {still:.0f} s in the middle of an update"
+                causes.append((receiver.progress_at, text))
         if self._refused is not None:
             causes.append((self._refused[0], self._refused[2]))
         version = self.gate.version
@@ -243,13 +250,13 @@ class WeightFeed:
     # -- receiving -----------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        pause = _FIRST_PAUSE_SECONDS
+        pause, (patience, longest) = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS
         self._lost = (time.monotonic(), "the source was not reached yet")
         while True:
             scheme = self._scheme = self._make()
             try:
-                await scheme.connect(timeout=_ATTEMPT_SECONDS)
-                pause = _FIRST_PAUSE_SECONDS
+                await scheme.connect(timeout=patience)
+                pause, patience = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS[0]
                 self._reconnects += self.gate.version > 0
                 self._lost = None
                 await self._follow(scheme)
@@ -259,7 +266,7 @@ class WeightFeed:
             finally:
                 await self._drop(scheme)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, self.max_pause)
+            pause, patience = min(2 * pause, self.max_pause), min(2 * patience, longest)
 
     async def _drop(self, scheme: WeightSyncScheme) -> None:
         receiver = scheme._receiver
@@ -304,17 +311,42 @@ class WeightFeed:
         self._refused = (time.monotonic(), version, f"version {version} was refused: {error}")
 
     async def _switch(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+        old = self._memory() if receiver.inbox.version == 0 else []
+        loop = asyncio.get_running_loop()
         async with self.gate.swap() as swap:
+
+            def flipped(epoch: int, version: int) -> None:
+                # Before the trainer is told, so that it never knows more than the gate does.
+                if asyncio._get_running_loop() is loop:
+                    swap.activate(version, epoch)
+                else:
+                    loop.call_soon_threadsafe(swap.activate, version, epoch)
+
+            swap.version = self.gate.version  # nothing has changed so far
+            scheme._flipped = flipped
             try:
                 if self._in_thread:
                     await self._apply_in_thread(scheme)
                 else:
                     await self._apply(scheme, receiver)
-            finally:  # also where it is cancelled in the very moment
-                inbox = receiver.inbox
-                if inbox.version:
-                    swap.activate(inbox.version, inbox.epoch)
+            finally:
+                scheme._flipped = None
         self._activated_at = time.monotonic()
+        if old:
+            # What the model had of its own goes back to the system, which takes its time.
+            loop.run_in_executor(self._worker(), old.clear)
+
+    def _memory(self) -> list[Any]:
+        """What keeps the memory alive that the model has now."""
+        model, weights = self._init["model"], self._init["weights"]
+        if model is None or not hasattr(model, "parameters"):
+            return list(weights.values()) if isinstance(weights, dict) else []
+        return [tensor.data for tensor in (*model.parameters(), *model.buffers())]
+
+    def _worker(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="aiosync-apply")
+        return self._thread
 
     async def _apply(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
         """Change the pointers on the loop; or, with a forward in another thread, there."""
@@ -324,9 +356,8 @@ class WeightFeed:
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
 
     async def _apply_in_thread(self, scheme: WeightSyncScheme) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="aiosync-apply")
-        working = asyncio.get_running_loop().run_in_executor(self._thread, scheme.apply_pending)
+        loop = asyncio.get_running_loop()
+        working = loop.run_in_executor(self._worker(), scheme.apply_pending)
         try:
             await asyncio.shield(working)
         except asyncio.CancelledError:

@@ -92,7 +92,7 @@ class Swap:
         try:
             if exc_type is None:
                 version = gate._version + 1 if self.version is None else self.version
-                if version < 1:
+                if version < 1 and version != gate._version:
                     raise LocalProtocolError(f"a version is at least 1, got {version}")
                 gate._activate(version, gate._epoch if self.epoch is None else self.epoch)
         finally:

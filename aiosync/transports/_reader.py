@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 from aiosync.errors import (
@@ -45,8 +46,10 @@ Intercept = Callable[[Message, "Mapping[str, Any] | None"], "bool | Repeat"]
 Or, instead of True, what takes the counter of later messages that are the same but for it.
 """
 
-# One loop callback moves at most this much, so that a bulk transfer never holds the loop long.
+# One loop callback moves at most this much, so that a bulk transfer never holds the loop long;
+# and less if that takes longer, as it does where the memory is touched for the first time.
 _WINDOW_NBYTES = 2**20
+_WINDOW_SECONDS = 0.001
 # One call reads at most this much, which is still in the cache when it is looked at.
 _READ_NBYTES = 2**18
 _POLL_PAYLOAD_SECONDS = 1.0
@@ -350,6 +353,7 @@ class FrameReader:
         if self._state.ended:
             return
         budget = _WINDOW_NBYTES
+        until = perf_counter() + _WINDOW_SECONDS
         decoder = self._decoder
         while budget > 0 and not self._state.ended:
             buffer = decoder.get_buffer(_WINDOW_NBYTES)
@@ -384,7 +388,7 @@ class FrameReader:
                 break
             if nbytes < room and not self._reads_out:
                 break
-            budget -= nbytes
+            budget = budget - nbytes if perf_counter() < until else 0
         if self._reading and (self._io.has_unread or (budget <= 0 and self._reads_out)):
             self._read_soon()
         if self.ready or self._state.error is not None:

@@ -110,6 +110,110 @@ def _call_actors(ray: Any) -> None:
     assert not legacy.RayTransport(actors[0]).check_connection()
 
 
+class Attached:
+    """A worker's scheme, and the model that it keeps up to date."""
+
+    def __init__(self, scheme: Any, nbytes: int) -> None:
+        self.scheme = scheme
+        self.model = wide(nbytes, 0.0)
+        scheme.init_on_worker(model_id="policy", model=self.model, worker_idx=0)
+        scheme.connect()
+        self.receiver = scheme.get_receiver()
+
+    def receive(self, value: float) -> None:
+        while self.model.weight.detach().sum() != value:
+            assert self.receiver.receive(timeout=20.0)
+
+    def shutdown(self) -> None:
+        self.scheme.shutdown()
+
+
+def wide(nbytes: int, value: float) -> torch.nn.Module:
+    model = torch.nn.Linear(nbytes // 4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def check_roles(scheme: Any, attached: Any, nbytes: int) -> None:
+    """What a sender with links of its own does; ``attached`` calls the worker's methods."""
+    sender = scheme.get_sender()
+    for value in (1.0, 2.0):
+        weights = {"weight": torch.full((1, nbytes // 4), value)}
+        sender.send_async(weights)
+        weights["weight"].zero_()
+        sender.wait_async()
+        attached("receive", value * (nbytes // 4))
+    expect(aiosync.PartialSyncError, sender.send, {"weight": torch.zeros(3)})
+
+
+_attached: dict[str, Attached] = {}
+
+
+def _attach(scheme: Any, nbytes: int) -> None:
+    _attached["policy"] = Attached(scheme, nbytes)
+
+
+def _tell(name: str, *args: Any) -> None:
+    getattr(_attached["policy"], name)(*args)
+
+
+def _check_rpc_roles(rpc: Any) -> None:
+    nbytes = 8 * 2**20  # more than travels beside RPC
+    scheme = legacy.RPCWeightSyncScheme(timeout=20.0)
+    scheme.init_on_sender(model_id="policy", num_workers=1)
+    attaching = rpc.rpc_async("process1", _attach, args=(scheme, nbytes))
+    scheme.connect()
+    attaching.wait()
+    check_roles(scheme, lambda *args: rpc.rpc_sync("process1", _tell, args=args), nbytes)
+    rpc.rpc_sync("process1", _tell, args=("shutdown",))
+    scheme.shutdown()
+
+
+def distributed_program(rank: int, port: int) -> None:
+    """The default group belongs to the program, and goes on working."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=2)
+    nbytes = 8 * 2**20  # more than travels beside Gloo
+    older, newer = (legacy.DistributedWeightSyncScheme(store=store, timeout=20.0) for _ in "ab")
+    if rank == 0:
+        sender = older.create_sender()
+        sender.register_worker(0, (store, 1))
+        newer.init_on_sender(model_id="policy", num_workers=1)
+        for value in (1.0, 2.0):
+            sender.send({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
+        newer.connect()
+        check_roles(newer, _asking(dist), nbytes)
+    else:
+        model = torch.nn.Linear(2, 1)
+        receiver = older.create_receiver()
+        receiver.register_model(model)
+        receiver.register_worker_transport((store, 1))
+        for value in (1.0, 2.0):
+            assert receiver.receive(timeout=20.0)
+            assert model.weight.detach().tolist() == [[value] * 2]
+        attached = Attached(newer, nbytes)
+        for value in (1.0, 2.0):
+            attached.receive(value * (nbytes // 4))
+            dist.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2.0
+    dist.barrier()
+    newer.shutdown()
+    dist.destroy_process_group()
+
+
+def _asking(dist: Any) -> Any:
+    def ask(name: str, value: float) -> None:
+        del name, value  # the worker knows what comes
+        dist.barrier()
+
+    return ask
+
+
 def rpc_program(rank: int, port: int) -> None:
     from torch.distributed import rpc
 
@@ -125,9 +229,10 @@ def rpc_program(rank: int, port: int) -> None:
         expect(ValueError, scheme.create_transport, rref)
         end = (rpc.get_worker_info("process1"), rref, Collector)
         sender = scheme.create_sender()
-        sender._register_worker(0, end)
+        sender.register_worker(0, end)
         scheme._sender = sender
         check_calls(scheme, lambda: rref.rpc_sync().told())
+        _check_rpc_roles(rpc)
         del rref, end, sender, scheme
     rpc.shutdown()
 

@@ -285,10 +285,10 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
 
 @pytest.mark.slow
 def test_registered_weights_are_first_values() -> None:
-    registered = _td(1.0)
+    registered = _td(1.0).detach()
     mine, theirs = Pipe()
     with SHM({"policy": registered}, auto_register=False) as scheme:
-        registered.data.zero_()  # a copy was taken
+        registered.data.zero_()  # what workers get first was copied
         with workers.worker(scheme, theirs) as work:
             scheme.init_on_sender(model_id="policy", pipes=[mine])
             work("attach")
@@ -298,7 +298,11 @@ def test_registered_weights_are_first_values() -> None:
                 scheme.register_shared_weights("policy", _td(2.0))
             scheme.get_sender().send(_td(3.0))
             assert work("value") == 3.0
-            assert float(scheme.policy_weights["policy"]["bias"].sum()) == 2.0
+            assert scheme.policy_weights["policy"] is registered
+            assert float(registered["bias"].sum()) == 6.0  # it is kept up to date
+            with pytest.raises(ValueError, match="do not fit"):
+                scheme.get_sender().send({"weight": torch.zeros(1)})
+            assert float(registered["bias"].sum()) == 6.0
             work("shutdown")
 
 

@@ -190,8 +190,8 @@ def test_shared_memory_between_processes() -> None:
 
 def test_registered_weights_of_shared_memory() -> None:
     one, two = Pipe()
-    target = TensorDict({"weight": torch.zeros(3)}, [])
-    left = legacy.SharedMemTransport({"policy": _td(0.0)}, auto_register=False)
+    source, target = (TensorDict({"weight": torch.zeros(3)}, []) for _ in range(2))
+    left = legacy.SharedMemTransport({"policy": source})
     right = legacy.SharedMemTransport({"policy": target}, auto_register=False)
     with left, right:
         left.register_pipe(one)
@@ -203,16 +203,22 @@ def test_registered_weights_of_shared_memory() -> None:
         with pytest.raises(ValueError, match="Unsupported weights type"):
             left.send_weights("policy", 3)
         with pytest.raises(KeyError, match="not registered"):
-            left.send_weights("critic", target)
+            right.send_weights("critic", target)
         assert right.check_connection()
         left.send_weights("policy", TensorDict({"weight": torch.ones(3)}, []))
         assert target["weight"].tolist() == [0.0] * 3  # only receive_weights() changes it
+        assert source["weight"].tolist() == [1.0] * 3
         right.receive_weights()
         assert target["weight"].tolist() == [1.0] * 3
-        left.send_weights("policy", _td(2.0))
         with pytest.raises(ValueError, match="do not fit"):
+            left.send_weights("policy", _td(2.0))
+        assert source["weight"].tolist() == [1.0] * 3
+        left.send_weights("critic", _td(2.0))
+        with pytest.raises(KeyError, match="not registered"):
             right.receive_weights()
-        assert target["weight"].tolist() == [1.0] * 3
+        left.send_weights("policy", TensorDict({"weight": torch.full((3,), 3.0)}, []))
+        right.receive_weights()
+        assert target["weight"].tolist() == [3.0] * 3
     assert tools.portal_threads() == []
 
 
@@ -356,7 +362,7 @@ def test_a_forked_process_has_no_connection() -> None:
     one, two = Pipe()
     transport = legacy.MPTransport(one)
     with transport, two:
-        assert transport.pipe is one
+        assert one.closed
         assert transport.check_connection()
         pid = os.fork()
         if pid == 0:
@@ -369,10 +375,11 @@ def test_a_forked_process_has_no_connection() -> None:
 
 
 @pytest.mark.slow
-def test_rpc_calls_the_remote_object() -> None:
+@pytest.mark.parametrize("program", [_programs.rpc_program, _programs.distributed_program])
+def test_two_processes_in_a_group(program: Any) -> None:
     ctx = harness.context("forkserver")
     port = _rpc_group.free_port()
-    crew = [ctx.Process(target=_programs.rpc_program, args=(rank, port)) for rank in range(2)]
+    crew = [ctx.Process(target=program, args=(rank, port)) for rank in range(2)]
     try:
         for process in crew:
             process.start()

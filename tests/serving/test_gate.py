@@ -148,7 +148,7 @@ async def test_versions_of_another_epoch() -> None:
         assert version == 50
     async with gate.swap(version=1, epoch=0xB):  # the trainer was restarted
         pass
-    with pytest.raises(aiosync.AdmissionTimeout, match="version 0 of epoch a was asked for"):
+    with pytest.raises(aiosync.AdmissionTimeout, match="a version of epoch 000000000000000a was"):
         async with gate.request(epoch=0xA, timeout=0):
             pytest.fail("was let in")
     async with gate.request(min_version=1, epoch=0xB, timeout=0) as version:

@@ -1,0 +1,171 @@
+"""What stands where a server would: calls of an ASGI application, and feeds without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import aiosync
+from aiosync.serving import AdmissionGate, WeightFeed
+from tests.schemes._harness import PATIENCE
+
+
+def feed_at(version: int | None = None, epoch: int | None = None, **gate: Any) -> WeightFeed:
+    """A feed whose gate the test switches; nobody listens at its address."""
+    feed = WeightFeed(
+        aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9"),
+        model=nn.Linear(4, 2),
+        gate=AdmissionGate(initial_version=version, **gate),
+        max_pause=0.1,
+    )
+    feed.gate._epoch = epoch
+    return feed
+
+
+async def switch(feed: WeightFeed, version: int, epoch: int | None = None) -> None:
+    async with asyncio.timeout(PATIENCE), feed.gate.swap(version=version, epoch=epoch):
+        pass
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class Answer:
+    """What an application said to one request."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"]
+
+    @property
+    def raw(self) -> list[tuple[bytes, bytes]]:
+        return [tuple(pair) for pair in self.messages[0]["headers"]]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        names = [name for name, _ in self.raw]
+        assert len(names) == len(set(names)), names
+        return {name.decode(): value.decode() for name, value in self.raw}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages[1:])
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def scope_of(path: str = "/", method: str = "GET", **more: Any) -> dict[str, Any]:
+    headers = [(name.encode(), value.encode()) for name, value in more.pop("headers", ())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        **more,
+    }
+
+
+async def call(app: Any, path: str = "/", method: str = "GET", **more: Any) -> Answer:
+    answer = Answer()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        answer.messages.append(dict(message))
+
+    async with asyncio.timeout(PATIENCE):
+        await app(scope_of(path, method, **more), receive, send)
+    return answer
+
+
+class Life:
+    """The server's side of a lifespan."""
+
+    def __init__(self, app: Any) -> None:
+        self.said: list[str] = []
+        self.texts: list[str] = []
+        self._asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._answers: asyncio.Queue[str] = asyncio.Queue()
+        scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+        self.task = asyncio.ensure_future(app(scope, self._asked.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        assert message["type"].startswith("lifespan."), message
+        self.said.append(message["type"])
+        self.texts.append(message.get("message", ""))
+        self._answers.put_nowait(message["type"])
+
+    async def ask(self, what: str) -> str:
+        """Tell the application, and return its answer."""
+        self._asked.put_nowait({"type": f"lifespan.{what}"})
+        async with asyncio.timeout(PATIENCE):
+            return await self._answers.get()
+
+    async def end(self) -> BaseException | None:
+        await asyncio.wait([self.task], timeout=PATIENCE)
+        return self.task.exception()
+
+
+@contextlib.asynccontextmanager
+async def living(app: Any) -> AsyncIterator[Life]:
+    """An application from its start to its end."""
+    life = Life(app)
+    assert await life.ask("startup") == "lifespan.startup.complete"
+    try:
+        yield life
+    finally:
+        assert await life.ask("shutdown") == "lifespan.shutdown.complete"
+        assert await life.end() is None
+
+
+@contextlib.asynccontextmanager
+async def uvicorn_of(app: Any, **options: Any) -> AsyncIterator[str]:
+    """The application under uvicorn on this loop; yields its URL."""
+    import uvicorn
+
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", **options)
+    server = uvicorn.Server(config)
+    running = asyncio.ensure_future(server._serve())  # serve() would take the signals
+    try:
+        await until(lambda: server.started or running.done())
+        assert server.started
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(PATIENCE):
+            await running
+
+
+# -- applications -----------------------------------------------------------------------------
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def never(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("the application was asked")

@@ -1,0 +1,500 @@
+"""The ASGI middleware: what requests and responses say, what is held, who starts and ends."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiosync
+import aiosync.integrations.asgi
+from aiosync.integrations.asgi import WeightsMiddleware, lifespan
+from aiosync.serving import WeightFeed
+from aiosync.serving.admission import _inside
+from tests.integrations._asgi_calls import (
+    Answer,
+    call,
+    feed_at,
+    hello,
+    living,
+    never,
+    scope_of,
+    switch,
+    until,
+)
+from tests.schemes import _models as models
+from tests.schemes._harness import PATIENCE
+
+asynchronous = pytest.mark.asyncio
+EPOCH = 0xABC
+
+
+def test_it_knows_no_web_framework() -> None:
+    source = Path(aiosync.integrations.asgi.__file__).read_text()
+    roots = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            roots |= {item.name.split(".")[0] for item in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add((node.module or "").split(".")[0])
+    assert not roots & {"starlette", "fastapi", "uvicorn", "torch"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exempt": "/healthz"},
+        {"exempt": ["healthz"]},
+        {"readyz": "readyz"},
+        {"timeout": -1},
+        {"max_staleness": float("nan")},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(aiosync.ConfigError):
+        WeightsMiddleware(hello, feed_at(1), **options)
+
+
+# -- responses --------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_response_names_its_version_and_epoch() -> None:
+    feed = feed_at(3, EPOCH)
+    app = WeightsMiddleware(hello, feed)
+    answer = await call(app)
+    assert answer.raw == [
+        (b"a", b"b"),
+        (b"x-weight-version", b"3"),
+        (b"x-weight-epoch", b"0000000000000abc"),
+    ]
+    assert answer.body == b"hello"
+    await switch(feed, 4)
+    assert (await call(app)).headers["x-weight-version"] == "4"
+    await switch(feed, 1, EPOCH + 1)  # a trainer that was restarted
+    headers = (await call(app, method="HEAD")).headers
+    assert (headers["x-weight-version"], headers["x-weight-epoch"][-3:]) == ("1", "abd")
+    assert (await call(WeightsMiddleware(hello, feed_at(3)))).raw[1:] == [
+        (b"x-weight-version", b"3")
+    ]
+
+
+@asynchronous
+@pytest.mark.parametrize("name", [b"X-Weight-Version", b"x-weight-epoch", b"x-weight-versions"])
+async def test_what_the_application_says_itself_stands(name: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = (pair for pair in [[name, b"17"]])  # any iterable of pairs is one
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    answer = await call(WeightsMiddleware(app, feed_at(3, EPOCH)))
+    assert answer.raw == [(name, b"17")]
+
+
+@asynchronous
+async def test_the_message_of_the_application_is_not_changed() -> None:
+    start = {"type": "http.response.start", "status": 204}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start)
+        await send({"type": "http.response.body"})
+
+    answer = await call(WeightsMiddleware(app, feed_at(3)))
+    assert answer.headers == {"x-weight-version": "3"}
+    assert start == {"type": "http.response.start", "status": 204}
+
+
+@asynchronous
+async def test_several_versions_are_named_where_there_may_be_several() -> None:
+    feed = feed_at(3, EPOCH, mode="immediate")
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with feed.batch():
+            pass
+        await switch(feed, 4)
+        if scope["path"] == "/restart":
+            await switch(feed, 5, EPOCH + 1)
+        async with feed.batch():
+            pass
+        seen.append(scope["aiosync.admission"].versions)
+        await hello(scope, receive, send)
+
+    headers = (await call(WeightsMiddleware(app, feed))).headers
+    assert headers == {
+        "a": "b",
+        "x-weight-version": "3",
+        "x-weight-versions": "3-4",
+        "x-weight-epoch": f"{EPOCH:016x}",
+    }
+    headers = (await call(WeightsMiddleware(app, feed), "/restart")).headers
+    assert headers == {"a": "b", "x-weight-version": "4", "x-weight-versions": "4-5"}
+    assert seen == [(3, 4), (4, 5)]
+
+
+# -- requests ---------------------------------------------------------------------------------
+
+
+def ask(min_version: str | None = None, epoch: str | None = None) -> dict[str, Any]:
+    pairs = (("x-min-weight-version", min_version), ("x-weight-epoch", epoch))
+    return {"headers": [(name, value) for name, value in pairs if value is not None]}
+
+
+@asynchronous
+async def test_a_request_waits_for_the_version_that_it_asks_for() -> None:
+    feed = feed_at(3)
+    app = WeightsMiddleware(hello, feed)
+    assert (await call(app, **ask("3"))).status == 200
+    waiting = asyncio.ensure_future(call(app, **ask(" 05 ")))
+    await until(lambda: feed.gate.waiting == 1)
+    await switch(feed, 4)
+    assert (await call(app)).status == 200  # others are let in meanwhile
+    assert not waiting.done()
+    await switch(feed, 6)
+    assert (await waiting).headers["x-weight-version"] == "6"
+
+
+@asynchronous
+async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
+    app = WeightsMiddleware(never, feed_at(3, EPOCH), timeout=0.01)
+    answer = await call(app, **ask("9"))
+    assert answer.status == 503
+    assert answer.headers == {
+        "content-type": "application/json",
+        "content-length": str(len(answer.body)),
+        "cache-control": "no-store",
+        "retry-after": "1",
+        "x-weight-version": "3",
+        "x-weight-epoch": "0000000000000abc",
+    }
+    body = answer.json()
+    assert "version 9 was asked for" in body.pop("detail")
+    assert body == {
+        "error": "weight_version",
+        "version": 3,
+        "epoch": "0000000000000abc",
+        "min_version": 9,
+        "state": "closed",
+        "reason": "the feed is not running",
+    }
+
+
+@asynchronous
+async def test_nobody_is_answered_before_the_first_version() -> None:
+    feed = feed_at()
+    answer = await call(WeightsMiddleware(never, feed, timeout=0.01), method="HEAD")
+    assert (answer.status, answer.body) == (503, b"")
+    assert "x-weight-version" not in answer.headers
+    waiting = asyncio.ensure_future(call(WeightsMiddleware(hello, feed)))
+    await until(lambda: feed.gate.waiting == 1)
+    await switch(feed, 1)
+    assert (await waiting).status == 200
+
+
+@asynchronous
+async def test_the_epoch_that_is_asked_for() -> None:
+    app = WeightsMiddleware(hello, feed_at(3, EPOCH), timeout=0.01)
+    assert (await call(app, **ask(epoch="abc"))).status == 200
+    assert (await call(app, **ask("3", epoch="0000000000000ABC"))).status == 200
+    assert (await call(app, **ask("3", epoch="abd"))).status == 503
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    "value", ["", "-1", "+1", "1.0", "1_0", "0x1", "abc", "1 2", "\xb2", "9" * 19, "9" * 5000]
+)
+async def test_a_malformed_version_is_a_400(value: str) -> None:
+    app = WeightsMiddleware(never, feed_at(3), timeout=0.01)
+    answer = await call(app, **ask(value))
+    assert answer.status == 400
+    assert answer.json()["error"] == "bad_header"
+    assert "x-min-weight-version" in answer.json()["detail"]
+    assert value[:4] == "" or value not in answer.json()["detail"]
+
+
+@asynchronous
+@pytest.mark.parametrize("value", ["", "xyz", "0x1", "-1", "f" * 17])
+async def test_a_malformed_epoch_is_a_400(value: str) -> None:
+    app = WeightsMiddleware(never, feed_at(3), timeout=0.01)
+    assert (await call(app, **ask(epoch=value))).status == 400
+
+
+@asynchronous
+async def test_a_header_that_is_there_twice_is_a_400_and_the_largest_is_none() -> None:
+    app = WeightsMiddleware(never, feed_at(3), timeout=0.01)
+    twice = [("x-min-weight-version", "1")] * 2
+    assert "twice" in (await call(app, headers=twice)).json()["detail"]
+    assert (await call(app, **ask(str(2**63 - 1)))).status == 503
+    assert (await call(app, **ask(str(2**63)))).status == 400
+
+
+@asynchronous
+async def test_a_closed_gate_is_a_503() -> None:
+    feed = feed_at(3)
+    feed.gate.close()
+    answer = await call(WeightsMiddleware(hello, feed, exempt=["/also"]), "/also")
+    assert answer.status == 200
+    feed = feed_at()
+    waiting = asyncio.ensure_future(call(WeightsMiddleware(never, feed)))
+    await until(lambda: feed.gate.waiting == 1)
+    feed.gate.close()
+    answer = await waiting
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"] == "shutting_down"
+
+
+# -- what is let in, and for how long ---------------------------------------------------------
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("path", "method", "root_path"),
+    [
+        ("/", "OPTIONS", ""),
+        ("/healthz", "GET", ""),
+        ("/static/a/b", "GET", ""),
+        ("/api/healthz", "GET", "/api"),
+        ("/healthz", "GET", "/api"),  # a server that leaves it out of the path
+    ],
+)
+async def test_some_requests_have_nothing_to_do_with_weights(
+    path: str, method: str, root_path: str
+) -> None:
+    app = WeightsMiddleware(hello, feed_at(), exempt=["/healthz", "/static/"], timeout=0.01)
+    answer = await call(app, path, method, root_path=root_path)
+    assert (answer.status, answer.headers) == (200, {"a": "b"})
+
+
+@asynchronous
+@pytest.mark.parametrize("path", ["/healthz/x", "/static", "/apihealthz"])
+async def test_and_others_only_look_like_it(path: str) -> None:
+    app = WeightsMiddleware(never, feed_at(), exempt=["/healthz", "/static/"], timeout=0.01)
+    assert (await call(app, path, root_path="/api")).status == 503
+
+
+@asynchronous
+async def test_a_socket_is_not_let_in_as_a_whole() -> None:
+    feed = feed_at()
+    running = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        running.append((scope["type"], feed.gate.running, "aiosync.admission" in scope))
+
+    await WeightsMiddleware(app, feed)({"type": "websocket", "path": "/"}, None, None)
+    assert running == [("websocket", 0, False)]
+
+
+@asynchronous
+async def test_a_response_holds_the_switch_until_it_is_complete_and_no_longer() -> None:
+    feed = feed_at(3)
+    more, over = asyncio.Event(), asyncio.Event()
+    answer = Answer()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b"2"})
+        await over.wait()  # as a background task of Starlette
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        answer.messages.append(message)
+
+    calling = asyncio.ensure_future(WeightsMiddleware(app, feed)(scope_of(), receive, send))
+    await until(lambda: len(answer.messages) == 2)
+    assert feed.gate.running == 1
+    switching = asyncio.ensure_future(switch(feed, 4))
+    await asyncio.sleep(0.01)
+    assert (feed.version, switching.done()) == (3, False)
+    more.set()
+    await switching
+    assert feed.version == 4
+    assert not calling.done()
+    over.set()
+    await calling
+    assert feed.gate.running == 0
+    assert answer.headers == {"x-weight-version": "3"}
+    assert answer.body == b"12"
+
+
+@asynchronous
+async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
+    feed = feed_at(3)
+    taken = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await taken.wait()
+
+    calling = asyncio.ensure_future(WeightsMiddleware(hello, feed)(scope_of(), None, send))
+    await switch(feed, 4)
+    assert not calling.done()
+    taken.set()
+    await calling
+    assert feed.gate.running == 0
+
+
+@asynchronous
+async def test_a_failing_application_leaves_the_gate() -> None:
+    feed = feed_at(3)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/late":
+            await hello(scope, receive, send)
+        raise ValueError("of the application")
+
+    for path in ("/early", "/late"):
+        with pytest.raises(ValueError, match="of the application"):
+            await call(WeightsMiddleware(app, feed), path)
+        assert feed.gate.running == 0
+
+
+@asynchronous
+@pytest.mark.parametrize(("what", "running"), [({}, 1), (ask("9"), 0)])
+async def test_a_cancelled_request_leaves_the_gate(what: dict[str, Any], running: int) -> None:
+    feed = feed_at(3)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    calling = asyncio.ensure_future(call(WeightsMiddleware(app, feed), **what))
+    await until(lambda: (feed.gate.running, feed.gate.waiting) == (running, 1 - running))
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
+
+
+@asynchronous
+async def test_two_of_them_count_as_one() -> None:
+    feed = feed_at(3)
+    running = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        running.append(feed.gate.running)
+        async with feed.request() as version:
+            assert version == 3
+        await hello(scope, receive, send)
+
+    inner = WeightsMiddleware(app, feed)
+    answer = await call(WeightsMiddleware(inner, feed))
+    assert answer.headers["x-weight-version"] == "3"
+    assert running == [1]
+    assert feed.gate.running == 0
+
+
+@asynchronous
+async def test_frameworks_that_answer_in_another_task() -> None:
+    """``BaseHTTPMiddleware`` runs what is inside of it in a task of its own."""
+    applications = pytest.importorskip("starlette.applications")
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    feed = feed_at(3)
+    running = []
+
+    async def act(request: Any) -> Any:
+        async with feed.request() as version:  # a part of the one that there is
+            running.append((feed.gate.running, version))
+        return PlainTextResponse("done")
+
+    async def through(request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
+    app = applications.Starlette(routes=[Route("/act", act)])
+    app.add_middleware(BaseHTTPMiddleware, dispatch=through)
+    inside = applications.Starlette(routes=[Route("/act", act)])
+    inside.add_middleware(WeightsMiddleware, feed=feed)
+    inside.add_middleware(BaseHTTPMiddleware, dispatch=through)
+    for each in (WeightsMiddleware(app, feed), inside):
+        for _ in range(3):
+            answer = await call(each, "/act")
+            assert (answer.status, answer.headers["x-weight-version"]) == (200, "3")
+            assert feed.gate.running == 0
+    assert running == [(1, 3)] * 6
+    # What is over is not carried along for ever, also where all calls come from one task.
+    assert len(_inside.get()) <= 1
+
+
+@asynchronous
+async def test_fastapi() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    httpx = pytest.importorskip("httpx")
+    feed = feed_at(3)
+    app = fastapi.FastAPI(lifespan=lifespan(feed))
+    app.add_middleware(WeightsMiddleware, feed=feed)
+    closed = []
+
+    async def resource() -> Any:
+        yield "r"
+        closed.append(feed.gate.running)
+
+    depends = fastapi.Depends(resource)
+
+    def act(value: Any = depends) -> Any:  # in a thread
+        return [feed.gate.running, value]
+
+    app.get("/act")(act)
+    transport = httpx.ASGITransport(app)
+    async with living(app), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert feed.status.state == "stale"  # it was started, and there is no trainer
+        response = await client.get("/act")
+        assert (response.json(), response.headers["x-weight-version"]) == ([1, "r"], "3")
+        response = await client.get("/nothing")
+        assert (response.status_code, response.headers["x-weight-version"]) == (404, "3")
+        assert (await client.get("/readyz")).json()["version"] == 3
+    assert closed == [0]
+
+
+# -- the probe --------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_the_probe_follows_the_feed() -> None:
+    source, target = models.linear(), models.linear()
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    scheme.init_on_sender(model=source)
+    feed = WeightFeed(aiosync.TCPWeightSyncScheme(scheme.address), model=target, max_pause=0.05)
+    strict = WeightsMiddleware(never, feed, max_staleness=0.05)
+    lax = WeightsMiddleware(never, feed)
+    answer = await call(lax, "/readyz")
+    assert (answer.status, answer.json()["state"]) == (503, "closed")
+    async with feed:
+        answer = await call(lax, "/readyz")
+        assert (answer.status, answer.json()["state"]) == (503, "starting")
+        assert answer.headers["cache-control"] == "no-store"
+        async with scheme:
+            await scheme.connect()
+            await feed.ready.wait(timeout=PATIENCE)
+            answer = await call(strict, "/readyz")
+            assert answer.status == 200
+            body = answer.json()
+            assert (body["ready"], body["version"], body["connected"]) == (True, 1, True)
+            assert body["epoch"] == answer.headers["x-weight-epoch"]
+            head = await call(strict, "/readyz", "HEAD")
+            assert (head.status, head.body) == (200, b"")
+            assert int(head.headers["content-length"]) > 10
+            assert (await call(strict, "/api/readyz", root_path="/api")).status == 200
+            posted = await call(strict, "/readyz", "POST")
+            assert (posted.status, posted.headers["allow"]) == (405, "GET, HEAD")
+        await until(lambda: feed.status.stale_for > 0.05)
+        body = (await call(strict, "/readyz")).json()
+        assert (body["ready"], body["state"], body["connected"]) == (False, "stale", False)
+        assert body["reason"]
+        answer = await call(lax, "/readyz")
+        assert (answer.status, answer.json()["state"]) == (200, "stale")
+        feed.gate.close()
+        assert (await call(lax, "/readyz")).status == 503
+
+
+@asynchronous
+async def test_a_probe_of_the_application_itself() -> None:
+    app = WeightsMiddleware(hello, feed_at(3), readyz=None)
+    assert (await call(app, "/readyz")).body == b"hello"

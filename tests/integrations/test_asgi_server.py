@@ -1,0 +1,169 @@
+"""The ASGI middleware under a real server, with Starlette inside and a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import aiosync
+from aiosync.integrations.asgi import WeightsMiddleware
+from aiosync.serving import WeightFeed
+from tests.integrations._asgi_calls import (
+    feed_at,
+    scope_of,
+    until,
+    uvicorn_of,
+)
+from tests.schemes import _models as models
+from tests.schemes._harness import PATIENCE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+asynchronous = pytest.mark.asyncio
+
+
+def starlette_app(policy: nn.Module, feed: WeightFeed) -> Any:
+    import torch
+    from starlette.applications import Starlette
+    from starlette.background import BackgroundTask
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Mount, Route, WebSocketRoute
+
+    background = asyncio.Event()
+
+    def value() -> float:
+        with torch.no_grad():
+            return policy(torch.ones(1, 4))[0, 0].item()
+
+    async def act(request: Any) -> Any:
+        return JSONResponse(value())
+
+    def act_in_a_thread(request: Any) -> Any:
+        return JSONResponse(value())
+
+    async def later(request: Any) -> Any:
+        return JSONResponse(value(), background=BackgroundTask(background.wait))
+
+    async def stream(request: Any) -> Any:
+        async def chunks() -> Any:
+            while True:
+                yield f"{value()}\n"
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(chunks())
+
+    async def talk(socket: Any) -> None:
+        await socket.accept()
+        while await socket.receive_text() == "act":
+            async with feed.request() as version:
+                await socket.send_json([version, value()])
+        await socket.close()
+
+    def fail(request: Any) -> Any:
+        raise ValueError("of the application")
+
+    app = Starlette(
+        routes=[
+            Route("/act", act),
+            Route("/thread", act_in_a_thread),
+            Route("/later", later),
+            Route("/stream", stream),
+            Route("/fail", fail),
+            Mount("/sub", app=WeightsMiddleware(Starlette(routes=[Route("/act", act)]), feed)),
+            WebSocketRoute("/talk", talk),
+        ]
+    )
+    app.state.background = background
+    return app
+
+
+@asynchronous
+@pytest.mark.slow
+async def test_under_uvicorn_with_a_trainer() -> None:
+    pytest.importorskip("uvicorn")
+    httpx = pytest.importorskip("httpx")
+    source, policy = models.linear(), models.linear()
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    models.fill(source, 1.0)
+    scheme.init_on_sender(model=source)
+    feed = WeightFeed(aiosync.TCPWeightSyncScheme(scheme.address), model=policy, max_pause=0.1)
+    inner = starlette_app(policy, feed)
+    app = WeightsMiddleware(inner, feed)
+
+    async def send() -> int:
+        models.fill(source, float(scheme.version + 1))
+        return (await scheme.send()).version
+
+    async with scheme, uvicorn_of(app) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        asking = asyncio.ensure_future(client.get("/act"))
+        await until(lambda: feed.gate.waiting == 1)
+        await scheme.connect()
+        response = await asking
+        assert (response.json(), response.headers["x-weight-version"]) == (5.0, "1")
+        assert (await client.get("/readyz")).status_code == 200
+
+        # Asked for before it is sent, on the loop and in a thread, and through a mounted app.
+        for path in ("/act", "/thread", "/sub/act"):
+            newer = {"x-min-weight-version": str(scheme.version + 1)}
+            asking = asyncio.ensure_future(client.get(path, headers=newer))
+            await until(lambda: feed.gate.waiting == 1)
+            version = await send()
+            response = await asking
+            assert response.json() == 5.0 * version
+            assert response.headers.get_list("x-weight-version") == [str(version)]
+        assert (await client.get("/sub/readyz")).json()["version"] == version
+        assert (await client.get("/nothing")).headers["x-weight-version"] == str(version)
+        assert (await client.get("/fail")).status_code == 500
+        assert feed.gate.running == 0
+
+        # A background task does not keep the next version out.
+        response = await client.get("/later")
+        version = await send()
+        assert (await client.get("/act")).headers["x-weight-version"] == str(version)
+        inner.state.background.set()
+
+        # A stream is one version, until its client leaves.
+        async with (
+            client.stream("GET", "/stream") as response,
+            contextlib.aclosing(response.aiter_lines()) as lines,
+        ):
+            first = await anext(lines)
+            sending = asyncio.ensure_future(send())
+            for _ in range(5):
+                assert await anext(lines) == first
+            assert not sending.done()
+        assert await sending == version + 1
+        assert feed.gate.running == 0
+
+
+@asynchronous
+@pytest.mark.slow
+async def test_a_socket_sees_new_versions_between_its_messages() -> None:
+    pytest.importorskip("uvicorn")
+    testclient = pytest.importorskip("starlette.testclient")
+    del testclient
+    policy = models.linear()
+    models.fill(policy, 1.0)
+    feed = feed_at(1)
+    app = WeightsMiddleware(starlette_app(policy, feed), feed)
+    said: asyncio.Queue[Any] = asyncio.Queue()
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    said.put_nowait({"type": "websocket.connect"})
+    scope = {**scope_of("/talk"), "type": "websocket", "scheme": "ws", "subprotocols": []}
+    talking = asyncio.ensure_future(app(scope, said.get, heard.put))
+    async with asyncio.timeout(PATIENCE):
+        assert (await heard.get())["type"] == "websocket.accept"
+        for version in (1, 2, 3):
+            if version > 1:
+                async with feed.gate.swap(version=version):
+                    models.fill(policy, float(version))
+            said.put_nowait({"type": "websocket.receive", "text": "act"})
+            assert json.loads((await heard.get())["text"]) == [version, 5.0 * version]
+        said.put_nowait({"type": "websocket.receive", "text": "bye"})
+        await talking

@@ -1,0 +1,322 @@
+"""Weights in Ray Serve: real replicas on a cluster of this host, and the parts that need none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs ray[serve]")
+
+import aiosync
+from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
+from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
+from aiosync.serving import AdmissionGate
+from tests.integrations import _ray_serve_scenarios as scenarios
+from tests.integrations._ray_serve_apps import Constant
+from tests.schemes._ray_driver import Driver
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+TOKEN = "a token of these tests"
+
+
+# -- in a cluster ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    try:
+        driver.run(scenarios.start_serve)
+        driver.run(scenarios.start_app)
+        yield driver
+    finally:
+        driver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        scenarios.versions,
+        scenarios.under_load,
+        scenarios.ingress,
+        scenarios.restarted,
+        pytest.param(scenarios.scaled_up, marks=pytest.mark.heavy),
+        scenarios.deleted,
+        pytest.param(scenarios.never_ready, marks=pytest.mark.heavy),
+        pytest.param(scenarios.too_stale, marks=pytest.mark.heavy),
+        pytest.param(scenarios.other_sources, marks=pytest.mark.heavy),
+        pytest.param(scenarios.on_the_actors_loop, marks=pytest.mark.heavy),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_replicas(driver: Driver, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    driver.run(scenario)
+
+
+# -- without one: the loop of the test is that of the replica's code ---------------------------
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOSYNC_TOKEN", raising=False)
+
+
+class Replica(WeightsMixin):
+    def __init__(self) -> None:
+        self.model = Constant()
+        self.computing = threading.Event()
+        self.go_on = threading.Event()
+        self.ended = False
+
+    @admitted
+    async def act(self, factor: int) -> float:
+        return self.model()[1] * factor
+
+    @admitted
+    def compute(self) -> tuple[float, float]:
+        first = self.model()
+        self.computing.set()
+        assert self.go_on.wait(20)
+        second = self.model()
+        self.ended = True
+        return min(first[0], second[0]), max(first[1], second[1])
+
+    @admitted
+    async def steps(self, count: int) -> AsyncIterator[float]:
+        for _ in range(count):
+            async with self.weight_feed.batch():
+                value = self.model()[1]
+            yield value
+
+
+class Trainer:
+    def __init__(self, **options: Any) -> None:
+        self.model = Constant(1.0)
+        self.scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", **options)
+        self.scheme.init_on_sender(model=self.model)
+
+    async def push(self) -> int:
+        self.model.fill(self.scheme.version + 1)
+        await self.scheme.send()
+        return self.scheme.version
+
+
+@asynccontextmanager
+async def trainer(**options: Any) -> AsyncIterator[Trainer]:
+    it = Trainer(**options)
+    async with it.scheme:
+        await it.scheme.connect()
+        yield it
+
+
+@asynccontextmanager
+async def following(it: Trainer, **options: Any) -> AsyncIterator[Replica]:
+    replica = Replica()
+    await replica.follow_weights(it.scheme.address, model=replica.model, **options)
+    try:
+        yield replica
+    finally:
+        await replica.__dict__["__del__"]()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_names_its_version() -> None:
+    async with trainer() as it, following(it) as replica:
+        assert (await replica.act(2)).value == 2.0
+        later = asyncio.create_task(replica.act(10, min_version=2))
+        await asyncio.sleep(0)
+        await it.push()
+        answer = await later
+        assert (answer.value, answer.version, answer.versions) == (20.0, 2, (2,))
+        assert answer.epoch == replica.weight_feed.epoch
+        status = await replica.weight_status()
+        assert (status["state"], status["version"]) == ("live", 2)
+        assert status["replica"].startswith("process")
+
+
+@pytest.mark.asyncio
+async def test_answers_of_several_versions_name_them() -> None:
+    gate = AdmissionGate(mode="immediate")
+    async with trainer() as it, following(it, gate=gate) as replica:
+        answers = []
+        async for answer in replica.steps(2):
+            answers.append(answer)
+            await it.push()
+        assert [answer.value for answer in answers] == [1.0, 2.0]
+        assert [answer.version for answer in answers] == [1, 1]
+        assert [answer.versions for answer in answers] == [(1,), (1, 2)]
+
+
+@pytest.mark.asyncio
+async def test_no_switch_while_a_thread_computes_though_its_caller_gave_up() -> None:
+    async with trainer() as it, following(it) as replica:
+        asking = asyncio.create_task(replica.compute())
+        await until(replica.computing.is_set)
+        for _ in range(2):
+            asking.cancel()
+            await asyncio.sleep(0.02)
+        pushing = asyncio.create_task(it.push())
+        await until(lambda: replica.weight_feed.status.newest == 2)
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        assert replica.weight_feed.version == 1
+        assert not replica.ended
+        replica.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await pushing
+        assert replica.ended
+        assert replica.weight_feed.version == 2
+        assert (await replica.compute()) == Answer((2.0, 2.0), 2, replica.weight_feed.epoch, (2,))
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_a_method_is_raised_and_ends_its_admission() -> None:
+    class Failing(Replica):
+        @admitted
+        async def on_loop(self) -> None:
+            raise KeyError("loop")
+
+        @admitted
+        def in_thread(self) -> None:
+            raise KeyError("thread")
+
+    async with trainer() as it:
+        replica = Failing()
+        await replica.follow_weights(it.scheme.address, model=replica.model)
+        try:
+            for method in (replica.on_loop, replica.in_thread):
+                with pytest.raises(KeyError):
+                    await method()
+                assert replica.weight_feed.gate.running == 0
+        finally:
+            await replica.__dict__["__del__"]()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_no_source_in_time_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Replica()
+    with pytest.raises(RecvTimeout, match=r"from tcp://127.0.0.1:1 .* not reached yet"):
+        await replica.follow_weights("tcp://127.0.0.1:1", model=replica.model, timeout=0.2)
+    with pytest.raises(LocalProtocolError, match="follow_weights"):
+        _ = replica.weight_feed
+    async with trainer(token=TOKEN) as it:
+        address = it.scheme.address
+        monkeypatch.setenv("AIOSYNC_TOKEN", "another one")
+        with pytest.raises(RecvTimeout, match="AuthError"):
+            await replica.follow_weights(address, model=replica.model, timeout=0.3)
+        monkeypatch.setenv("AIOSYNC_TOKEN", TOKEN)
+        with pytest.raises(RecvTimeout, match="has version 1 and needs 3; .* nothing newer"):
+            await replica.follow_weights(address, model=replica.model, timeout=0.3, min_version=3)
+        asking = asyncio.create_task(
+            replica.follow_weights(address, model=replica.model, min_version=3)
+        )
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await replica.follow_weights(address, model=replica.model, timeout=10) == 1
+        with pytest.raises(LocalProtocolError, match="one already"):
+            await replica.follow_weights(address, model=replica.model)
+        await replica.__dict__["__del__"]()
+        assert replica.weight_feed.status.state == "closed"
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_stale_is_healthy_unless_there_is_a_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = Trainer()
+    async with it.scheme:
+        await it.scheme.connect()
+        async with following(it) as patient, following(it, max_staleness=0.2) as strict:
+            for replica in (patient, strict):
+                await replica.check_health()
+            assert not caplog.records
+            await it.scheme.aclose()
+            await until(lambda: strict.weight_feed.status.stale_for > 0.2)
+            await patient.check_health()
+            with pytest.raises(RecvTimeout, match=r"max_staleness is 0.2 s: the link"):
+                await strict.check_health()
+            await patient.check_health()
+            assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # once each
+            assert "answers with version 1, which is stale" in caplog.text
+            assert (await patient.act(1)).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_the_users_own_end_comes_first() -> None:
+    seen = []
+
+    class Ending(Replica):
+        async def __del__(self) -> None:
+            if seen:
+                return  # the garbage collector's
+            seen.append(self.weight_feed.status.state)
+
+    async with trainer() as it:
+        replica = Ending()
+        await replica.follow_weights(it.scheme.address, model=replica.model)
+        await replica.__dict__["__del__"]()
+        assert seen == ["live"]
+        assert replica.weight_feed.status.state == "closed"
+        type(replica).__del__ = lambda self: None  # type: ignore[assignment]
+
+
+def test_what_cannot_be_admitted() -> None:
+    from ray import serve
+
+    with pytest.raises(ConfigError, match="make it `async def`"):
+
+        @admitted
+        def generator(self: Any) -> Iterator[int]:
+            yield 1
+
+    with pytest.raises(ConfigError, match="'min_version'"):
+
+        @admitted
+        async def taken(self: Any, min_version: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"@serve\.batch"):
+
+        @admitted
+        @serve.batch
+        async def batch(self: Any, inputs: list[int]) -> list[int]:
+            return inputs
+
+
+@pytest.mark.asyncio
+async def test_mistakes() -> None:
+    class Other:
+        @admitted
+        async def act(self) -> None: ...
+
+    with pytest.raises(LocalProtocolError, match="WeightsMixin"):
+        await Other().act()
+    replica = Replica()
+    with pytest.raises(LocalProtocolError, match="follow_weights"):
+        await replica.act(1)
+    await replica.check_health()
+    for options in ({"timeout": 0}, {"min_version": 0}, {"max_staleness": -1.0}):
+        with pytest.raises(ConfigError):
+            await replica.follow_weights("tcp://127.0.0.1:1", model=replica.model, **options)
+    with pytest.raises(ConfigError, match="one of model"):
+        await replica.follow_weights("tcp://127.0.0.1:1")
