@@ -11,6 +11,8 @@ from aiosync.errors import ConfigError, LocalProtocolError, StaleVersion
 
 __all__ = ["MAX_VERSION", "Inbox", "VersionClock", "new_epoch"]
 
+_KNOWN_EPOCHS = 16
+
 MAX_VERSION = 2**63 - 1
 """Largest epoch and largest version."""
 
@@ -82,13 +84,14 @@ class Inbox:
     no more.
     """
 
-    __slots__ = ("_epoch", "_newest", "_newest_epoch", "_version")
+    __slots__ = ("_epoch", "_former", "_newest", "_newest_epoch", "_version")
 
     def __init__(self) -> None:
         self._epoch: int | None = None
         self._version = 0
         self._newest_epoch: int | None = None
         self._newest = 0
+        self._former: dict[int, int] = {}  # what was the newest of epochs before
 
     def __repr__(self) -> str:
         return f"Inbox(epoch={self._epoch}, version={self._version}, newest={self._newest})"
@@ -135,11 +138,20 @@ class Inbox:
             raise StaleVersion(
                 f"version {version} of epoch {epoch} is not newer than version {self._newest}"
             )
+        if epoch != self._newest_epoch:
+            if self._newest_epoch is not None:
+                self._former.pop(self._newest_epoch, None)
+                self._former[self._newest_epoch] = self._newest
+                while len(self._former) > _KNOWN_EPOCHS:
+                    del self._former[next(iter(self._former))]
+            self._former.pop(epoch, None)
         self._newest_epoch = epoch
         self._newest = version
 
     def applied(self, epoch: int, version: int) -> None:
         """Register that an offered update was applied.
+
+        It may be one of an epoch before: it was being applied when the next epoch came.
 
         Raises:
             LocalProtocolError: It was never offered, or something newer is applied already.
@@ -167,5 +179,6 @@ class Inbox:
             raise LocalProtocolError(f"version {version} was applied; it cannot be refused")
 
     def _check_offered(self, epoch: int, version: int) -> None:
-        if epoch != self._newest_epoch or version > self._newest:
+        newest = self._newest if epoch == self._newest_epoch else self._former.get(epoch, 0)
+        if version > newest:
             raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")

@@ -6,7 +6,9 @@ Must not import the sender.
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from aiosync.errors import StaleVersion
@@ -17,11 +19,26 @@ from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._transforming import Transforming
 from aiosync.schemes.guard import Guard
 from aiosync.tensors.loading import LoadTarget
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
-__all__ = ["Answering"]
+__all__ = ["Answering", "Refusing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusing:
+    """The newest version that a model refused, while it has nothing newer."""
+
+    epoch: int
+    version: int
+    text: str
+    since: float  # on time.monotonic()'s clock, of the first of them
+
+    def ended_by(self, epoch: int, version: int) -> bool:
+        """Whether another version, which was applied, is newer, or of another epoch."""
+        return epoch != self.epoch or version > self.version
 
 
 class Answering(Applying):
@@ -59,6 +76,8 @@ class Answering(Applying):
         self._on_applied = on_applied
         self._answered: tuple[int, int] | None = None
         self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
+        # What the model does not have because it refused it, and since when there is such.
+        self.refusing: Refusing | None = None
         self._passed_on: tuple[int | None, int] = (None, 0)
         self._waited_for = False
         self._transforming: Transforming | None = None
@@ -76,12 +95,17 @@ class Answering(Applying):
 
     def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
         epoch, version = staged.epoch, staged.version
+        if error is None and self.refusing is not None and self.refusing.ended_by(epoch, version):
+            self.refusing = None
         relay = self._relay() if error is None else None
         if relay is None:
             self._answered = (epoch, version)
         if error is not None:
             self._answer(epoch, version, error)
-            self._staging.drop(staged)
+            if isinstance(self._target, LoadTarget):
+                self._staging.retire(staged)  # others may read what it was given
+            else:
+                self._staging.drop(staged)
         else:
             if self._copy:
                 old = staged
@@ -99,7 +123,9 @@ class Answering(Applying):
     def _answer(self, epoch: int, version: int, error: BaseException | None) -> None:
         if error is not None:
             self._refuse(version, error)
-            self._refusal = (epoch, version, error)
+            self._refusal = (epoch, version, without_frames(error))
+            since = time.monotonic() if self.refusing is None else self.refusing.since
+            self.refusing = Refusing(epoch, version, str(error) or type(error).__name__, since)
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
         self._outgoing.say(make_ack(epoch, version, status, error))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
@@ -54,7 +55,8 @@ class Applying(abc.ABC):
         self._loop = asyncio.get_running_loop()
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
-        self._staged: Staged | None = None  # complete, waits to be applied
+        self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
+        self._staged_lock = threading.Lock()
         # What the model has, and views unless it was copied: then only the layout is valid.
         self._current: Staged | None = None
         self._apply_outcome: tuple[int, BaseException | None] | None = None
@@ -82,6 +84,12 @@ class Applying(abc.ABC):
         return self._staged is not None
 
     @property
+    def applied_version(self) -> int:
+        """Version that the model has, if it is of the newest epoch that there is; else 0."""
+        inbox = self.inbox
+        return inbox.version if inbox.epoch == inbox.newest_epoch else 0
+
+    @property
     def staged_version(self) -> int:
         """Version of the update that waits to be applied; 0 if none does."""
         staged = self._staged
@@ -89,10 +97,16 @@ class Applying(abc.ABC):
 
     # -- applying ------------------------------------------------------------------------------
 
+    def _exchange(self, staged: Staged | None) -> Staged | None:
+        """Put this in the place of what waits, which only one thread gets."""
+        with self._staged_lock:
+            old, self._staged = self._staged, staged
+            return old
+
     def _apply_staged(self) -> None:
         """Apply what is staged. Runs under the guard, on any thread; never raises."""
         self._apply_outcome = None
-        staged, self._staged = self._staged, None
+        staged = self._exchange(None)
         if staged is None:
             return
         error: BaseException | None = None
@@ -123,8 +137,11 @@ class Applying(abc.ABC):
         except RuntimeError:
             return  # the loop is closed: nobody is left to be told
 
-    def apply_pending(self) -> int | None:
+    def apply_pending(self, *, patience: float = _PATIENCE_SECONDS) -> int | None:
         """Apply the staged update now, on this thread, between two reads.
+
+        Args:
+            patience: Seconds to wait for the forward passes of other threads.
 
         Returns:
             The version that was applied, or ``None`` when nothing was staged.
@@ -142,7 +159,7 @@ class Applying(abc.ABC):
         if self._staged is None:
             return None
         # A loop must not be held: there, forwards of other threads are not waited for.
-        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
+        patience = 0.0 if asyncio._get_running_loop() is not None else patience
         if not self.guard.exclusively(self._apply_staged, timeout=patience):
             raise SyncTimeout(
                 f"a forward pass in another thread went on for {patience:g} s; use "
@@ -158,6 +175,17 @@ class Applying(abc.ABC):
                 remote_type=type(error).__name__,
             ) from error
         return version
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether applying what is staged is little more than a change of pointers."""
+        target, staged = self._target, self._staged
+        return (
+            isinstance(target, Target)
+            and staged is not None
+            and not self._copy
+            and target.is_quick(staged.layout, staged.values)
+        )
 
     def apply_soon(self) -> None:
         """Apply what is staged between two reads, without waiting. Called on the loop."""

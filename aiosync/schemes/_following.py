@@ -77,9 +77,11 @@ class FollowingScheme(SchemeCore):
         def reached() -> bool:
             if manual:
                 receiver.apply_soon()
+            if receiver.applied_version >= version:
+                return True
             if receiver.refused is not None and receiver.refused[0] >= version:
                 raise apply_error(*receiver.refused) from receiver.refused[1]
-            return receiver.inbox.version >= version
+            return False
 
         await receiver.wait_until(reached, timeout=limit, late=late)
         return receiver.inbox.version
@@ -88,12 +90,14 @@ class FollowingScheme(SchemeCore):
         receiver = self._require_receiver("wait_staged")
 
         def reached() -> bool:
+            if max(receiver.staged_version, receiver.applied_version) >= version:
+                return True
             if receiver.refused is not None and receiver.refused[0] >= version:
                 raise apply_error(*receiver.refused) from receiver.refused[1]
-            return max(receiver.staged_version, receiver.inbox.version) >= version
+            return False
 
         await receiver.wait_until(reached, timeout=limit, late=late)
-        return max(receiver.staged_version, receiver.inbox.version)
+        return max(receiver.staged_version, receiver.applied_version)
 
     @property
     def staged_version(self) -> int:

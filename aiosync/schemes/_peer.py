@@ -309,7 +309,7 @@ class Peer:
                 f"worker {self.worker_idx} sent {type(message).__name__} where only "
                 "acknowledgements are expected"
             )
-        if message.epoch == self.epoch:
+        if message.epoch == self.epoch and message.status is not AckStatus.NACK:
             self.received_version = max(self.received_version, message.version)
         outcomes = self.outbox.on_ack(message)
         self._answered()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from aiosync.errors import PartialSyncError, SyncTimeout
+from aiosync.errors import AiosyncError, PartialSyncError, SyncTimeout
 from aiosync.protocol import Outcome
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._workers import Workers
 
 __all__ = ["Progress"]
+
+_REMEMBERED = 16  # versions of each worker
 
 
 class Progress:
@@ -20,14 +22,36 @@ class Progress:
         workers: The workers, and the word that something has changed.
         subscribers: Those that get every update.
 
-    Attributes:
-        failed: The last version that failed at each worker, and why.
     """
 
     def __init__(self, workers: Workers, subscribers: Callable[[], Sequence[Peer]]) -> None:
         self._workers = workers
         self._subscribers = subscribers
-        self.failed: dict[int, Outcome] = {}
+        # Of each worker, the versions that it did not get or refused, and why; the newest ones.
+        self._failed: dict[int, dict[int, AiosyncError]] = {}
+
+    def note(self, worker_idx: int, outcome: Outcome) -> None:
+        """Remember a version that failed."""
+        if outcome.error is not None:
+            versions = self._failed.setdefault(worker_idx, {})
+            versions[outcome.version] = outcome.error
+            while len(versions) > _REMEMBERED:
+                del versions[min(versions)]
+
+    def _failures(self, version: int) -> dict[int, AiosyncError]:
+        """The workers that have failed at this version or a newer one, and have none of it."""
+        found = {}
+        for idx, versions in self._failed.items():
+            peer = self._workers.peers.get(idx)
+            if peer is not None:
+                for old in [each for each in versions if each <= peer.received_version]:
+                    del versions[old]
+                if peer.received_version >= version:
+                    continue
+            newer = [each for each in versions if each >= version]
+            if newer:
+                found[idx] = versions[min(newer)]
+        return found
 
     async def wait_applied(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
         """Wait until every subscriber has applied at least ``version``."""
@@ -43,19 +67,18 @@ class Progress:
         """Wait until every subscriber has all of at least ``version``, applied or not."""
 
         def reached() -> bool:
-            failed = {
-                idx: outcome.error
-                for idx, outcome in self.failed.items()
-                if outcome.version == version and outcome.error is not None
-            }
+            subscribers = self._subscribers()
+            failed = self._failures(version)
             if failed:
-                acked = (p.worker_idx for p in self._subscribers() if p.outbox.applied >= version)
+                acked = [each.worker_idx for each in subscribers if each.outbox.applied >= version]
                 raise PartialSyncError(acked=acked, failed=failed, version=version)
-            return all(peer.received_version >= version for peer in self._subscribers())
+            # With nobody there, nobody has it: who comes later gets it.
+            return bool(subscribers) and all(
+                peer.received_version >= version for peer in subscribers
+            )
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        received = (peer.received_version for peer in self._subscribers())
-        return min(received, default=self._workers.clock.current)
+        return min(peer.received_version for peer in self._subscribers())
 
     async def wait_until(
         self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout

@@ -81,7 +81,8 @@ class ReceivingScheme(FollowingScheme):
                 wants: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
                 :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on,
                 and its result is copied. If it raises, the update is refused. Values that are
-                not tensors pass by.
+                not tensors, and what is inside of them, pass by. The trainer hears nothing
+                meanwhile: over streams it must not take longer than its ``stall_timeout``.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
 

@@ -7,18 +7,23 @@ Must not import transports.
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from aiosync.errors import ManifestMismatch
+from aiosync.schemes._background import Background
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import FlatBuffer, Layout, dtype_name
+from aiosync.tensors._matching import inner_names
+from aiosync.tensors._plain import as_bytes, is_plain_cpu
+from aiosync.tensors._values import EXTRA_STATE
 from aiosync.tensors.loading import named_views
 from aiosync.wire import plan_manifest
 
@@ -62,7 +67,8 @@ class Transforming:
         self._failed = failed
         self._next: Staged | None = None
         self._now: Staged | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self.since: float | None = None  # when the work on _now began
+        self._thread = Background("aiosync-mapping")
         self._layout: Layout | None = None  # of the last result
         self._spare: list[FlatBuffer] = []
         self._closed = False
@@ -88,20 +94,16 @@ class Transforming:
         self._closed = True
         self._next = None
         self._spare.clear()
-        if self._thread is not None:
-            self._thread.shutdown(wait=self._now is None, cancel_futures=True)
+        self._thread.close(patience=_CLOSE_SECONDS)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="aiosync-mapping")
         try:
             while self._next is not None:
                 (staged, self._next) = (self._next, None)
-                self._now = staged
-                working = loop.run_in_executor(self._thread, self._work, staged)
+                self._now, self.since = staged, time.monotonic()
+                work = functools.partial(self._work, staged)
                 try:
-                    layout, flat = await _until_over(working)
+                    layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
                 except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
                     self._failed(staged, exc)
                     continue
@@ -114,7 +116,7 @@ class Transforming:
                 if not self._closed:
                     self._done(result)  # also with a newer one waiting, which may be overtaken, too
         finally:
-            self._now = None
+            self._now = self.since = None
 
     def _put_back(self, flat: FlatBuffer) -> None:
         if len(self._spare) < 2 and not self._closed:
@@ -124,12 +126,15 @@ class Transforming:
 
     def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         """The result of the transform, in memory of its own."""
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                given = iter(self._transform(named_views(staged.layout, staged.flat)))
-                return self._place(given)
-        except StopIteration as exc:  # which no future would carry
-            raise RuntimeError("the transform raised StopIteration") from exc
+        # What is inside of extra states and other values is not the transform's business.
+        inside = inner_names(staged.values) if staged.values else frozenset[str]()
+        outer: list[tuple[str, torch.Tensor]] = []
+        inner: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in named_views(staged.layout, staged.flat):
+            into = inner if name in inside or EXTRA_STATE in name.split(".") else outer
+            into.append((name, tensor))
+        with torch.inference_mode(False), torch.no_grad():
+            return self._place(chain(self._transform(iter(outer)), inner))
 
     def _place(self, given: Any) -> tuple[Layout, FlatBuffer]:
         """Copy each tensor to where the last version had it; plan anew when something differs."""
@@ -186,15 +191,6 @@ class Transforming:
         return FlatBuffer(nbytes)
 
 
-async def _until_over(working: asyncio.Future[tuple[Layout, FlatBuffer]]) -> Any:
-    """Wait; when cancelled, until the thread leaves the received memory, but not for ever."""
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working], timeout=_CLOSE_SECONDS)
-        raise
-
-
 def _checked(found: Any, names: set[str]) -> tuple[str, torch.Tensor]:
     try:
         name, tensor = found
@@ -213,8 +209,8 @@ def _put(tensor: torch.Tensor, flat: FlatBuffer, offset: int) -> None:
     """Copy a tensor into a buffer; without torch's thread pool where the bytes are in order."""
     if not tensor.numel():
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is torch.Tensor:
-        source = tensor.reshape(-1).view(torch.uint8).numpy()
+    if is_plain_cpu(tensor):
+        source = as_bytes(tensor)
         np.copyto(flat.array[offset : offset + source.nbytes], source)
         return
     nbytes = tensor.numel() * tensor.element_size()

@@ -100,7 +100,7 @@ class WeightReceiver(Answering):
                 transform,
                 tasks=tasks,
                 staging=self._staging,
-                done=self._take,
+                done=self._take_transformed,
                 failed=self._untransformed,
             )
         self.transport: Transport = transport
@@ -218,6 +218,8 @@ class WeightReceiver(Answering):
         self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back))
 
     def _stage(self, staged: Staged) -> None:
+        if staged.epoch != self.inbox.newest_epoch:
+            self.refused = None  # of a trainer before
         try:
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
@@ -235,8 +237,10 @@ class WeightReceiver(Answering):
     def _take(self, staged: Staged) -> None:
         """Have the model get this update, now or as soon as it can."""
         if self._staged is not None:
-            self._withdraw()
-        self._staged = staged
+            self.guard.withdraw()
+            self._drop_staged(self._exchange(staged))
+        else:
+            self._exchange(staged)
         if not self._manual and self._resolve() is not None:
             self.apply_soon()
         if self._answered != (staged.epoch, staged.version):
@@ -245,6 +249,12 @@ class WeightReceiver(Answering):
             self._outgoing.say(received)
         if self._waited_for:
             self._notify()
+
+    def _take_transformed(self, staged: Staged) -> None:
+        if staged.epoch == self.inbox.newest_epoch:
+            self._take(staged)
+        else:
+            self._staging.drop(staged)  # of a trainer before the one that there is
 
     def _untransformed(self, staged: Staged, error: BaseException) -> None:
         self._answered = (staged.epoch, staged.version)
@@ -281,7 +291,9 @@ class WeightReceiver(Answering):
         if self._staged is None:
             return
         self.guard.withdraw()
-        old, self._staged = self._staged, None
+        self._drop_staged(self._exchange(None))
+
+    def _drop_staged(self, old: Staged | None) -> None:
         if old is not None:
             self._staging.drop(old)
         if self._adopts_late:
@@ -292,6 +304,19 @@ class WeightReceiver(Answering):
     def resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and bytes of an update of which the lost link brought a part."""
         return self._staging.resume()
+
+    @property
+    def partial_since(self) -> float | None:
+        """When the last part of an update came that is still incomplete; ``None`` without one.
+
+        On ``time.monotonic()``'s clock.
+        """
+        return None if self._staging.resume() is None else self.progress_at
+
+    @property
+    def transforming_since(self) -> float | None:
+        """When the transform began that is at work now; ``None`` if none is."""
+        return None if self._transforming is None else self._transforming.since
 
     @property
     def damaged(self) -> int:

@@ -106,7 +106,7 @@ class WeightSender:
             if outcome.kind is OutcomeKind.SKIPPED:
                 self.skipped += 1
             elif outcome.kind is OutcomeKind.FAILED:
-                self.progress.failed[peer.worker_idx] = outcome
+                self.progress.note(peer.worker_idx, outcome)
             send = self._sends.get(outcome.version)
             if send is not None and send.tracker.resolve(peer.worker_idx, outcome):
                 self._settle(send)
@@ -194,6 +194,8 @@ class WeightSender:
             if timeout is not None:
                 self._limit(send, timeout)
         try:
+            if send.future.done():
+                await asyncio.sleep(0)  # workers come on this loop, also where it only sends
             report = await send.future
         except asyncio.CancelledError:
             # The transfer goes on; a worker that fails is reported by the next send.

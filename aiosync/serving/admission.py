@@ -106,12 +106,18 @@ class Admission:
             gate._enter(self)
             self._parts = 1
             self.version, self.epoch = gate._version, gate._epoch
-            if outer is not None and self.blocks and self.version not in outer._computed:
-                outer._computed.append(self.version)
+            if self.blocks:
+                self._tell_those_around()
         self._saw(self.version)
         # Without those that are over: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
         return self.version
+
+    def _tell_those_around(self) -> None:
+        for each in _inside.get():
+            open_ = each._gate is self._gate and each._holder.active and not each.blocks
+            if open_ and self.version not in each._computed:
+                each._computed.append(self.version)
 
     def _find_outer(self) -> Admission | None:
         """The innermost request or batch of this gate around this one, if it is not over."""

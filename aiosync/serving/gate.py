@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.schemes.handles import Ready
+from aiosync.serving._signal import Signal
 from aiosync.serving.admission import Admission, limit_of
 from aiosync.serving.swapping import Swap
 
@@ -79,8 +80,8 @@ class AdmissionGate:
         self._open: set[Admission] = set()  # requests that a switch does not wait for
         self._swap: Swap | None = None  # the one that waits, or is under way
         self._closed = False
-        self._changed = asyncio.Event()  # a version, the end of a switch, or of the gate
-        self._idle = asyncio.Event()  # nothing runs that a switch has to wait for
+        self._changed = Signal()  # a version, the end of a switch, or of the gate
+        self._idle = Signal()  # nothing runs any more that a switch has to wait for
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class AdmissionGate:
         if admission.blocks:
             self._running -= 1
             if self._running == 0:
-                self._idle.set()
+                self._idle.notify()
         else:
             self._open.discard(admission)
 
@@ -226,16 +227,12 @@ class AdmissionGate:
     def close(self) -> None:
         """Let nobody in any more; whoever waits gets ``LocalProtocolError``. Idempotent."""
         self._closed = True
-        self._idle.set()
-        self._notify()
+        self._idle.notify()
+        self._changed.notify()
 
     def _check_open(self) -> None:
         if self._closed:
             raise LocalProtocolError("the gate is closed: this server is shutting down")
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     def _activate(self, version: int, epoch: int | None) -> None:
         if (version, epoch) != (self._version, self._epoch):
@@ -243,6 +240,7 @@ class AdmissionGate:
             self._version, self._epoch = version, epoch
             for admission in self._open:
                 admission._saw(version)
+            self._changed.notify()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._version else "not ready"

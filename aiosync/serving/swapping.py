@@ -9,7 +9,6 @@ from aiosync.errors import LocalProtocolError, SwapTimeout
 from aiosync.serving.admission import blocks_here, limit_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
@@ -50,37 +49,34 @@ class Swap:
         limit = limit_of(self._timeout, gate.swap_timeout)
         try:
             async with asyncio.timeout(limit):
-                await asyncio.sleep(0)  # whoever waited for the last switch goes first
+                if limit:
+                    await asyncio.sleep(0)  # whoever waited for the last switch goes first
                 while gate._swap is not None:
                     gate._check_open()
                     await gate._changed.wait()
                     await asyncio.sleep(0)
                 gate._swap = self
-                await self._wait(lambda: gate._running == 0)
+                while True:
+                    gate._check_open()
+                    if gate._running == 0:
+                        break
+                    await gate._idle.wait()
         except TimeoutError as exc:
+            waited = gate._swap is self
             self._over()
+            what = f"{gate._running} requests that were running" if waited else "another switch"
             raise SwapTimeout(
-                f"{gate._running} requests that were running did not end within {limit or 0:g} s",
-                running=gate._running,
+                f"{what} did not end within {limit or 0:g} s", running=gate._running
             ) from exc
         except BaseException:  # cancelled, or closed: raised again
             self._over()
             raise
         return self
 
-    async def _wait(self, condition: Callable[[], bool]) -> None:
-        gate = self._gate
-        while True:
-            gate._check_open()
-            if condition():
-                return
-            gate._idle.clear()
-            await gate._idle.wait()
-
     def _over(self) -> None:
         if self._gate._swap is self:
             self._gate._swap = None
-            self._gate._notify()
+            self._gate._changed.notify()
 
     async def __aexit__(
         self,

@@ -148,6 +148,12 @@ class Match:
     tensor_values: list[tuple[Place, int]] = field(default_factory=list)
 
 
+_STRICT_HINT = (
+    " With strict=False on the receiving scheme, what both sides have is taken, and floating-point "
+    "dtypes are cast; shapes have to be the same in any case"
+)
+
+
 def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: bool) -> Match:
     """Decide what goes where.
 
@@ -203,7 +209,7 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing=[*missing, *lost] if strict else lost,
             unexpected=unexpected if strict else (),
             mismatched=mismatched,
-            hint="Nothing was changed.",
+            hint=f"Nothing was changed.{_STRICT_HINT if strict else ''}",
         )
     if not taken and missing and unexpected:
         raise ManifestMismatch(

@@ -5,7 +5,6 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -28,22 +27,37 @@ class Pattern:
         stars: How many ``*`` it has.
     """
 
-    __slots__ = ("_expression", "_pieces", "stars", "text")
+    __slots__ = ("_pieces", "stars", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._pieces = text.split("*")
         self.stars = len(self._pieces) - 1
-        # With the fewest characters for the stars from the left on.
-        self._expression = re.compile("(.*?)".join(map(re.escape, self._pieces)), re.DOTALL)
 
     def __repr__(self) -> str:
         return f"<Pattern {self.text!r}>"
 
     def match(self, name: str) -> tuple[str, ...] | None:
-        """What the stars stand for if the whole name fits; otherwise ``None``."""
-        found = self._expression.fullmatch(name)
-        return None if found is None else found.groups()
+        """What the stars stand for if the whole name fits; otherwise ``None``.
+
+        From the left on each stands for as little as possible; no backtracking, as names may
+        come from far away.
+        """
+        first, *middle = self._pieces
+        if not middle:
+            return () if name == first else None
+        last = middle.pop()
+        position, end = len(first), len(name) - len(last)
+        if position > end or not (name.startswith(first) and name.endswith(last)):
+            return None
+        captured = []
+        for piece in middle:
+            start = name.find(piece, position, end)
+            if start < 0:
+                return None
+            captured.append(name[position:start])
+            position = start + len(piece)
+        return (*captured, name[position:end])
 
     def fill(self, captured: Sequence[str]) -> str:
         """The name with something for each star."""

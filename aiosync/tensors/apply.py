@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mode", "Target"]
 
+_QUICK_NBYTES = 2**18
+
 
 class Target:
     """Something that weights are applied to.
@@ -146,6 +148,23 @@ class Target:
             ConfigError: The target cannot be a target.
         """
         self._apply(layout, tensors, values, Mode.COPY if inplace else Mode.REPLACE, None)
+
+    def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
+        """Whether :meth:`apply_` would change pointers, and copy next to nothing.
+
+        Never before the first time, which plans.
+
+        Args:
+            layout: Names, dtypes and shapes of the weights.
+            values: Non-tensor values by name, packed.
+        """
+        plan = self._plan
+        if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
+            return False
+        if plan.risky or plan.inference or plan.equal or plan.has_values or not plan.valid():
+            return False
+        copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
+        return copied <= _QUICK_NBYTES
 
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.

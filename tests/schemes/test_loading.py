@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -337,6 +338,111 @@ async def test_closing_while_a_transform_works() -> None:
         with pytest.raises(aiosync.PartialSyncError):
             await handle
         assert models.filled(target, -1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_transformed() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(weights):
+        found = dict(weights)
+        if (found["bias"] == 5.0).all():
+            started.set()
+            assert go_on.wait(30)
+        return found.items()
+
+    scheme = aiosync.TCPWeightSyncScheme(address, reconnect=None)
+    async with harness.here(
+        scheme, target, sender={"model": source}, receiver={"transform": slow}
+    ) as (sender, receiver):
+        models.fill(source, 5.0)
+        handle = sender.send_nowait()
+        await asyncio.to_thread(started.wait, 30)
+        await sender.aclose()
+        with pytest.raises(aiosync.PartialSyncError):
+            await handle
+        models.fill(source, 9.0)
+        again = aiosync.TCPWeightSyncScheme(address)
+        again.init_on_sender(model=source)
+        async with again:
+            await again.connect()
+            await harness.until(lambda: again.worker_versions == {0: 0})
+            go_on.set()
+            await again.wait_for_version(1)
+            assert receiver.version == 1
+            assert models.filled(target, 9.0)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, CancelledError, SystemExit])
+@pytest.mark.asyncio
+async def test_whatever_a_transform_raises_refuses_the_update(error) -> None:
+    source, target = models.linear(), models.linear()
+    raises = threading.Event()
+
+    def transform(weights):
+        if raises.is_set():
+            raise error
+        return weights
+
+    init = {"model": target, "transform": transform}
+    async with here(aiosync.SharedMemWeightSyncScheme(), source, init) as (sender, receiver):
+        raises.set()
+        with pytest.raises(aiosync.PartialSyncError, match=error.__name__):
+            await sender.send()
+        raises.clear()
+        report = await sender.send()
+        assert receiver.version == report.version
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_what_a_refusing_worker_has_and_has_not() -> None:
+    source, target = models.linear(), models.linear()
+    refuse = threading.Event()
+
+    def transform(weights):
+        if refuse.is_set():
+            raise RuntimeError("not this one")
+        return weights
+
+    init = {"model": target, "transform": transform}
+    async with here(aiosync.SharedMemWeightSyncScheme(), source, init) as (sender, receiver):
+        refuse.set()
+        for _ in range(2):
+            with pytest.raises(aiosync.PartialSyncError):
+                await sender.send()
+        assert await sender.wait_staged(1) == 1
+        for version in (2, 3):
+            with pytest.raises(aiosync.PartialSyncError, match="not this one"):
+                await sender.wait_staged(version)
+        refuse.clear()
+        await sender.send()
+        for version in (2, 3, 4):
+            assert await sender.wait_staged(version) == 4
+            assert await receiver.wait_staged(version) == 4
+            assert await receiver.wait_for_version(version) == 4
+
+
+@pytest.mark.asyncio
+async def test_extra_states_pass_a_transform_by() -> None:
+    class Counted(nn.Linear):
+        extra: object = torch.full((2,), 1.001)
+
+        def get_extra_state(self) -> object:
+            return {"inner": self.extra}
+
+        def set_extra_state(self, state: object) -> None:
+            assert isinstance(state, dict)
+            self.extra = state["inner"]
+
+    source, target = Counted(2, 2), Counted(2, 2).bfloat16()
+    source.extra = torch.full((2,), 2.003)
+    init = {"model": target, "transform": aiosync.WeightMap(dtype=torch.bfloat16)}
+    async with here(aiosync.SharedMemWeightSyncScheme(), source, init):
+        assert target.weight.dtype is torch.bfloat16
+        assert isinstance(target.extra, torch.Tensor)
+        assert target.extra.dtype is torch.float32
+        assert target.extra.tolist() == source.extra.tolist()
 
 
 @pytest.mark.asyncio

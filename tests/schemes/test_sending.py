@@ -415,3 +415,18 @@ async def test_prepare_weights() -> None:
     assert set(weights) == {"weight", "bias"}
     assert weights["weight"].data_ptr() == source.weight.data_ptr()
     await scheme.aclose()
+
+
+async def test_a_trainer_that_only_sends_lets_workers_come() -> None:
+    source, target = models.linear(), models.linear()
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    other = harness.twin(scheme)
+    scheme.init_on_sender(model=source)
+    other.init_on_receiver(model=target)
+    async with scheme, other:
+        await scheme.connect()
+        joining = asyncio.ensure_future(other.connect())
+        async with asyncio.timeout(harness.PATIENCE):
+            while not joining.done():
+                await scheme.send()
+        await joining

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -332,6 +333,176 @@ async def test_over_shared_memory() -> None:
         assert models.filled(target, 9.0)
         async with feed.request() as version:
             assert version == 2
+
+
+async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_loaded() -> None:
+    address, source, engine = _free_address(), models.linear(), Engine()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def load(weights) -> None:
+        found = {name: tensor.clone() for name, tensor in weights}
+        if (found["bias"] == 5.0).all():
+            entered.set()
+            assert go_on.wait(PATIENCE)
+        engine.load(found.items())
+
+    models.fill(source, 1.0)
+    async with feed_of(address, load=load) as feed:
+        async with trainer(source, address, 1) as scheme:
+            await feed.ready.wait(timeout=PATIENCE)
+            first = feed.epoch
+            models.fill(source, 5.0)
+            handle = scheme.send_nowait()
+            await until(entered.is_set)
+        await _outcome(handle)
+        models.fill(source, 9.0)
+        async with trainer(source, address):
+            await until(lambda: feed.status.newest == 1)
+            go_on.set()
+            seen = set()
+            async with asyncio.timeout(PATIENCE):
+                while feed.epoch == first:
+                    async with feed.request() as version:
+                        if feed.epoch == first:
+                            seen.add((version, float(engine.weights["bias"][0])))
+                    await asyncio.sleep(0)
+            assert seen <= {(2, 5.0)}  # nobody was told that these are version 1
+            async with feed.request(epoch=feed.epoch) as version:
+                assert version == 1
+                assert (engine.weights["bias"] == 9.0).all()
+            await until(lambda: feed.status.state == "live")
+
+
+async def test_it_is_started_again_while_it_still_loads() -> None:
+    address, source, engine = _free_address(), models.linear(), Engine()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def load(weights) -> None:
+        engine.load(weights)
+        if engine.loads == 2:
+            entered.set()
+            assert go_on.wait(PATIENCE)
+
+    feed = feed_of(address, load=load)
+    async with trainer(source, address) as scheme:
+        await feed.start()
+        await feed.ready.wait(timeout=PATIENCE)
+        handle = scheme.send_nowait()
+        await until(entered.is_set)
+        closing = asyncio.create_task(feed.aclose())
+        await asyncio.sleep(0.02)
+        await feed.start()
+        go_on.set()
+        await closing
+        await _outcome(handle)
+        await until(lambda: len(scheme.worker_versions) == 1)  # the former link has ended
+        models.fill(source, 7.0)
+        report = await scheme.send()
+        assert feed.version == report.version
+        assert (engine.weights["bias"] == 7.0).all()
+        assert feed.status.state == "live"
+        await feed.aclose()
+
+
+async def test_a_function_that_does_not_return_is_seen_and_holds_up_nobody_who_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiosync.serving.following._SLOW_SECONDS", 0.05)
+    address, source, engine = _free_address(), models.linear(), Engine()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def load(weights) -> None:
+        engine.load(weights)
+        if engine.loads == 2:
+            entered.set()
+            go_on.wait(PATIENCE)
+
+    async with trainer(source, address) as scheme:
+        async with feed_of(address, load=load) as feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            handle = scheme.send_nowait()
+            await until(lambda: feed.status.state == "stale")
+            assert "being put in place" in feed.status.reason
+            started = asyncio.get_running_loop().time()
+            threading.Timer(6.0, go_on.set).start()
+        assert asyncio.get_running_loop().time() - started < 8
+        await _outcome(handle)
+    await until(lambda: not [t for t in threading.enumerate() if "aiosync-apply" in t.name])
+
+
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError, CancelledError, SystemExit, StopIteration]
+)
+async def test_whatever_a_function_raises_refuses_the_update(error) -> None:
+    address, source, engine = _free_address(), models.linear(), Engine()
+    async with feed_of(address, load=engine.load) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        engine.error = error()
+        with pytest.raises(aiosync.PartialSyncError, match=error.__name__):
+            await scheme.send()
+        await until(lambda: feed.status.refused == 2)
+        engine.error = None
+        await scheme.send()
+        assert feed.version == 3
+        assert feed.status.state == "live"
+
+
+async def test_how_long_it_has_been_stale_counts_from_the_first_refusal() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    feed = feed_of(address, model=target)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        lasted = []
+        for _ in range(4):
+            with pytest.raises(aiosync.PartialSyncError):
+                await scheme.send({"other": torch.ones(3)})
+            await until(lambda: feed.status.refused == scheme.version)
+            lasted.append(feed.status.stale_for)
+            await asyncio.sleep(0.02)
+        assert lasted == sorted(lasted)
+        assert lasted[-1] > 0.05
+
+
+async def test_a_refusal_is_not_forgotten_over_an_older_version() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+
+    def picky(weights):
+        for name, tensor in weights:
+            if (tensor == 13.0).any():
+                raise ValueError("unlucky")
+            yield name, tensor
+
+    feed = feed_of(address, model=target, transform=picky)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        async with feed.request():
+            models.fill(source, 12.0)
+            older = scheme.send_nowait()
+            await scheme.wait_staged(older.version, timeout=PATIENCE)
+            models.fill(source, 13.0)
+            with pytest.raises(aiosync.PartialSyncError, match="unlucky"):
+                await scheme.send_nowait()
+        await older
+        status = feed.status
+        assert (status.version, status.refused, status.state) == (2, 3, "stale")
+
+
+@pytest.mark.parametrize("kind", ["weights", "transposed", "first"])
+async def test_what_is_more_than_pointers_happens_in_a_thread(kind) -> None:
+    address, source = _free_address(), models.medium()
+    target = models.medium()
+    block = target.block.data.t().contiguous().t() if kind == "transposed" else target.block.data
+    target.block.data = block
+    given = {"weights": {"block": block.clone()}} if kind == "weights" else {"model": target}
+    threads = []
+    async with feed_of(address, **given) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        threads += [t.name for t in threading.enumerate() if t.name == "aiosync-apply"]
+        models.fill(source, 3.0)
+        await scheme.send()
+        held = given.get("weights", {"block": target.block})["block"]
+        assert (held == 3.0).all()
+    assert threads
 
 
 async def test_mistakes() -> None:

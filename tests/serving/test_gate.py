@@ -378,6 +378,29 @@ async def test_two_gates_do_not_know_each_other() -> None:
     assert (one.version, two.version) == (1, 9)
 
 
+async def test_versions_of_requests_inside_requests() -> None:
+    gate = AdmissionGate(mode="immediate", initial_version=1)
+    outer, inner = gate.request(), gate.request()
+    async with outer:
+        async with gate.batch():
+            pass
+        async with gate.swap():
+            pass
+        async with inner, gate.batch() as version:
+            assert version == 2
+    assert inner.versions == (2,)
+    assert outer.versions == (1, 2)
+
+
+async def test_a_switch_that_does_not_wait() -> None:
+    gate = AdmissionGate(initial_version=1)
+    async with gate.swap(timeout=0):
+        with pytest.raises(aiosync.SwapTimeout, match="another switch"):
+            async with gate.swap(timeout=0):
+                pytest.fail("was let in")
+    assert gate.version == 2
+
+
 async def test_nothing_is_lost_or_mixed_under_load() -> None:
     gate = AdmissionGate(initial_version=1, timeout=20)
     weights = {"a": 1, "b": 1}
@@ -420,3 +443,11 @@ async def test_options_and_errors() -> None:
     assert pickle.loads(pickle.dumps(aiosync.SwapTimeout("late", running=4))).running == 4
     with pytest.raises(aiosync.RecvTimeout):
         await AdmissionGate().ready.wait(timeout=0.01)
+
+
+async def test_nothing_changed_is_no_first_version() -> None:
+    gate = AdmissionGate()
+    async with gate.swap() as swap:
+        swap.version = gate.version
+    assert not gate.ready
+    assert gate.version == gate.swaps == 0

@@ -156,3 +156,18 @@ def test_what_was_applied_cannot_be_refused() -> None:
     inbox.applied(9, 1)
     with pytest.raises(LocalProtocolError, match="was applied"):
         inbox.refused(9, 1)
+
+
+def test_an_update_may_end_after_the_next_trainer_has_come() -> None:
+    inbox = Inbox()
+    inbox.offer(9, 4)
+    inbox.offer(8, 1)
+    inbox.applied(9, 4)  # it was being applied
+    assert (inbox.epoch, inbox.version, inbox.lag) == (9, 4, 1)
+    with pytest.raises(LocalProtocolError, match="not offered"):
+        inbox.applied(9, 5)
+    inbox.applied(8, 1)
+    assert (inbox.epoch, inbox.version, inbox.lag) == (8, 1, 0)
+    inbox.offer(9, 1)  # the former one is back, from its start
+    inbox.applied(9, 1)
+    assert (inbox.epoch, inbox.version, inbox.lag) == (9, 1, 0)

@@ -1,0 +1,261 @@
+"""One run of a weight feed: from its start to its end, with what only that run has.
+
+Must not import a web framework, nor a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
+from aiosync.schemes._background import Background
+from aiosync.schemes._tasks import TaskOwner
+from aiosync.serving.gate import AdmissionGate
+from aiosync.serving.swapping import Swap
+
+if TYPE_CHECKING:
+    from aiosync.schemes import WeightSyncScheme
+    from aiosync.schemes.receiver import WeightReceiver
+
+__all__ = ["Following"]
+
+_FIRST_PAUSE_SECONDS = 0.05
+# To reach the source, before the status says why it does not work; the first and the last one.
+_ATTEMPT_SECONDS = (1.0, 16.0)
+_STALL_SECONDS = 5.0  # without a byte in the middle of an update
+_SLOW_SECONDS = 5.0  # for a function of the user's, before the status mentions it
+_CLOSE_SECONDS = 4.0
+
+_STALLED = "the source has been silent for {:.0f} s in the middle of an update"
+_LOADING = "a new version has been being put in place for {:.0f} s"
+_TRANSFORMING = "the transform of a new version has been working for {:.0f} s"
+
+
+class Following:
+    """Follows a source on behalf of a feed, until it is closed. Belongs to one event loop.
+
+    Args:
+        make: Makes a scheme that has its role.
+        gate: The gate.
+        memory: What keeps the memory alive that the model has now.
+        max_pause: Seconds between two attempts to reach the source, at most.
+        in_thread: Every switch is more than a change of pointers.
+
+    Attributes:
+        crash: What ended it, if it was not closed.
+        activated_at: When it switched the last time, on ``time.monotonic()``'s clock.
+        scheme: What it has now.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], WeightSyncScheme],
+        *,
+        gate: AdmissionGate,
+        memory: Callable[[], list[Any]],
+        max_pause: float,
+        in_thread: bool,
+    ) -> None:
+        self._make = make
+        self._gate = gate
+        self._memory = memory
+        self._max_pause = max_pause
+        self._in_thread = in_thread
+        self.crash: BaseException | None = None
+        self.activated_at: float | None = None
+        self.scheme: WeightSyncScheme | None = None
+        self._lost: tuple[float, str] | None = (time.monotonic(), "the source was not reached yet")
+        self._blocked: tuple[float, str] | None = None
+        self._loading_since: float | None = None
+        self._links = 0
+        self._reconnects = 0
+        self._closing = False
+        self._thread = Background("aiosync-apply")
+        self._tasks = TaskOwner(lambda error: None)  # see _ended()
+
+    def start(self) -> None:
+        """Begin."""
+        self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
+
+    async def aclose(self) -> None:
+        """End. Bounded; the model keeps its weights."""
+        self._closing = True
+        try:
+            await self._tasks.aclose()
+        finally:
+            self._thread.close(patience=_CLOSE_SECONDS)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._closing:
+            return
+        # A bug, or somebody cancelled a task that is not his.
+        self.crash = RuntimeError("it was cancelled") if task.cancelled() else task.exception()
+        task.get_loop().call_exception_handler(
+            {"message": "the weight feed ended with an error", "exception": self.crash}
+        )
+
+    # -- looking -------------------------------------------------------------------------------
+
+    @property
+    def receiver(self) -> WeightReceiver | None:
+        """What receives now; ``None`` while the source is looked for."""
+        return None if self.scheme is None else self.scheme._receiver
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a link to the source."""
+        receiver = self.receiver
+        return receiver is not None and receiver.lost is None and self._lost is None
+
+    @property
+    def reconnects(self) -> int:
+        """How often a lost link was found again."""
+        receiver = self.receiver
+        return self._reconnects + (0 if receiver is None else receiver.reconnects)
+
+    @property
+    def refused(self) -> int | None:
+        """The newest version that was refused, if nothing newer could be put to use."""
+        receiver = self.receiver
+        refusing = None if receiver is None else receiver.refusing
+        return None if refusing is None else refusing.version
+
+    def causes(self, now: float) -> list[tuple[float, str]]:
+        """Since when, and why, it does not follow the source."""
+        receiver, lost = self.receiver, self._lost
+        if lost is None and receiver is not None and receiver.lost is not None:
+            lost = (receiver.lost_at, f"the link to the source was lost: {receiver.lost}")
+        found = [each for each in (lost, self._blocked) if each is not None]
+        if receiver is None:
+            return found
+        if receiver.refusing is not None:
+            refusing = receiver.refusing
+            text = f"version {refusing.version} was refused: {refusing.text}"
+            found.append((refusing.since, text))
+        stalled = receiver.partial_since if lost is None else None
+        for since, limit, text in (
+            (stalled, _STALL_SECONDS, _STALLED),
+            (self._loading_since, _SLOW_SECONDS, _LOADING),
+            (receiver.transforming_since, _SLOW_SECONDS, _TRANSFORMING),
+        ):
+            if since is not None and now - since > limit:
+                found.append((since, text.format(now - since)))
+        return found
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        pause, (patience, longest) = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS
+        while True:
+            scheme = self.scheme = self._make()
+            try:
+                await scheme.connect(timeout=patience)
+                pause, patience = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS[0]
+                self._reconnects += self._links > 0
+                self._links += 1
+                self._lost = None
+                await self._follow(scheme)
+            except AiosyncError as exc:  # the status says it
+                receiver = scheme._receiver
+                since = time.monotonic() if self._lost is None else self._lost[0]
+                if self._lost is None and receiver is not None and receiver.lost is not None:
+                    since = receiver.lost_at
+                self._lost = (since, f"{type(exc).__name__}: {exc}")
+            finally:
+                await self._drop(scheme)
+            await asyncio.sleep(pause)
+            pause, patience = min(2 * pause, self._max_pause), min(2 * patience, longest)
+
+    async def _drop(self, scheme: WeightSyncScheme) -> None:
+        receiver = scheme._receiver
+        if receiver is not None:
+            self._reconnects += receiver.reconnects
+            receiver.leave_memory()  # copying a large model would hold the loop
+        self.scheme = None
+        await scheme.aclose()
+
+    async def _follow(self, scheme: WeightSyncScheme) -> None:
+        """Switch to each version that is complete, until the link ends, which raises why."""
+        receiver = scheme._receiver
+        assert receiver is not None
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            await receiver.wait_until(
+                lambda: receiver.has_staged, timeout=None, late=SwapTimeout("never")
+            )
+            try:
+                await self._switch(scheme, receiver)
+            except ApplyError:
+                self._blocked = None  # the receiver knows that it was refused
+            except SwapTimeout as exc:
+                since = time.monotonic() if self._blocked is None else self._blocked[0]
+                waits = f"version {receiver.staged_version} waits to be switched to"
+                self._blocked = (since, f"{waits}: {exc}")
+                # Requests must be let in for longer than they were kept waiting.
+                pause = min(2 * pause, self._max_pause)
+                await asyncio.sleep(max(pause, 2 * (self._gate.swap_timeout or 0.0)))
+            else:
+                self._blocked = None
+                pause = _FIRST_PAUSE_SECONDS
+
+    async def _switch(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+        old = self._memory() if receiver.inbox.version == 0 else []
+        loop = asyncio.get_running_loop()
+        async with self._gate.swap() as swap:
+            swap.version = self._gate.version  # nothing has changed so far
+            scheme._flipped = functools.partial(self._on_flip, loop, swap)
+            try:
+                if self._in_thread or not receiver.is_quick:
+                    await self._apply_in_thread(receiver)
+                else:
+                    await self._apply(scheme, receiver)
+            finally:
+                scheme._flipped = None
+        if old:
+            # What the model had of its own goes back to the system, which takes its time.
+            self._thread.submit(old.clear)
+
+    def _on_flip(
+        self, loop: asyncio.AbstractEventLoop, swap: Swap, epoch: int, version: int
+    ) -> None:
+        # Before the trainer is told, so that it never knows more than the gate does.
+        def activate() -> None:
+            swap.activate(version, epoch)
+            self.activated_at = time.monotonic()
+
+        if asyncio._get_running_loop() is loop:
+            activate()
+        else:
+            loop.call_soon_threadsafe(activate)
+
+    async def _apply(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+        """Change the pointers on the loop; or, with a forward in another thread, there."""
+        limit = self._gate.swap_timeout or math.inf
+        while await scheme.receive(timeout=limit) is None:
+            if receiver.guard.withdraw():
+                raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
+
+    async def _apply_in_thread(self, receiver: WeightReceiver) -> None:
+        limit = self._gate.swap_timeout or math.inf
+
+        def apply() -> None:
+            try:
+                receiver.apply_pending(patience=limit)
+            except Exception:
+                raise
+            except BaseException as exc:  # of a function of the user's: no end of this program
+                raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
+
+        self._loading_since = time.monotonic()
+        try:
+            # What has begun ends: nobody may compute on weights that are half in place.
+            await self._thread.run(apply, patience=None)
+        except SyncTimeout as exc:
+            raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s") from exc
+        finally:
+            self._loading_since = None
