@@ -39,7 +39,7 @@ def driver() -> Iterator[Driver]:
         driver.close()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # the cluster and Serve take most of a minute to start; .ci/run has them apart
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "scenario",
@@ -48,12 +48,12 @@ def driver() -> Iterator[Driver]:
         scenarios.under_load,
         scenarios.ingress,
         scenarios.restarted,
-        pytest.param(scenarios.scaled_up, marks=pytest.mark.heavy),
+        scenarios.scaled_up,
         scenarios.deleted,
-        pytest.param(scenarios.never_ready, marks=pytest.mark.heavy),
-        pytest.param(scenarios.too_stale, marks=pytest.mark.heavy),
-        pytest.param(scenarios.other_sources, marks=pytest.mark.heavy),
-        pytest.param(scenarios.on_the_actors_loop, marks=pytest.mark.heavy),
+        scenarios.never_ready,
+        scenarios.too_stale,
+        scenarios.other_sources,
+        scenarios.on_the_actors_loop,
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -408,6 +408,7 @@ async def test_a_function_that_does_not_return_is_seen_and_holds_up_nobody_who_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aiosync.serving.following._SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("aiosync.schemes._tasks._CLOSE_SECONDS", 0.3)
     address, source, engine = _free_address(), models.linear(), Engine()
     entered, go_on = threading.Event(), threading.Event()
 
@@ -424,8 +425,8 @@ async def test_a_function_that_does_not_return_is_seen_and_holds_up_nobody_who_c
             await until(lambda: feed.status.state == "stale")
             assert "being put in place" in feed.status.reason
             started = asyncio.get_running_loop().time()
-            threading.Timer(6.0, go_on.set).start()
-        assert asyncio.get_running_loop().time() - started < 8
+        assert asyncio.get_running_loop().time() - started < 10
+        go_on.set()
         await _outcome(handle)
     await until(lambda: not [t for t in threading.enumerate() if "aiosync-apply" in t.name])
 
