@@ -77,7 +77,7 @@ class Attachment:
         """Begin to attach; returns before the trainer has answered."""
         self._process = ProcessWatch(asyncio.get_running_loop(), self._sock)
         ask_who_writes(self._sock)
-        greet(self._sock, "scheme")
+        greet(self._sock, "worker")
         self._process.watch(creator_of(self._sock))  # it has said nothing; as a rule it made it
         self._task = self._tasks.start(self._attach(), "aiosync legacy attach")
 
@@ -99,13 +99,20 @@ class Attachment:
             greeting = await hear(self._sock)
             if greeting.sure:  # the process that made the pipe need not be the one that sends
                 process.watch(greeting.sure)
+            if greeting.speaks == "worker":
+                raise ConfigError(
+                    "both ends of this pipe are workers: use init_on_sender() at one of them"
+                )
             if greeting.speaks == "scheme":
                 scheme._pipe = scheme.create_transport(self._sock)
             else:
-                self._relay = Relay(self._sock, greeting, scheme.model_id, self._tasks)
+                self._relay = Relay(
+                    self._sock, greeting, scheme.model_id, self._tasks, self._on_relay_end
+                )
                 scheme._pipe = self._relay.transport
             # The trainer answers with its first send, whenever that is.
             await scheme.connect(timeout=math.inf)
+            self._on_relay_end()  # it may have ended meanwhile
             if scheme.apply == "auto":
                 scheme._context_ref = self._context_ref
                 self._use(self._model)
@@ -113,10 +120,23 @@ class Attachment:
             self.error = without_frames(exc)
             if isinstance(exc.__cause__, (PeerClosed, TransportBroken)):
                 self.error = PeerClosed(str(exc))
+            if self._relay_error is not None:
+                self.error = self._relay_error
             scheme.abort()
             if self._relay is not None:
                 self._relay.abort()
             self._close()
+
+    @property
+    def _relay_error(self) -> AiosyncError | None:
+        # The scheme itself sees an end, and this says what it was unless it was just that.
+        error = None if self._relay is None else self._relay.error
+        return None if isinstance(error, PeerClosed) else error
+
+    def _on_relay_end(self) -> None:
+        error, receiver = self._relay_error, self._scheme._receiver
+        if error is not None and receiver is not None:
+            receiver.fail(error)
 
     @property
     def _receiver(self) -> WeightReceiver:

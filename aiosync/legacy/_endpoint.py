@@ -296,7 +296,7 @@ class Endpoint:
             raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
 
     def _on_greeting(self, pid: int, speaks: Speaks) -> None:
-        if speaks not in ("scheme", self._speaks or speaks):
+        if speaks not in ("scheme", "worker", self._speaks or speaks):
             raise RemoteProtocolError(
                 "one end of the pipe is an MPTransport, the other a SharedMemTransport: use the "
                 "same on both sides"

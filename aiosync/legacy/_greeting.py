@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from aiosync.errors import PeerClosed, RemoteProtocolError
+from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.wire import (
     MAGIC,
     FrameDecoder,
@@ -30,10 +30,18 @@ __all__ = ["GREETING", "Greeting", "Speaks", "ask_who_writes", "greet", "hear", 
 GREETING = "process"
 """What greetings are called among the messages that set something up."""
 
-Speaks: TypeAlias = Literal["scheme", "pipe", "memory"]
-"""A scheme, which begins with a handshake; or an ``MPTransport`` or ``SharedMemTransport``."""
+Speaks: TypeAlias = Literal["scheme", "worker", "pipe", "memory"]
+"""A sender's scheme, or a worker's, which begin with a handshake; or an ``MPTransport`` or
+``SharedMemTransport``."""
 
-_NAMES: dict[bytes, Speaks] = {b"scheme": "scheme", b"pipe  ": "pipe", b"memory": "memory"}
+_NAMES: dict[bytes, Speaks] = {
+    b"scheme": "scheme",
+    b"worker": "worker",
+    b"pipe  ": "pipe",
+    b"memory": "memory",
+}
+_MAX_PID = 2**31 - 1  # what the kernel can be asked about
+_REST_SECONDS = 5.0  # that the rest of a greeting may take: all of it is written at once
 _UCRED = struct.Struct("3i")  # process, user, group
 
 
@@ -73,10 +81,13 @@ def understand(message: Message) -> Greeting | None:
     """The greeting that a message is, or ``None`` for anything else."""
     if not isinstance(message, Setup) or message.kind != GREETING:
         return None
-    speaks = _NAMES.get(message.value)
-    if speaks is None or not (message.key.isdecimal() and message.key.isascii()):
+    speaks, digits = _NAMES.get(message.value), message.key
+    if speaks is None or len(digits) != 10 or not (digits.isdecimal() and digits.isascii()):
         raise RemoteProtocolError("the other end of the pipe introduced itself in unknown words")
-    return Greeting(int(message.key), speaks)
+    pid = int(digits)
+    if pid > _MAX_PID:
+        raise RemoteProtocolError(f"the other end of the pipe says that it is process {pid}")
+    return Greeting(pid, speaks)
 
 
 def ask_who_writes(sock: socket.socket) -> bool:
@@ -93,10 +104,13 @@ def ask_who_writes(sock: socket.socket) -> bool:
 async def hear(sock: socket.socket) -> Greeting:
     """Wait for the greeting, and read it and nothing more.
 
+    The first byte may take as long as it likes, the others five seconds.
+
     Cancellation: safe until the first byte is there; what was read of a part is lost.
 
     Raises:
         PeerClosed: The other end was closed first.
+        TransportBroken: Only a part of it came.
         RemoteProtocolError: It wrote something else.
     """
     loop = asyncio.get_running_loop()
@@ -105,13 +119,19 @@ async def hear(sock: socket.socket) -> Greeting:
     loop.add_reader(sock, heard.set)
     data, sure = b"", 0
     try:
-        while len(data) < _NBYTES:
-            await heard.wait()
-            heard.clear()
-            more, pid = _read(sock, _NBYTES - len(data))
-            data, sure = data + more, sure or pid
-            if not data.startswith(MAGIC[: len(data)]):
-                break  # and never wait for more of it
+        # A process may die in the middle while another has a copy of its end.
+        async with asyncio.timeout(None) as limit:
+            while len(data) < _NBYTES:
+                await heard.wait()
+                heard.clear()
+                more, pid = _read(sock, _NBYTES - len(data))
+                data, sure = data + more, sure or pid
+                if not data.startswith(MAGIC[: len(data)]):
+                    break  # and never wait for more of it
+                if data and limit.when() is None:
+                    limit.reschedule(loop.time() + _REST_SECONDS)
+    except TimeoutError as exc:
+        raise TransportBroken("the other end of the pipe stopped in mid-greeting") from exc
     finally:
         if sock.fileno() >= 0:  # otherwise close() was quicker
             loop.remove_reader(sock)

@@ -1,7 +1,8 @@
 """The trainer's pipes on the portal's loop: who has attached, and what those get who come late.
 
-A pipe is only watched until its worker says something; there is no deadline for that, since
-workers of this generation attach whenever they like. Must not import the blocking classes.
+After its greeting a pipe is only watched until its worker says something; there is no deadline for
+that, since workers of this generation attach whenever they like. Must not import the blocking
+classes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiosync.schemes as aio
-from aiosync.errors import AckTimeout, AiosyncError, ConfigError, ConnectError, PartialSyncError
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    PartialSyncError,
+    PeerClosed,
+    RemoteProtocolError,
+)
 from aiosync.legacy._endpoint import naming
-from aiosync.legacy._greeting import Greeting, greet, hear
-from aiosync.legacy._pipes import say_goodbye
+from aiosync.legacy._greeting import Greeting, ask_who_writes, greet, hear
+from aiosync.legacy._pipes import has_ended, say_goodbye
 from aiosync.legacy._relay import link_over
-from aiosync.schemes._handshake import ANY_STRATEGY
+from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
+from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._sending import _is_per_worker
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
@@ -89,6 +99,9 @@ class PipeLinks:
         self._loop = asyncio.get_running_loop()
         tasks = self._sender.workers.tasks
         for idx, sock in self._socks.items():
+            # The kernel names the writer if either end asks; a worker may ask only later.
+            ask_who_writes(sock)
+            greet(sock, "scheme")
             tasks.start(self._watch(idx, sock), f"aiosync legacy pipe {idx}")
 
     @property
@@ -105,7 +118,8 @@ class PipeLinks:
             transport = await self._link(idx, sock, greeting)
         except AiosyncError as exc:
             self._socks.pop(idx).close()
-            workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {exc}"))
+            kind = PeerClosed if isinstance(exc, PeerClosed) else ConnectError
+            workers.not_reached(idx, kind(f"worker {idx} could not attach: {exc}"))
             return
         del self._socks[idx]
         while transport in workers._arriving:
@@ -117,18 +131,36 @@ class PipeLinks:
     async def _link(self, idx: int, sock: socket.socket, greeting: Greeting) -> Transport:
         scheme = self._scheme
         if greeting.speaks == "scheme":
-            greet(sock, "scheme")
+            raise ConfigError(
+                "both ends of this pipe are senders: use init_on_worker() at one of them"
+            )
+        if greeting.speaks == "worker":
             transport = scheme.create_transport(sock)
-            self._sender.welcome(transport, idx)
+            try:
+                hello = await self._hello(transport, greeting)
+            except BaseException:  # goes on to the caller
+                transport.abort()
+                raise
+            self._sender.workers.welcome(transport, idx, hello)
             return transport
         # A transport of this generation, which shakes no hands. It takes what comes.
         transport = link_over(sock, greeting)
         model_id = scheme.model_id or "policy"
         hello = Hello("receiver", model_id, greeting.pid, strategy=ANY_STRATEGY)
-        greet(sock, greeting.speaks)
         await transport.send(naming(model_id, scheme.strategy_str))
         self._sender.workers.welcome(transport, idx, hello)
         return transport
+
+    @staticmethod
+    async def _hello(transport: Transport, greeting: Greeting) -> Hello:
+        """Wait for a worker's side of the handshake, and notice if it dies before."""
+        if greeting.sure and has_ended(greeting.sure):
+            raise PeerClosed(f"its process {greeting.sure} has ended")
+        watch_process(transport, greeting.sure or greeting.pid)
+        message = (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
+        if not isinstance(message, Hello):
+            raise RemoteProtocolError(f"expected Hello, got {type(message).__name__}")
+        return message
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessWatch",
     "creator_of",
+    "has_ended",
     "of_old_context",
     "say_goodbye",
     "take_socket",
@@ -80,6 +81,17 @@ def creator_of(sock: socket.socket) -> int:
     except OSError:
         return 0  # closed already: reading tells
     return int(_UCRED.unpack(found)[0])
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this namespace is known to be gone; one that nobody reaped is not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # another user's
+    return False
 
 
 def say_goodbye(sock: socket.socket) -> None:

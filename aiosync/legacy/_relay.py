@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 
 import aiosync.schemes as aio
 from aiosync import transports
@@ -17,6 +18,7 @@ from aiosync.legacy._endpoint import Arrived, Endpoint
 from aiosync.legacy._greeting import Greeting
 from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._tasks import TaskOwner
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
 
 __all__ = ["Relay", "link_over"]
@@ -37,11 +39,20 @@ class Relay:
         greeting: What the trainer said.
         model_id: Name of the receiving scheme's model.
         tasks: Owner of the relay's task.
+        on_end: Called when the trainer's link has ended, before the scheme can see an end.
     """
 
     def __init__(
-        self, sock: socket.socket, greeting: Greeting, model_id: str | None, tasks: TaskOwner
+        self,
+        sock: socket.socket,
+        greeting: Greeting,
+        model_id: str | None,
+        tasks: TaskOwner,
+        on_end: Callable[[], None],
     ) -> None:
+        self.error: AiosyncError | None = None
+        """Why the trainer's link has ended; ``None`` while it has not."""
+        self._on_end = on_end
         outside = link_over(sock, greeting)
         watch_process(outside, greeting.pid)
         self._endpoint = Endpoint(outside, sock, newest_only=False, speaks=None)
@@ -64,7 +75,9 @@ class Relay:
                 self._settled.clear()
                 await self._endpoint.acknowledge(arrived, await self._hand_on(arrived))
                 self._settled.set()
-        except AiosyncError:
+        except AiosyncError as exc:
+            self.error = without_frames(exc)
+            self._on_end()
             self._sender.abort()  # the scheme sees that nothing more will come
         finally:
             self._settled.set()

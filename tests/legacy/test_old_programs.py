@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 from multiprocessing import Pipe
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 import aiosync
 from aiosync import legacy
+from aiosync.wire import Setup, encode_frame
 from tests.sync import _tools as tools
 
 FORK: Any = multiprocessing.get_context("fork")
@@ -362,6 +364,112 @@ def test_a_worker_that_is_closed_before_the_trainer_said_anything() -> None:
                 receiver.receive()
         del scheme, receiver  # the fixture of every test looks for what is left
         mine.close()
+
+
+def _greeting(pid: int | str, what: bytes) -> bytes:
+    return encode_frame(Setup("process", f"{pid:0>10}", what))
+
+
+def _waits(make: str, pipe: Any) -> tuple[Any, Any]:
+    """What uses this end of a pipe, and a function that waits for the other end."""
+    if make == "transport":
+        transport = legacy.MPTransport(pipe)
+        return transport, lambda: transport.receive_weights(timeout=tools.PATIENCE)
+    scheme = MP()
+    if make == "sender":
+        scheme.init_on_sender(model_id="policy", pipes=[pipe])
+        return scheme, lambda: scheme.get_sender().send(_ones())
+    scheme.init_on_worker(model_id="policy", pipe=pipe, model=tools.filled(0.0))
+    return scheme, lambda: scheme.get_receiver().receive(timeout=tools.PATIENCE)
+
+
+@pytest.mark.parametrize("pid", ["9999999999", str(2**31), "9" * 1000])
+@pytest.mark.parametrize("make", ["transport", "worker", "sender"])
+def test_a_process_that_no_kernel_has(make: str, pid: str) -> None:
+    mine, theirs = Pipe()
+    os.write(theirs.fileno(), _greeting(pid, b"pipe  "))
+    user, wait = _waits(make, mine)
+    kind = aiosync.PartialSyncError if make == "sender" else aiosync.RemoteProtocolError
+    with theirs, user:
+        for _ in range(2):
+            with pytest.raises(kind, match=r"says that it is process|unknown words|something else"):
+                wait()
+
+
+@pytest.mark.parametrize("what", [b"pipe  ", b"memory"])
+def test_a_worker_is_told_what_is_wrong_with_what_a_transport_sent(what: bytes) -> None:
+    for late in (False, True):
+        mine, theirs = Pipe()
+        user, wait = _waits("worker", mine)
+        with theirs, user:
+            os.write(theirs.fileno(), _greeting(os.getpid(), what))
+            if late:  # the worker has attached by then
+                assert not user.get_receiver().receive(timeout=0.05)
+            os.write(theirs.fileno(), b"garbage" * 50)
+            for _ in range(2):
+                with pytest.raises(aiosync.RemoteProtocolError, match="not aiosync"):
+                    wait()
+
+
+@pytest.mark.parametrize("make", ["worker", "sender"])
+def test_half_a_greeting_on_a_pipe_that_stays_open(
+    make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiosync.legacy._greeting._REST_SECONDS", 0.1)
+    mine, theirs = Pipe()
+    os.write(theirs.fileno(), _greeting(os.getpid(), b"scheme")[:17])
+    user, wait = _waits(make, mine)
+    kind = aiosync.PartialSyncError if make == "sender" else aiosync.TransportBroken
+    with theirs, user, pytest.raises(kind, match="stopped in mid-greeting"):
+        wait()
+
+
+def test_both_ends_are_senders() -> None:
+    mine, theirs = Pipe()
+    left, send = _waits("sender", mine)
+    right, _ = _waits("sender", theirs)
+    with left, right:
+        right.get_sender().send_async(_ones())
+        for call in (send, right.get_sender().wait_async):
+            with pytest.raises(aiosync.PartialSyncError, match="both ends of this pipe are sender"):
+                call()
+
+
+def test_both_ends_are_workers() -> None:
+    mine, theirs = Pipe()
+    left, receive = _waits("worker", mine)
+    right, receive_too = _waits("worker", theirs)
+    with left, right:
+        for call in (receive, receive_too, receive):
+            with pytest.raises(ValueError, match="both ends of this pipe are workers"):
+                call()
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+@pytest.mark.parametrize("make", [MP, SHM])
+def test_a_worker_is_killed_between_its_greeting_and_its_hello(make: Any, reaped: bool) -> None:
+    mine, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        with socket.socket(fileno=theirs.fileno()) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # as workers do
+            sock.sendall(_greeting(os.getpid(), b"worker"))
+            signal.pause()
+    assert mine.poll(tools.PATIENCE)
+    with theirs, make(timeout=tools.PATIENCE) as scheme:  # this process keeps the worker's end
+        scheme.init_on_sender(model_id="policy", pipes=[mine])
+        if reaped:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            scheme.get_sender().send_async(_td())
+        else:
+            scheme.get_sender().send_async(_td())
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(aiosync.PartialSyncError, match="worker 0 could not attach") as caught:
+            scheme.get_sender().wait_async()
+        assert isinstance(caught.value.failed[0], aiosync.PeerClosed)
+    if not reaped:
+        os.waitpid(pid, 0)
 
 
 # -- what weights may be ------------------------------------------------------------------------
