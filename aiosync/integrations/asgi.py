@@ -10,21 +10,19 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
+from aiosync.integrations._asgi_body import is_announced, receive_early, replayed
+from aiosync.integrations._asgi_lifespan import Lifespan
 
 if TYPE_CHECKING:
+    from aiosync.integrations._asgi_types import App, Message, Receive, Scope, Send
     from aiosync.serving import Admission, WeightFeed
 
 __all__ = ["WeightsMiddleware", "lifespan"]
 
-_Message: TypeAlias = MutableMapping[str, Any]
-_Scope: TypeAlias = MutableMapping[str, Any]
-_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
-_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
-_App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 _Header: TypeAlias = tuple[bytes, bytes]
 
 _VERSION: Final = b"x-weight-version"
@@ -34,6 +32,10 @@ _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
 _LARGEST: Final = 2**63 - 1  # no version is larger
 _SHUTDOWN_RETRY_SECONDS: Final = 1
+_NOT_RUNNING: Final = (
+    "the feed is not running: start it with `async with feed`, lifespan(feed), or a server that "
+    "sends lifespan messages"
+)
 
 
 class WeightsMiddleware:
@@ -46,8 +48,10 @@ class WeightsMiddleware:
         # or app.add_middleware(WeightsMiddleware, feed=feed)
 
     A request is let in by the feed's gate before the application sees it, and has left when its
-    response is complete, so that background tasks of Starlette hold nothing up. The application
-    finds its :class:`~aiosync.serving.Admission` in ``scope["aiosync.admission"]``.
+    response is complete, so that background tasks of Starlette hold nothing up. Its body is there
+    before it is let in, so that clients that upload slowly hold nothing up either. One that
+    leaves meanwhile is not served, and gets no answer. The application finds its
+    :class:`~aiosync.serving.Admission` in ``scope["aiosync.admission"]``.
 
     - Responses say ``x-weight-version``, the oldest version that may have contributed up to
       their start, ``x-weight-versions`` (``3-5``) if there were several, and
@@ -69,10 +73,14 @@ class WeightsMiddleware:
             ``None`` for ever, as the last complete version is still there.
         exempt: Paths that have nothing to do with the weights; one that ends in ``/`` stands
             for all below it.
-        timeout: Seconds that a request waits to be let in; ``None`` takes the gate's.
+        timeout: Seconds that a request waits to be let in, from when its body is there; ``None``
+            takes the gate's.
+        max_early_body: Bytes of a body that are received before the request is let in, and kept
+            until the application takes them; the rest of a longer body comes afterwards. 0 for
+            none, which applications need that answer while their clients still send.
 
     Raises:
-        ConfigError: An option has an illegal value.
+        ConfigError: An option has an illegal value, or ``app`` and ``feed`` are swapped.
 
     Cancellation:
         A request that is cancelled leaves the gate.
@@ -80,32 +88,39 @@ class WeightsMiddleware:
 
     def __init__(
         self,
-        app: _App,
+        app: App,
         feed: WeightFeed,
         *,
         readyz: str | None = "/readyz",
         max_staleness: float | None = None,
         exempt: Collection[str] = ("/healthz", "/livez"),
         timeout: float | None = None,
+        max_early_body: int = 2**20,
     ) -> None:
-        if isinstance(exempt, str):
-            raise ConfigError(f"exempt must be several paths, got the text {exempt!r}")
+        if not callable(app) or not hasattr(feed, "gate"):
+            got = f"{type(app).__name__} and {type(feed).__name__}"
+            raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
+        if isinstance(exempt, str | bytes) or not isinstance(exempt, Collection):
+            raise ConfigError(f"exempt must be several paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
-            if not path.startswith("/"):
-                raise ConfigError(f"a path begins with a slash, got {path!r}")
+            if not isinstance(path, str) or not path.startswith("/"):
+                raise ConfigError(f"a path is a text that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
-            if value is not None and not value >= 0:
+            if value is not None and not _are_seconds(value):
                 raise ConfigError(f"{name} must be seconds or None, got {value!r}")
-        self.app: _App = app
+        if type(max_early_body) is not int or max_early_body < 0:
+            raise ConfigError(f"max_early_body must be bytes, 0 for none, got {max_early_body!r}")
+        self.app: App = app
         self.feed: WeightFeed = feed
         self.readyz = readyz
         self.max_staleness = max_staleness
         self.timeout = timeout
+        self.max_early_body = max_early_body
         self._exempt = frozenset(path for path in exempt if not path.endswith("/"))
         self._below = tuple(path for path in exempt if path.endswith("/"))
         self._said: tuple[int, int | None, list[_Header]] = (0, None, [])  # made once a version
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One call of the server, as ASGI has it."""
         kind = scope["type"]
         if kind == "http":
@@ -121,19 +136,24 @@ class WeightsMiddleware:
             else:
                 await self._serve(scope, receive, send)
         elif kind == "lifespan":
-            await _Lifespan(self.feed, receive, send).run(self.app, scope)
+            await Lifespan(self.feed, receive, send).run(self.app, scope)
         else:
             await self.app(scope, receive, send)
 
     # -- requests ------------------------------------------------------------------------------
 
-    async def _serve(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             min_version, epoch = _asked_for(scope["headers"])
         except ValueError as exc:
             body = {"error": "bad_header", "detail": str(exc)}
             await self._answer(scope, send, 400, body)
             return
+        if self.max_early_body and is_announced(scope):
+            messages = await receive_early(receive, self.max_early_body)
+            if messages is None:
+                return  # nobody is there to be answered
+            receive = replayed(messages, receive)
         admission = self.feed.request(min_version=min_version, epoch=epoch, timeout=self.timeout)
         try:
             await admission.__aenter__()
@@ -142,7 +162,7 @@ class WeightsMiddleware:
             return
         inside = True
 
-        async def forward(message: _Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal inside
             kind = message["type"]
             if kind == "http.response.start":
@@ -177,27 +197,27 @@ class WeightsMiddleware:
         return self._said[2]
 
     async def _refuse(
-        self, scope: _Scope, send: _Send, error: AdmissionTimeout | LocalProtocolError
+        self, scope: Scope, send: Send, error: AdmissionTimeout | LocalProtocolError
     ) -> None:
         body: dict[str, Any] = {"error": "shutting_down", "detail": str(error)}
         seconds = _SHUTDOWN_RETRY_SECONDS
         if isinstance(error, AdmissionTimeout):
             status = self.feed.status
             seconds = max(1, math.ceil(error.retry_after))
+            closed = status.state == "closed"
             body = {
                 "error": "weight_version",
-                "detail": str(error),
+                "detail": f"{error}; {_NOT_RUNNING}" if closed else str(error),
                 "version": error.version,
                 "epoch": None if self.feed.epoch is None else f"{self.feed.epoch:016x}",
                 "min_version": error.min_version,
-                "state": status.state,
-                "reason": status.reason,
+                "state": status.state,  # but no reason, as that may name the trainer's address
             }
         await self._answer(scope, send, 503, body, (b"retry-after", b"%d" % seconds))
 
     # -- the probe -----------------------------------------------------------------------------
 
-    async def _probe(self, scope: _Scope, send: _Send) -> None:
+    async def _probe(self, scope: Scope, send: Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
             body = {"error": "method", "detail": "only GET and HEAD"}
             await self._answer(scope, send, 405, body, (b"allow", b"GET, HEAD"))
@@ -211,7 +231,7 @@ class WeightsMiddleware:
         await self._answer(scope, send, 200 if ready else 503, {"ready": ready, **status.as_dict()})
 
     async def _answer(
-        self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
+        self, scope: Scope, send: Send, status: int, body: dict[str, Any], *more: _Header
     ) -> None:
         data = json.dumps(body).encode()
         headers = [
@@ -248,7 +268,14 @@ def lifespan(
     return live
 
 
-# -- messages ---------------------------------------------------------------------------------
+# -- options and messages ---------------------------------------------------------------------
+
+
+def _are_seconds(value: object) -> bool:
+    try:
+        return bool(value >= 0)  # type: ignore[operator]  # tried, not known
+    except TypeError:
+        return False
 
 
 def _below_root(path: str, root: str) -> str:
@@ -285,96 +312,8 @@ def _labels(version: int, epoch: int | None) -> list[_Header]:
     return labels
 
 
-def _ends(kind: str, message: _Message) -> bool:
+def _ends(kind: str, message: Message) -> bool:
     """Whether nothing that is computed follows this message."""
     if kind == "http.response.body":
         return not message.get("more_body", False)
     return kind == "http.response.pathsend"
-
-
-# -- the life of the application --------------------------------------------------------------
-
-
-class _NotAsked(RuntimeError):
-    """An application answered the server's start as if it were a request."""
-
-
-class _Lifespan:
-    """One lifespan call: the feed starts before the application, and closes after it.
-
-    Where the application knows nothing of lifespans, the server is answered from here.
-    """
-
-    def __init__(self, feed: WeightFeed, receive: _Receive, send: _Send) -> None:
-        self._feed = feed
-        self._receive_next = receive
-        self._send = send
-        self._started = False
-        self._first: _Message | None = None
-        self._asked = False  # the application looked for a message
-        self._foreign = False  # and answered with one of another protocol
-        self._told = ""  # what the server heard last
-        self._stopping = False
-
-    async def run(self, app: _App, scope: _Scope) -> None:
-        self._first = await self._receive_next()
-        try:
-            try:
-                await self._feed.start()
-                self._started = True
-                await self._run_app(app, scope)
-            except Exception as exc:  # raised again: the server sees it
-                if not self._told:
-                    await self._close()
-                    await self._fail("startup", exc)
-                raise
-        finally:
-            await self._close()
-
-    async def _run_app(self, app: _App, scope: _Scope) -> None:
-        try:
-            await app(scope, self._receive, self._forward)
-        except Exception:  # raised again, unless it only means that there is no lifespan
-            if self._told or (self._asked and not self._foreign):
-                raise
-        if not self._told:
-            await self._tell("startup.complete")
-        if self._told == "lifespan.startup.complete":
-            if not self._stopping:
-                await self._receive_next()
-            await self._tell("shutdown.complete")
-
-    async def _receive(self) -> _Message:
-        self._asked = True
-        message, self._first = self._first, None
-        if message is None:
-            message = await self._receive_next()
-            self._stopping = True
-        return message
-
-    async def _forward(self, message: _Message) -> None:
-        kind = message["type"]
-        if not kind.startswith("lifespan."):
-            self._foreign = True
-            raise _NotAsked(f"{kind} does not belong to a lifespan")
-        if kind != "lifespan.startup.complete":
-            try:
-                await self._close()
-            except Exception as exc:  # raised again: the server sees it
-                if kind == "lifespan.shutdown.complete":
-                    await self._fail("shutdown", exc)
-                raise
-        self._told = kind
-        await self._send(message)
-
-    async def _tell(self, what: str) -> None:
-        await self._forward({"type": f"lifespan.{what}"})
-
-    async def _fail(self, phase: str, error: Exception) -> None:
-        self._told = f"lifespan.{phase}.failed"
-        await self._send({"type": self._told, "message": f"{type(error).__name__}: {error}"})
-
-    async def _close(self) -> None:
-        if self._started:
-            self._started = False
-            await self._feed.aclose()

@@ -284,6 +284,9 @@ class Applying(abc.ABC):
     def _refuse(self, version: int, error: BaseException) -> None:
         self.refused = (version, error)  # whoever waits for the version raises it
 
+    def _forget_refusal(self) -> None:
+        self.refused = None
+
     def _check_fits(self, model: Any) -> None:
         newest = self._current or self._staged
         if model is not None and newest is not None:

@@ -219,7 +219,7 @@ class WeightReceiver(Answering):
 
     def _stage(self, staged: Staged) -> None:
         if staged.epoch != self.inbox.newest_epoch:
-            self.refused = None  # of a trainer before
+            self._forget_refusal()  # of a trainer before
         try:
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:

@@ -189,7 +189,7 @@ class WeightFeed:
         reason = "; ".join(text for _, text in causes)
         state: Any = "starting" if version == 0 else "stale" if causes else "live"
         if self._users == 0 or following is None:
-            state, reason = "closed", "the feed is not running"
+            state, reason = "closed", "the feed is not running: start it with `async with feed`"
         elif following.crash is not None:
             state, reason = "failed", f"{type(following.crash).__name__}: {following.crash}"
         activated_at = None if following is None else following.activated_at

@@ -1,0 +1,314 @@
+"""Bodies and the gate: a client that uploads slowly holds no switch up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from aiosync.integrations import _asgi_body
+from aiosync.integrations.asgi import WeightsMiddleware
+from tests.integrations._asgi_calls import (
+    Answer,
+    feed_at,
+    never,
+    scope_of,
+    switch,
+    until,
+    uvicorn_of,
+)
+from tests.schemes._harness import PATIENCE
+
+asynchronous = pytest.mark.asyncio
+GONE = {"type": "http.disconnect"}
+
+
+def part(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+class Upload:
+    """A request whose client sends one message after the other."""
+
+    def __init__(self, app: Any, *headers: tuple[str, str], **scope: Any) -> None:
+        self.answer = Answer()
+        self.asked = 0
+        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        scope = scope_of("/", **{"method": "POST", "headers": headers, **scope})
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        self.asked += 1
+        return await self._sent.get()
+
+    async def _send(self, message: Any) -> None:
+        self.answer.messages.append(dict(message))
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        for message in messages:
+            self._sent.put_nowait(message)
+
+    async def taken(self, asked: int) -> None:
+        """Wait until the server was asked for so many messages."""
+        await until(lambda: self.asked >= asked)
+
+    async def end(self) -> Answer:
+        async with asyncio.timeout(PATIENCE):
+            await self.task
+        return self.answer
+
+
+class Reader:
+    """An application that reads all of the body, and then what follows it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        while not self.messages or self.messages[-1].get("more_body"):
+            self.messages.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"read"})
+        self.messages.append(await receive())
+
+
+CHUNKED = ("transfer-encoding", "chunked")
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("headers", "scope"),
+    [
+        ([("content-length", "6")], {}),
+        ([CHUNKED], {}),
+        ([("content-length", "0"), CHUNKED], {}),
+        ([], {"http_version": "2"}),  # where a body needs no header
+        ([("content-length", "6")], {"method": "GET"}),
+    ],
+)
+async def test_a_slow_upload_holds_no_switch_up(headers: Any, scope: Any) -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed), *headers, **scope)
+    sent = [part(b"abc"), part(b"def"), {"type": "http.request"}, GONE]
+    upload.send(sent[0])
+    await upload.taken(2)
+    assert (feed.gate.running, app.calls) == (0, 0)
+    await switch(feed, 4)
+    upload.send(*sent[1:])
+    answer = await upload.end()
+    assert (answer.headers, answer.body) == ({"x-weight-version": "4"}, b"read")
+    assert len(app.messages) == 4
+    assert all(got is said for got, said in zip(app.messages, sent, strict=True))  # as they were
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("headers", "scope", "options"),
+    [
+        ([], {"method": "GET"}, {}),
+        ([], {}, {}),
+        ([("content-length", "0")], {}, {}),
+        ([("content-length", "00")], {}, {}),
+        ([("content-length", "0")], {"http_version": "2"}, {}),
+        ([], {"http_version": "2", "method": "GET"}, {}),
+        ([("content-length", "6")], {}, {"max_early_body": 0}),
+        ([CHUNKED], {}, {"max_early_body": 0}),
+    ],
+)
+async def test_what_announces_no_body_is_let_in_at_once(
+    headers: Any, scope: Any, options: Any
+) -> None:
+    feed, seen = feed_at(3), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((receive, feed.gate.running))
+
+    upload = Upload(WeightsMiddleware(app, feed, **options), *headers, **scope)
+    await upload.end()
+    assert seen == [(upload._receive, 1)]
+    assert upload.asked == 0
+
+
+@asynchronous
+async def test_a_long_body_is_let_in_at_the_bound() -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed, max_early_body=10), CHUNKED)
+    sent = [part(b"12345"), part(b"6789"), part(b"01"), part(b"2" * 99), part(b"", False), GONE]
+    upload.send(*sent[:2])
+    await upload.taken(3)
+    assert feed.gate.running == 0
+    upload.send(sent[2])
+    await upload.taken(4)
+    assert (feed.gate.running, app.messages) == (1, sent[:3])  # now the application asks
+    upload.send(*sent[3:])
+    await upload.end()
+    assert app.messages == sent
+
+
+@asynchronous
+async def test_one_huge_message_is_kept_whole() -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed, max_early_body=10), CHUNKED)
+    upload.send(part(b"1" * 1000))
+    await upload.taken(2)
+    assert (feed.gate.running, len(app.messages[0]["body"])) == (1, 1000)
+    upload.send(part(b"", False), GONE)
+    await upload.end()
+
+
+@asynchronous
+async def test_tiny_messages_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_asgi_body, "_MOST_MESSAGES", 5)
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed), CHUNKED)
+    upload.send(*[part(b"1")] * 5)
+    await upload.taken(6)
+    assert (feed.gate.running, len(app.messages)) == (1, 5)
+    upload.send(part(b"", False), GONE)
+    await upload.end()
+
+
+@asynchronous
+@pytest.mark.parametrize("before", [[], [part(b"abc")]])
+async def test_a_client_that_leaves_while_it_uploads_is_not_served(before: Any) -> None:
+    feed = feed_at(3)
+    upload = Upload(WeightsMiddleware(never, feed), CHUNKED)
+    upload.send(*before, GONE)
+    assert (await upload.end()).messages == []
+    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
+
+
+@asynchronous
+async def test_a_client_that_leaves_after_the_bound_is_seen_by_the_application() -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed, max_early_body=3), CHUNKED)
+    upload.send(part(b"abc"), GONE, GONE)
+    await upload.end()
+    assert app.messages == [part(b"abc"), GONE, GONE]
+
+
+@asynchronous
+async def test_an_application_that_never_reads() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401})
+        await send({"type": "http.response.body"})
+
+    feed = feed_at(3)
+    upload = Upload(WeightsMiddleware(app, feed), CHUNKED)
+    upload.send(part(b"abc", False))
+    assert (await upload.end()).status == 401
+    assert (upload.asked, feed.gate.running) == (1, 0)
+
+
+@asynchronous
+async def test_a_bad_header_is_answered_before_the_body() -> None:
+    upload = Upload(WeightsMiddleware(never, feed_at(3)), CHUNKED, ("x-weight-epoch", "?"))
+    assert (await upload.end()).status == 400
+    assert upload.asked == 0
+
+
+@asynchronous
+async def test_the_wait_for_a_version_begins_after_the_body() -> None:
+    feed = feed_at(3)
+    headers = [CHUNKED, ("x-min-weight-version", "9")]
+    upload = Upload(WeightsMiddleware(never, feed, timeout=0.01), *headers)
+    await upload.taken(1)
+    await asyncio.sleep(0.03)
+    assert not upload.task.done()
+    upload.send(part(b"abc", False))
+    assert (await upload.end()).status == 503
+
+
+@asynchronous
+async def test_a_cancelled_upload() -> None:
+    feed = feed_at(3)
+    upload = Upload(WeightsMiddleware(never, feed), CHUNKED)
+    await upload.taken(1)
+    upload.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload.end()
+    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
+
+
+# -- under a server ---------------------------------------------------------------------------
+
+
+@asynchronous
+@pytest.mark.slow
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+async def test_uploads_under_uvicorn(http: str) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip(http)
+    requests = pytest.importorskip("starlette.requests")
+    responses = pytest.importorskip("starlette.responses")
+    feed, bodies = feed_at(3), []
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        body = await requests.Request(scope, receive).body()
+        bodies.append(body)
+        await responses.JSONResponse(len(body))(scope, receive, send)
+
+    async def answer_of(reader: asyncio.StreamReader) -> tuple[bytes, Any]:
+        head = await reader.readuntil(b"\r\n\r\n")
+        (size,) = [line for line in head.lower().split(b"\r\n") if b"content-length" in line]
+        return head, json.loads(await reader.readexactly(int(size.split(b":")[1])))
+
+    app = WeightsMiddleware(read, feed, timeout=0.1)
+    async with asyncio.timeout(PATIENCE), uvicorn_of(app, http=http) as url:
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        def say(*lines: str) -> None:
+            writer.write("\r\n".join(["POST / HTTP/1.1", "Host: a", *lines, "", ""]).encode())
+
+        # A body that is announced, and comes after a switch.
+        say("Content-Length: 6")
+        writer.write(b"abc")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        await switch(feed, 4)
+        writer.write(b"def")
+        head, said = await answer_of(reader)
+        assert (said, bodies[-1]) == (6, b"abcdef")
+        assert b"x-weight-version: 4" in head.lower()
+
+        # One that the server has to ask for.
+        say("Expect: 100-continue", "Content-Length: 6")
+        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+        assert feed.gate.running == 0
+        await switch(feed, 5)
+        writer.write(b"uvwxyz")
+        head, said = await answer_of(reader)
+        assert (said, bodies[-1]) == (6, b"uvwxyz")
+        assert b"x-weight-version: 5" in head.lower()
+
+        # Chunks beyond the bound, on the same connection; then one that is refused.
+        say("Transfer-Encoding: chunked")
+        for _ in range(24):
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        assert (await answer_of(reader))[1] == 24 * 65536
+        say("Content-Length: 3", "X-Min-Weight-Version: 99")
+        writer.write(b"abc")
+        head, said = await answer_of(reader)
+        assert b" 503 " in head.partition(b"\r\n")[0]
+        assert len(bodies) == 3
+
+        # A client that leaves in the middle was never there.
+        say("Content-Length: 6")
+        writer.write(b"abc")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        say("Content-Length: 1")
+        writer.write(b"1")
+        assert (await answer_of(reader))[1] == 1
+        assert len(bodies) == 4
+        writer.close()
+        assert (feed.gate.running, feed.gate.waiting) == (0, 0)
