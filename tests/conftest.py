@@ -115,6 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--heavy", action="store_true", help="run the tests marked heavy as well")
+    parser.addoption("--apart", action="store_true", help="run the tests marked apart as well")
 
 
 def _has_cuda() -> bool:
@@ -151,6 +152,7 @@ def _left_to_the_other_loop(items: list[pytest.Item]) -> set[pytest.Item]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     heavy = config.getoption("--heavy")
+    apart = heavy or config.getoption("--apart")
     if not heavy and _HAS_UVLOOP:
         spared = _left_to_the_other_loop(items)
         config.hook.pytest_deselected(items=[item for item in items if item in spared])
@@ -158,6 +160,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not heavy and item.get_closest_marker("heavy"):
             item.add_marker(pytest.mark.skip(reason="takes minutes or gigabytes; use --heavy"))
+        if not apart and item.get_closest_marker("apart"):
+            item.add_marker(pytest.mark.skip(reason="a step of its own; use --apart"))
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 

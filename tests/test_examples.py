@@ -153,6 +153,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+@pytest.mark.apart
 def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     token_file = tmp_path / "token"
@@ -197,6 +198,7 @@ def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.apart
 def test_policy_server() -> None:
     pytest.importorskip("uvicorn")
     out = run("policy_server.py")
@@ -214,6 +216,7 @@ def test_policy_server() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.apart
 def test_generation_server() -> None:
     pytest.importorskip("uvicorn")
     out = run("generation_server.py")

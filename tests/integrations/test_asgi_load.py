@@ -11,6 +11,8 @@ import aiosync
 from tests.bench import asgi_under_load
 from tests.schemes import _harness as harness
 
+pytestmark = pytest.mark.apart
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)

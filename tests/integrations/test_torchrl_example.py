@@ -15,7 +15,7 @@ pytest.importorskip("torchrl")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrl_collector.py"
 UPDATE = re.compile(r"^update (\d+): version (\d+) played, mean return (\d+)$", re.MULTILINE)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 
 def run(*args: str, seconds: float = 55.0) -> subprocess.CompletedProcess[str]:

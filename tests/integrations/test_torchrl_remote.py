@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.apart
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 55.0
 HEAVY = pytest.mark.heavy

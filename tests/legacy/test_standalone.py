@@ -22,6 +22,8 @@ from aiosync import legacy
 from tests.legacy import _tools as workers
 from tests.sync import _tools as tools
 
+pytestmark = pytest.mark.apart
+
 ROOT = Path(__file__).parents[2]
 MP = legacy.MultiProcessWeightSyncScheme
 SHM = legacy.SharedMemWeightSyncScheme

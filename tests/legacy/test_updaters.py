@@ -25,6 +25,8 @@ import aiosync
 import aiosync.legacy.updaters as legacy
 from aiosync.legacy.updaters._worker import make_private
 
+pytestmark = pytest.mark.apart
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 55.0
 

@@ -340,6 +340,7 @@ def _run(name: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.apart
 def test_a_ddp_trainer_publishes_beside_its_default_group() -> None:
     out = _run("_ddp_trainer")
     assert "worker 0 has the weights of step 3" in out

@@ -49,6 +49,7 @@ def test_updates_copies_and_links() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.apart
 def test_a_worker_that_is_killed_or_stands_still_in_mid_transfer() -> None:
     run_group("killed:uvloop")
 
