@@ -89,11 +89,16 @@ class Clients:
     def __enter__(self) -> Clients:
         for thread in self._threads:
             thread.start()
-        deadline = time.monotonic() + 20
-        while self._server.running() < len(self._threads):
+        self.wait_until_running(len(self._threads))
+        return self
+
+    def wait_until_running(self, number: int = 1) -> None:
+        """Wait until so many requests are being answered at a time."""
+        deadline = time.monotonic() + 60
+        while self._server.running() < number:
+            assert not self.errors, self.errors
             assert time.monotonic() < deadline, "the requests do not run"
             time.sleep(0.02)
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
