@@ -257,8 +257,9 @@ class WeightReceiver(Answering):
             self._staging.drop(staged)  # of a trainer before the one that there is
 
     def _untransformed(self, staged: Staged, error: BaseException) -> None:
-        self._answered = (staged.epoch, staged.version)
-        self._answer(staged.epoch, staged.version, error)
+        if staged.epoch == self.inbox.newest_epoch:  # else its trainer has gone
+            self._answered = (staged.epoch, staged.version)
+            self._answer(staged.epoch, staged.version, error)
         self._staging.retire(staged)
         self._notify()
 

@@ -236,7 +236,10 @@ class Following:
     async def _apply(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
         """Change the pointers on the loop; or, with a forward in another thread, there."""
         limit = self._gate.swap_timeout or math.inf
+        scheme._reported = receiver.inbox.version  # one that was applied in the thread is no news
         while await scheme.receive(timeout=limit) is None:
+            if not (receiver.has_staged or receiver.guard.retry()):
+                return  # nothing is left that could come
             if receiver.guard.withdraw():
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
 
@@ -246,7 +249,7 @@ class Following:
         def apply() -> None:
             try:
                 receiver.apply_pending(patience=limit)
-            except Exception:
+            except Exception:  # goes on to _follow()
                 raise
             except BaseException as exc:  # of a function of the user's: no end of this program
                 raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc

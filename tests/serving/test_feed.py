@@ -300,6 +300,34 @@ async def test_forwards_in_other_threads_are_never_torn() -> None:
     assert forwards > 0
 
 
+async def test_a_switch_that_a_forward_in_a_thread_puts_off_is_labelled() -> None:
+    computing, go_on = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            computing.set()
+            assert go_on.wait(PATIENCE)
+            return super().forward(value)
+
+    address, source, target = _free_address(), models.linear(), Slow(4, 2)
+    feed = feed_of(address, model=target, gate=AdmissionGate(mode="immediate"))
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        forward = asyncio.create_task(asyncio.to_thread(target, torch.ones(4)))
+        await until(computing.is_set)
+        models.fill(source, 2.0)
+        handle = scheme.send_nowait()
+        await scheme.wait_staged(handle.version, timeout=PATIENCE)
+        await asyncio.sleep(0.05)
+        assert feed.version == 1
+        assert models.filled(target, -1.0)
+        go_on.set()
+        await forward
+        await handle
+        assert models.filled(target, 2.0)
+        assert feed.version == handle.version == 2
+
+
 async def test_it_is_started_as_often_as_it_is_closed_and_may_start_again() -> None:
     address, source, target = _free_address(), models.linear(), models.linear()
     feed = feed_of(address, model=target)

@@ -125,7 +125,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             scheme.init_on_sender(model_id=self._info.model_id, num_workers=self._info.num_workers)
             self._scheme = scheme
             self._meet(scheme)
-        except BaseException:
+        except BaseException:  # raised again: the caller sees it
             self._scheme = None
             scheme.shutdown()
             raise
@@ -247,7 +247,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             try:
                 self._control.pause()
                 loading = self._switch(scheme, handle)
-            except BaseException as exc:
+            except BaseException as exc:  # raised again, once the engine was told to go on
                 self._resume_after(exc)
                 raise
             self._control.resume()

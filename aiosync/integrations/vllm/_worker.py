@@ -100,7 +100,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=self._load)
         try:
             scheme.connect(timeout=info.timeout)
-        except BaseException:
+        except BaseException:  # raised again: init_transfer_engine() tells it
             scheme.shutdown()
             raise
         self._scheme, self._info = scheme, info
