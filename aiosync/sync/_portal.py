@@ -99,6 +99,7 @@ class _Portal:
         self._calls: set[_Call[Any]] = set()
         self.loop = new_event_loop()
         self.stopping = False
+        self._serving = False
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
 
     def start(self) -> None:
@@ -111,7 +112,7 @@ class _Portal:
         except BaseException:  # goes on to the caller of lease()
             self.stopping = True  # Ctrl-C: nobody will ever stop a thread that did start
             with contextlib.suppress(RuntimeError):  # it ended already
-                self.loop.call_soon_threadsafe(self.loop.stop)
+                self.loop.call_soon_threadsafe(self._leave)
             if self._thread.ident is None:
                 self._close()
             raise
@@ -120,7 +121,9 @@ class _Portal:
         loop = self.loop
         try:
             while not self.stopping:
+                self._serving = True
                 loop.run_forever()
+            self._serving = False
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -131,6 +134,13 @@ class _Portal:
         finally:
             self._close()
 
+    def _leave(self) -> None:
+        # stop() may be called twice, and before the thread's first step: a second stop of the
+        # loop would end the clean-up that comes after the first.
+        if self._serving:
+            self._serving = False
+            self.loop.stop()
+
     def _close(self) -> None:
         self.loop.close()
         for call in list(self._calls):  # came too late to be cancelled, or even started
@@ -139,7 +149,7 @@ class _Portal:
     def stop(self, *, join: bool) -> None:
         self.stopping = True
         with contextlib.suppress(RuntimeError):  # it ended already
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self._leave)
         started = self._thread.ident is not None
         if join and started and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)

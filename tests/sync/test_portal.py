@@ -189,6 +189,39 @@ def test_stopping_wakes_every_caller() -> None:
         held.call(coroutine)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, _portal.new_event_loop])
+def test_stopping_twice_lets_the_clean_up_end(
+    new_loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the interpreter's end: the last lease stops the portal, and so does the hook."""
+    monkeypatch.setattr(_portal, "new_event_loop", new_loop)
+    held = _portal.lease(_Nobody())
+    portal = _portal._portal
+    assert portal is not None
+    cleaned: list[bool] = []
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            portal.stop(join=False)
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        tasks.append(asyncio.create_task(slow_to_end()))
+        await asyncio.sleep(0)
+
+    held.call(start())
+    portal.stop(join=False)
+    held.release()
+    portal.stop(join=True)
+    assert cleaned == [True]
+    assert portal.loop.is_closed()
+
+
 def test_calls_from_several_threads_at_once() -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(tools.SHM, source, target) as (sender, receiver):
