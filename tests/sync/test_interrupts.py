@@ -104,10 +104,10 @@ def interrupted_shutdown() -> float:
     """A second Ctrl-C during the clean-up does not hang either."""
     with tools.pair(tools.SHM, tools.filled(1.0), tools.filled(0.0)) as (sender, receiver):
         started = time.monotonic()
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         for scheme in (sender, receiver):
-            signal.setitimer(signal.ITIMER_REAL, 1e-4)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)  # on a busy machine it is over here
                 scheme.shutdown()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
