@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"sync"},
     {"legacy"},
     {"integrations", "testing"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,4 +1,4 @@
-"""The ``aiosync`` command: ``aiosync demo``, ``doctor``, ``serve``, ``push``, ``pull``, ``status``.
+"""The ``aiosync`` command: demo, doctor, bench, serve, push, pull, status.
 
 This package may import every other part of aiosync; no other part imports it. This file
 imports the standard library only, so that a missing extra ends in advice and not in a traceback.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib", "safetensors"})
-_SMALL_COMMANDS = frozenset({"serve", "push", "pull", "status"})
+_SMALL_COMMANDS = frozenset({"bench", "serve", "push", "pull", "status"})
 """Commands that need the extra ``cli`` and not all of ``demo``."""
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from aiosync.cli._bench import bench
 from aiosync.cli._options import (
     INTERRUPTED,
     Connection,
@@ -39,7 +40,7 @@ from aiosync.errors import AiosyncError, ConfigError
 if TYPE_CHECKING:
     from aiosync.cli._demo import DemoOptions
 
-__all__ = ["app", "demo", "doctor", "pull", "push", "run_app", "serve", "status"]
+__all__ = ["app", "bench", "demo", "doctor", "pull", "push", "run_app", "serve", "status"]
 
 app = typer.Typer(
     name="aiosync",
@@ -169,6 +170,9 @@ def _run_demo(options: DemoOptions, *, plot: Path | None, json_to: str | None) -
         else:
             Path(json_to).write_text(text, encoding="utf-8")
     return 0 if progress.risen else 1
+
+
+app.command()(bench)
 
 
 @app.command()

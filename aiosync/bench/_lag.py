@@ -1,0 +1,67 @@
+"""How late the timers of a worker's event loop come while weights arrive.
+
+Must not import torch, aiosync's schemes, torchrl, ray, typer or rich.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+__all__ = ["Tick", "Ticker"]
+
+_INTERVAL = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One timer.
+
+    Attributes:
+        late: Seconds after its time at which it came.
+        held: The part of it that the loop's thread spent computing, at most: the rest, the
+            thread waited for a core.
+    """
+
+    late: float
+    held: float
+
+
+class Ticker:
+    """Sleeps 2 ms at a time on the loop that asks for it, and notes how late it wakes up."""
+
+    def __init__(self) -> None:
+        self._ticks: list[Tick] = []
+        self._task: asyncio.Task[None] | None = None
+        self._began = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin, on the running loop."""
+        self._begin()
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> list[Tick]:
+        """End, and return all ticks since the start; the one under way counts if it is late."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._note()
+            if self._ticks[-1].late <= 0:
+                self._ticks.pop()
+        ticks, self._ticks = self._ticks, []
+        return ticks
+
+    async def _run(self) -> None:
+        while True:
+            self._begin()
+            await asyncio.sleep(_INTERVAL)
+            self._note()
+
+    def _begin(self) -> None:
+        self._began = (time.perf_counter(), time.thread_time())
+
+    def _note(self) -> None:
+        now, cpu = time.perf_counter(), time.thread_time()
+        late = max(0.0, now - self._began[0] - _INTERVAL)
+        self._ticks.append(Tick(late, min(late, cpu - self._began[1])))

@@ -1,0 +1,148 @@
+"""The limits of a Gloo group and of Ray's object store: one flat array, moved once.
+
+Must not import aiosync's schemes, torchrl, typer or rich, nor ray at its top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented all the same
+
+from aiosync.bench._cluster import ActorHandle, end_actors, join_cluster, start_actors
+from aiosync.bench._contender import PATIENCE, Handle
+from aiosync.bench._limits_base import Answers, Bytes, Copy, Limit, Stub, simplex
+from aiosync.bench._results import Case
+
+__all__ = ["GlooBroadcast", "RayPutGet"]
+
+_HOST = "127.0.0.1"
+_TIMEOUT = timedelta(seconds=PATIENCE)
+_QUIET = timedelta(hours=6)
+"""How long a worker waits for the next broadcast: while others have their turns. It is ended
+through its pipe."""
+
+
+class GlooBroadcast(Limit):
+    """A copy into one flat tensor and a broadcast of it to N.
+
+    The answer is a byte through a pipe of each worker: that is cheaper than Gloo's barrier.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers = Answers()
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._copy: Copy | None = None
+
+    def start(self, case: Case) -> Sequence[Handle]:
+        """Make a group with new processes."""
+        nbytes = sum(map(len, self.sources))
+        self._flat = torch.ones(nbytes, dtype=torch.uint8)
+        self._copy = Copy(self.sources, self._flat.numpy())
+        size = 1 + case.workers
+        store = TCPStore(_HOST, 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        handles: Sequence[Handle] = []
+        for rank in range(1, size):
+            done, write_done = simplex()
+            self._answers.add(done)
+            handles = self.crew.start(
+                _take_broadcasts, 1, write_done, rank, size, store.port, nbytes
+            )
+            write_done.close()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=size, timeout=_TIMEOUT)
+        return handles
+
+    def send(self) -> None:
+        """Return when every worker has said that it has everything."""
+        assert self._copy is not None
+        self._copy.run()
+        dist.broadcast(self._flat, 0)
+        self._answers.wait()
+
+    def close(self) -> None:
+        """End the workers and the group."""
+        super().close()
+        self._answers.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._copy = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+
+def _take_broadcasts(
+    idx: int, pipe: Connection, done: Connection, rank: int, size: int, port: int, nbytes: int
+) -> None:
+    stub = Stub()
+    store = TCPStore(_HOST, port, size, is_master=False, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_QUIET)
+    flat = torch.ones(nbytes, dtype=torch.uint8)
+
+    def take() -> None:
+        try:
+            while True:
+                dist.broadcast(flat, 0)
+                os.write(done.fileno(), b"x")
+        except (RuntimeError, OSError):  # the group is gone
+            done.close()  # the trainer sees it when it waits for the answer
+
+    threading.Thread(target=take, daemon=True).start()
+    while stub.serve_one(pipe):
+        pass
+    os._exit(0)  # a thread that waits in Gloo cannot be ended in another way
+
+
+class _Actor:
+    """Takes arrays out of the object store."""
+
+    def __init__(self, idx: int) -> None:
+        self._stub = Stub()
+
+    def take(self, refs: Sequence[Any]) -> int:
+        ray: Any = importlib.import_module("ray")
+        return len(ray.get(refs[0]))
+
+    def reply(self, question: str, argument: Any) -> tuple[bool, Any]:
+        return self._stub.reply(question, argument)
+
+
+class RayPutGet(Limit):
+    """A copy into one flat array, one put of it, and one get in each of N actors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._actors: list[Any] = []
+        self._ray: Any = None
+        self._flat: Bytes = np.empty(0, np.uint8)
+        self._copy: Copy | None = None
+
+    def start(self, case: Case) -> Sequence[Handle]:
+        """Start actors."""
+        self._ray = join_cluster()
+        self._flat = np.ones(sum(map(len, self.sources)), np.uint8)
+        self._copy = Copy(self.sources, self._flat)
+        self._actors = start_actors(_Actor, case.workers)
+        return [ActorHandle(actor) for actor in self._actors]
+
+    def send(self) -> None:
+        """Return when every actor has said that it has the array."""
+        assert self._copy is not None
+        self._copy.run()
+        ref = self._ray.put(self._flat)
+        self._ray.get([actor.take.remote([ref]) for actor in self._actors], timeout=PATIENCE)
+
+    def close(self) -> None:
+        """End the actors; the cluster stays until this process ends."""
+        end_actors(self._actors)
+        self._copy = None
+        self._flat = np.empty(0, np.uint8)
+        super().close()
