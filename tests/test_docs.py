@@ -165,6 +165,7 @@ def done(
         return dict(zip(jobs, ended, strict=True))
 
 
+@pytest.mark.apart
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

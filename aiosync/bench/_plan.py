@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from aiosync.bench._contenders import CONTENDERS, TRANSPORTS
 from aiosync.bench._results import LIMIT, Case
 
 __all__ = ["PROFILES", "WORKLOAD_NAMES", "Plan"]
@@ -15,7 +16,7 @@ __all__ = ["PROFILES", "WORKLOAD_NAMES", "Plan"]
 WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "64MiB", "512MiB")
 """Models, by number and size of their tensors; built in ``_workloads``."""
 
-_SENDS = {"4x2": 100, "1MB": 50, "1000x4KiB": 15, "64MiB": 8, "512MiB": 3}
+_SENDS = {"4x2": 300, "1MB": 100, "1000x4KiB": 15, "64MiB": 8, "512MiB": 3}
 _MAIN = ("aiosync", "torchrl")
 
 
@@ -88,9 +89,8 @@ def _cases(
     ]
 
 
-_TRANSPORTS = ("shm", "pipe", "tcp", "unix", "gloo", "rpc", "ray")
 _FULL = _cases(
-    _TRANSPORTS,
+    TRANSPORTS,
     (
         ("4x2", (1, 2, 4, 8)),
         ("1MB", (1, 4)),
@@ -100,6 +100,10 @@ _FULL = _cases(
     ),
 )
 _BUSY = _cases(("shm", "pipe", "tcp", "gloo"), (("4x2", (1,)), ("1000x4KiB", (1,))), busy=True)
+
+_LIMITS = {
+    each.name for some in CONTENDERS.values() for each in some if each.name.startswith(LIMIT)
+}
 
 PROFILES = {
     "quick": Plan(
@@ -111,11 +115,11 @@ PROFILES = {
         ],
         blocks=3,
         scale=0.5,
-        surfaces_upto=1,
+        contenders=frozenset({"aiosync", "aiosync/facade", "torchrl", *_LIMITS}),
     ),
     "full": Plan(
         "full",
-        sorted([*_FULL, *_BUSY], key=lambda case: _TRANSPORTS.index(case.transport)),
+        sorted([*_FULL, *_BUSY], key=lambda case: TRANSPORTS.index(case.transport)),
         blocks=5,
     ),
 }

@@ -61,8 +61,20 @@ class TrainerProcess:
         """Start workers and join them."""
         self._ask("open", case)
 
+    def begin_open(self, case: Case) -> None:
+        """Start what :meth:`open` does, without waiting for it; :meth:`end` does that."""
+        self._put("open", case)
+
+    def begin_close(self) -> None:
+        """Start what :meth:`close_case` does, without waiting for it; :meth:`end` does that."""
+        self._put("close", None)
+
+    def end(self) -> None:
+        """Wait for what was begun."""
+        self._take()
+
     def block(self, sends: int) -> Block:
-        """Send so many times, and have the workers checked."""
+        """Send so many times, or for a second, and have the workers checked."""
         return cast("Block", self._ask("block", sends))
 
     def usage(self) -> tuple[Usage, list[Usage]]:
@@ -92,18 +104,30 @@ class TrainerProcess:
         self._pipe.close()
 
     def _ask(self, question: str, argument: Any = None) -> Any:
+        self._put(question, argument)
+        return self._take()
+
+    def _put(self, question: str, argument: Any) -> None:
         try:
             self._pipe.send((question, argument))
+        except OSError as exc:
+            raise self._ended() from exc
+
+    def _take(self) -> Any:
+        try:
             if not self._pipe.poll(_PATIENCE):
                 self._process.kill()
                 raise Failed(f"no answer in {_PATIENCE:g} s")
             good, value = self._pipe.recv()
         except (EOFError, OSError) as exc:
-            self._process.join(_END_SECONDS)
-            raise Failed(f"the process ended, exit code {self._process.exitcode}") from exc
+            raise self._ended() from exc
         if not good:
             raise Failed(value)
         return value
+
+    def _ended(self) -> Failed:
+        self._process.join(_END_SECONDS)
+        return Failed(f"the process ended, exit code {self._process.exitcode}")
 
 
 @dataclass(slots=True)
@@ -148,6 +172,7 @@ def run(plan: Plan, results: Results, progress: Progress) -> None:
             with ExitStack() as stack:
                 trainers: dict[str, TrainerProcess] = {}
                 for case in cases:
+                    results.elapsed = time.monotonic() - started
                     progress(done, total, str(case))
                     for each in contenders:
                         there = trainers.get(each.name)
@@ -239,17 +264,29 @@ def _opened(
 ) -> Iterator[dict[str, TrainerProcess]]:
     opened: dict[str, TrainerProcess] = {}
     try:
-        for name, trainer in trainers.items():
-            try:
-                trainer.open(case)
-            except Failed as exc:
-                failed(name, exc)
-            else:
-                opened[name] = trainer
+        # All at the same time: most of it is imports and processes that start.
+        _together(trainers, lambda trainer: trainer.begin_open(case), opened, failed)
         yield opened
     finally:
-        for name, trainer in trainers.items():
-            try:
-                trainer.close_case()
-            except Failed as exc:
-                failed(name, exc)
+        _together(trainers, TrainerProcess.begin_close, {}, failed)
+
+
+def _together(
+    trainers: Mapping[str, TrainerProcess],
+    begin: Callable[[TrainerProcess], None],
+    good: dict[str, TrainerProcess],
+    failed: Callable[[str, Failed], None],
+) -> None:
+    begun = {}
+    for name, trainer in trainers.items():
+        try:
+            begin(trainer)
+            begun[name] = trainer
+        except Failed as exc:
+            failed(name, exc)
+    for name, trainer in begun.items():
+        try:
+            trainer.end()
+            good[name] = trainer
+        except Failed as exc:
+            failed(name, exc)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import time
 import traceback
 import warnings
@@ -32,6 +33,9 @@ from aiosync.bench._workloads import fill
 
 __all__ = ["Block", "trainer_main"]
 
+_BLOCK_SECONDS = 1.0
+"""A block of sends that take longer than that together has fewer of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -51,11 +55,12 @@ class Block:
 def trainer_main(contender: Contender, pipe: Connection) -> None:
     """Answer questions until ``None`` or the end of the pipe.
 
-    ``("open", case)``, ``("block", sends)`` -> :class:`Block`, ``("usage", None)`` -> this
-    process's :class:`Usage` and a list of the workers', ``("reset peak", None)``,
+    ``("open", case)``, ``("block", sends)`` -> :class:`Block` of so many or fewer, ``("usage",
+    None)`` -> this process's :class:`Usage` and a list of the workers', ``("reset peak", None)``,
     ``("call", name)`` -> what that method of the contender returns, ``("close", None)``. Each is
     answered by ``(True, value)`` or by ``(False, text of the error)``.
     """
+    os.dup2(2, 1)  # libraries print; stdout is for the benchmark's results, which may be JSON
     # TorchRL and torch.distributed warn about their own future; the table has no room for it.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -112,6 +117,12 @@ class _Rounds:
         self.seconds, self.cpu = [], 0.0
         return self.workers_cpu()
 
+    def goes_on(self, sends: int) -> bool:
+        """Whether a block of at most ``sends`` has another one: two there are at least."""
+        return len(self.seconds) < min(sends, 2) or (
+            len(self.seconds) < sends and sum(self.seconds) < _BLOCK_SECONDS
+        )
+
 
 class _BlockingRounds(_Rounds):
     def __init__(self, half: Blocking) -> None:
@@ -126,7 +137,7 @@ class _BlockingRounds(_Rounds):
                 ask_all(self.handles, "busy", case.busy)
             case "block":
                 before = self.begin()
-                for _ in range(argument):
+                while self.goes_on(argument):
                     started = self.step(self.half.model)
                     self.half.send()
                     self.note(started)
@@ -156,7 +167,7 @@ class _AwaitedRounds(_Rounds):
                 await asyncio.to_thread(ask_all, self.handles, "busy", case.busy)
             case "block":
                 before = await asyncio.to_thread(self.begin)
-                for _ in range(argument):
+                while self.goes_on(argument):
                     started = self.step(self.half.model)
                     await self.half.send()
                     self.note(started)

@@ -32,38 +32,36 @@ def _mlp() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and how often to send it.
+    """A model.
 
     Attributes:
         name: As it is shown and chosen.
         build: Makes the model; its values do not matter.
         nbytes: Bytes of all its parameters.
         num_tensors: How many parameters.
-        sends: Sends in one timed block.
     """
 
     name: str
     build: Callable[[], nn.Module]
     nbytes: int
     num_tensors: int
-    sends: int
 
 
-def _workload(name: str, build: Callable[[], nn.Module], sends: int) -> Workload:
+def _workload(name: str, build: Callable[[], nn.Module]) -> Workload:
     with torch.device("meta"):
         parameters = list(build().parameters())
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return Workload(name, build, nbytes, len(parameters), sends)
+    return Workload(name, build, nbytes, len(parameters))
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _workload("4x2", lambda: nn.Linear(4, 2), 100),
-        _workload("1MB", _mlp, 50),
-        _workload("1000x4KiB", lambda: Tensors(1000, 1024), 15),
-        _workload("64MiB", lambda: Tensors(16, 2**20), 8),
-        _workload("512MiB", lambda: Tensors(16, 8 * 2**20), 4),
+        _workload("4x2", lambda: nn.Linear(4, 2)),
+        _workload("1MB", _mlp),
+        _workload("1000x4KiB", lambda: Tensors(1000, 1024)),
+        _workload("64MiB", lambda: Tensors(16, 2**20)),
+        _workload("512MiB", lambda: Tensors(16, 8 * 2**20)),
     )
 }
 """By name."""

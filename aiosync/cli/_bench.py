@@ -105,7 +105,7 @@ def bench(
                 contenders=contender or (),
             )
             exit_status[0] = 1
-            results, ended = _measure(plan, errors)
+            results, ended = _measure(plan, errors, json_to)
         _hand_over(results, errors, json_to=json_to, plot=plot)
         if ended:
             errors.print("Stopped by Ctrl-C; every worker has ended.")
@@ -209,8 +209,11 @@ def _read(path: Path) -> Results:
 # -- the run ------------------------------------------------------------------------------------
 
 
-def _measure(plan: Plan, console: Console) -> tuple[Results, int]:
-    """Run; return what was found and the exit status if Ctrl-C ended it."""
+def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results, int]:
+    """Run; return what was found and the exit status if Ctrl-C ended it.
+
+    A file is written before every case, too: a run takes long, and may be killed.
+    """
     from aiosync.bench._machine import machine
     from aiosync.bench._results import Missing, Results
     from aiosync.bench._run import run
@@ -218,7 +221,13 @@ def _measure(plan: Plan, console: Console) -> tuple[Results, int]:
     results = Results(machine(), plan.name)
     try:
         with progress_bar(console) as show:
-            run(plan, results, show)
+
+            def note(done: int, total: int, what: str) -> None:
+                if done and json_to not in (None, "-"):
+                    Path(json_to).write_text(results.to_json(), encoding="utf-8")
+                show(done, total, what)
+
+            run(plan, results, note)
     except KeyboardInterrupt:
         results.missing.append(Missing("the rest of the run", "stopped by Ctrl-C"))
         return results, INTERRUPTED

@@ -88,7 +88,7 @@ def test_aiosync_and_limits(transport: str) -> None:
     assert {(timing.case, timing.contender) for timing in results.timings} == {
         (case, name) for case in cases for name in names
     }
-    assert all(len(timing.seconds) == 2 for timing in results.timings)
+    assert all(2 <= len(timing.seconds) <= 6 for timing in results.timings)
     assert all(0 < second < 60 for timing in results.timings for second in timing.seconds)
 
 
