@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, cast
 
 from aiosync.bench._contenders import CONTENDERS, Contender
@@ -45,6 +42,7 @@ class TrainerProcess:
         from aiosync.bench._trainer import trainer_main
 
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["aiosync.bench._trainer", "aiosync", "aiosync.sync"])
         self.contender = contender
         self._pipe, theirs = context.Pipe()
         # Not a daemon: those may not have workers of their own. close() is always called.
@@ -159,7 +157,8 @@ def run(plan: Plan, results: Results, progress: Progress) -> None:
         progress: Called before each step.
     """
     started = time.monotonic()
-    _start_fork_server()
+    # torch's RPC writes a line for every link that closes; trainers and workers inherit this.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     by_transport: dict[str, list[Case]] = {}
     for case in plan.cases:
         by_transport.setdefault(case.transport, []).append(case)
@@ -192,25 +191,6 @@ def run(plan: Plan, results: Results, progress: Progress) -> None:
     finally:
         results.elapsed = time.monotonic() - started
     progress(done, total, "done")
-
-
-def _start_fork_server() -> None:
-    """Start what trainers and workers are forked from, with Ctrl-C ignored.
-
-    A terminal sends it to every process. This one ends the others in order; if they were
-    interrupted as well, each would end in the middle of what it does, with a traceback.
-    """
-    # torch's RPC writes a line for every link that closes.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    forkserver.set_forkserver_preload(["aiosync.bench._trainer", "aiosync", "aiosync.sync"])
-    if threading.current_thread() is not threading.main_thread():
-        forkserver.ensure_running()  # Ctrl-C is the main thread's
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _wanted(contender: Contender, transport: str, plan: Plan, results: Results) -> bool:

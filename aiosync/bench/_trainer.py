@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import signal
 import time
 import traceback
 import warnings
@@ -60,6 +61,9 @@ def trainer_main(contender: Contender, pipe: Connection) -> None:
     ``("call", name)`` -> what that method of the contender returns, ``("close", None)``. Each is
     answered by ``(True, value)`` or by ``(False, text of the error)``.
     """
+    # A terminal's Ctrl-C reaches every process, and workers inherit this: the benchmark's own ends
+    # the others in order. Not done to the fork server, which other code of a process may use.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # libraries print; stdout is for the benchmark's results, which may be JSON
     # TorchRL and torch.distributed warn about their own future; the table has no room for it.
     warnings.simplefilter("ignore")
