@@ -9,19 +9,35 @@ import abc
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.transports._channel import FramedChannel
 from aiosync.wire import ExtValue, Setup, encode_frame
 
-__all__ = ["COPYING", "KEPT", "Carrier", "Fetched", "Progress", "SharedPayload"]
+__all__ = ["COPYING", "KEPT", "Carrier", "Fetched", "Progress", "SharedPayload", "handed_over"]
+
+_T = TypeVar("_T")
 
 COPYING = "copying"
 """Key of :attr:`SharedPayload.memo`: the :class:`Progress` of the copy that fills the payload."""
 
 KEPT = "kept"
 """Key of :attr:`SharedPayload.memo`: some carrier keeps the bytes, and no link needs others."""
+
+
+def handed_over(call: Callable[[], _T]) -> Callable[[], _T]:
+    """The same call for an executor to make, once: what it holds is let go as it returns.
+
+    An executor lets go of a call only some time after it has told its outcome, and the buffers of
+    a payload must be their owner's again by then.
+    """
+    calls = [call]
+
+    def make() -> _T:
+        return calls.pop()()
+
+    return make
 
 
 class SharedPayload(list[memoryview]):

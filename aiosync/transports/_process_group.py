@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import zlib
 from collections import deque
@@ -22,7 +23,7 @@ import torch
 from torch import distributed as dist
 
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
-from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress
+from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress, handed_over
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._group_chunks import Chunk, chunks_of, tensor_of
 from aiosync.transports._link_store import LinkStore
@@ -239,7 +240,8 @@ class GroupCarrier(Carrier):
             raise TransportBroken("the link has ended")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, f"aiosync-{self.kind}")
-        running = self._loop.run_in_executor(self._threads, self._call, call)
+        once = handed_over(functools.partial(self._call, call))
+        running = self._loop.run_in_executor(self._threads, once)
         self._running.add(running)
         running.add_done_callback(self._on_done)
         return running

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiosync.errors import TransportBroken
+from aiosync.transports._carrier import handed_over
 
 __all__ = ["OneThread"]
 
@@ -36,7 +37,7 @@ class OneThread:
             raise TransportBroken("the link has ended")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "aiosync-ray")
-        running = self._loop.run_in_executor(self._pool, call)
+        running = self._loop.run_in_executor(self._pool, handed_over(call))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return running

@@ -496,7 +496,8 @@ async def test_a_flood_of_resets(kind: str) -> None:
                 await stage.goes_on(1)
         await until(lambda: not stage.listener._strangers)
         assert sum(stage.refused.values()) <= 300
-        assert stage.refused.keys() <= {"ConnectError"}
+        # On a busy machine the deadline of a handshake may pass before its reset is seen.
+        assert stage.refused.keys() <= {"ConnectError", "ConnectTimeout"}
 
 
 # -- who has the token and means harm -------------------------------------------------------------

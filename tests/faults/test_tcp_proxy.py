@@ -362,7 +362,7 @@ async def test_a_transfer_takes_as_long_as_its_bytes(rate: float) -> None:
             assert took[-1] > 0.9
             if took[-1] < 1.1:
                 break
-        assert min(took) < 1.1, took
+        assert min(took) < 1.5, took  # a busy machine adds something; sent twice is twice as long
 
 
 SENDER = """

@@ -423,7 +423,8 @@ async def test_it_is_started_again_while_it_still_loads() -> None:
         go_on.set()
         await closing
         await _outcome(handle)
-        await until(lambda: len(scheme.worker_versions) == 1)  # the former link has ended
+        await until(lambda: feed.status.state == "live" and len(scheme.worker_versions) == 1)
+        await _outcome(scheme.send_nowait())  # which may name the former link
         models.fill(source, 7.0)
         report = await scheme.send()
         assert feed.version == report.version
