@@ -1,4 +1,4 @@
-"""What a run measures: the quick profile, the full one, and what the options leave of them.
+"""Which cases a run measures, how thoroughly, and what options leave of them.
 
 Must not import torch, typer or rich.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from aiosync.bench._contenders import CONTENDERS, TRANSPORTS
+from aiosync.bench._contenders import TRANSPORTS
 from aiosync.bench._results import LIMIT, Case
 
-__all__ = ["PROFILES", "WORKLOAD_NAMES", "Plan"]
+__all__ = ["ALL_CASES", "WORKLOAD_NAMES", "Plan", "cases_of"]
 
 WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "64MiB", "512MiB")
 """Models, by number and size of their tensors; built in ``_workloads``."""
@@ -78,9 +78,10 @@ class Plan:
         )
 
 
-def _cases(
+def cases_of(
     transports: Sequence[str], work: Sequence[tuple[str, Sequence[int]]], busy: bool = False
 ) -> list[Case]:
+    """Return the cases of each transport, workload and number of workers, in this order."""
     return [
         Case(transport, workload, count, busy)
         for transport in transports
@@ -89,7 +90,7 @@ def _cases(
     ]
 
 
-_FULL = _cases(
+_FULL = cases_of(
     TRANSPORTS,
     (
         ("4x2", (1, 2, 4, 8)),
@@ -99,28 +100,9 @@ _FULL = _cases(
         ("512MiB", (1, 4)),
     ),
 )
-_BUSY = _cases(("shm", "pipe", "tcp", "gloo"), (("4x2", (1,)), ("1000x4KiB", (1,))), busy=True)
+_BUSY = cases_of(("shm", "pipe", "tcp", "gloo"), (("4x2", (1,)), ("1000x4KiB", (1,))), busy=True)
 
-_LIMITS = {
-    each.name for some in CONTENDERS.values() for each in some if each.name.startswith(LIMIT)
-}
-
-PROFILES = {
-    "quick": Plan(
-        "quick",
-        [
-            *_cases(("shm",), (("4x2", (1, 4)), ("1000x4KiB", (1,)), ("64MiB", (1,)))),
-            *_cases(("pipe",), (("4x2", (1,)), ("1000x4KiB", (1,)))),
-            *_cases(("tcp",), (("4x2", (1,)), ("64MiB", (1,)))),
-        ],
-        blocks=3,
-        scale=0.5,
-        contenders=frozenset({"aiosync", "aiosync/facade", "torchrl", *_LIMITS}),
-    ),
-    "full": Plan(
-        "full",
-        sorted([*_FULL, *_BUSY], key=lambda case: TRANSPORTS.index(case.transport)),
-        blocks=5,
-    ),
-}
-"""By name."""
+ALL_CASES: Sequence[Case] = sorted(
+    [*_FULL, *_BUSY], key=lambda case: TRANSPORTS.index(case.transport)
+)
+"""Those of a transport together."""

@@ -36,9 +36,10 @@ def bench(
     profile: Annotated[
         str | None,
         typer.Option(
-            metavar="quick|full",
+            metavar="quick|targets|full",
             show_default=False,
-            help="quick, the default, takes minutes; full takes the better part of an hour.",
+            help="quick, the default, takes minutes; targets has what aiosync wants to reach, and "
+            "full everything, which takes the better part of an hour.",
         ),
     ] = None,
     transport: Annotated[
@@ -129,7 +130,8 @@ def choose(
         ConfigError: There is no such name, or no case is left.
     """
     from aiosync.bench._contenders import CONTENDERS, TRANSPORTS
-    from aiosync.bench._plan import PROFILES, WORKLOAD_NAMES
+    from aiosync.bench._plan import WORKLOAD_NAMES
+    from aiosync.bench._profiles import PROFILES
     from aiosync.bench._results import LIMIT
 
     names = list(dict.fromkeys(each.name for all_ in CONTENDERS.values() for each in all_))

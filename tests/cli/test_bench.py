@@ -20,7 +20,8 @@ from rich.console import Console
 
 import aiosync.cli
 from aiosync.bench._machine import machine
-from aiosync.bench._plan import PROFILES, Plan
+from aiosync.bench._plan import Plan
+from aiosync.bench._profiles import PROFILES
 from aiosync.bench._results import Case, Missing, Results, Timing
 from aiosync.cli import _bench
 from aiosync.cli._bench import choose, progress_bar
@@ -50,7 +51,7 @@ def plain(text: str) -> str:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--profile", "slow"], "--profile: there is no slow; there is: quick, full"),
+        (["--profile", "slow"], "--profile: there is no slow; there is: quick, targets, full"),
         (["--transport", "pigeon"], "there is no pigeon; there is: shm, pipe, tcp"),
         (["--workload", "9x9"], "there is no 9x9; there is: 4x2, 1MB"),
         (["--contender", "aiosink"], "there is no aiosink; there is: aiosync, aiosync/asyncio"),

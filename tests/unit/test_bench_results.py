@@ -16,7 +16,8 @@ from rich.console import Console
 
 from aiosync.bench._contenders import CONTENDERS, TRANSPORTS
 from aiosync.bench._machine import machine
-from aiosync.bench._plan import PROFILES, WORKLOAD_NAMES
+from aiosync.bench._plan import WORKLOAD_NAMES
+from aiosync.bench._profiles import PROFILES
 from aiosync.bench._results import Case, Figure, Machine, Missing, Results, Timing
 from aiosync.bench._table import failures, install_advice, show, show_seconds, to_markdown
 from aiosync.bench._targets import TARGETS, judge, limit_of, ratio, share_of_limit, throughput
@@ -129,10 +130,11 @@ def test_targets() -> None:
     assert found["extra memory on the host, shm"] == (None, None)
 
 
-def test_every_target_is_about_something_that_the_full_profile_measures() -> None:
-    whole = PROFILES["full"]
+@pytest.mark.parametrize("profile", ["targets", "full"])
+def test_every_target_is_about_something_that_is_measured(profile: str) -> None:
+    whole = PROFILES[profile]
     for target in TARGETS:
-        case = getattr(target, "case", None)
+        case = target.case
         if case is None:
             continue
         assert case in whole.cases
@@ -140,6 +142,12 @@ def test_every_target_is_about_something_that_the_full_profile_measures() -> Non
         limits = {f"limit/{name}" for name in getattr(target, "limits", ())}
         assert limits <= names
         assert {"torchrl", getattr(target, "contender", "aiosync")} <= names
+
+
+def test_the_targets_profile_has_nothing_else() -> None:
+    judged = {target.case for target in TARGETS}
+    assert all(case in judged for case in PROFILES["targets"].cases)
+    assert len(PROFILES["targets"].cases) < len(PROFILES["full"].cases) / 2
 
 
 def test_busy_workers_may_cost_half_of_the_advantage() -> None:
