@@ -28,9 +28,10 @@ PROFILES: Mapping[str, Plan] = {
             *cases_of(("pipe",), (("4x2", (1,)), ("1000x4KiB", (1,)))),
             *cases_of(("tcp",), (("4x2", (1,)), ("64MiB", (1,)))),
         ],
-        blocks=3,
+        blocks=2,
         scale=0.5,
         contenders=_MAIN,
+        surfaces_upto=1,
     ),
     # Every case that a target names; those of the targets for figures are among them.
     "targets": Plan(

@@ -235,7 +235,7 @@ def _measure(
                 try:
                     results.figures.extend(figures_of(case, name, trainer))
                 except Failed as exc:
-                    failed(name, exc)
+                    failed(f"{name}, figures", exc)
 
 
 @contextmanager
