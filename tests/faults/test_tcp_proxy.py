@@ -344,7 +344,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [4e6, 16e6])
+@pytest.mark.parametrize("rate", [4e6, 8e6])  # what the proxy itself takes is little beside that
 @pytest.mark.asyncio
 async def test_a_transfer_takes_as_long_as_its_bytes(rate: float) -> None:
     nbytes = int(rate / 2)
@@ -362,7 +362,7 @@ async def test_a_transfer_takes_as_long_as_its_bytes(rate: float) -> None:
             assert took[-1] > 0.9
             if took[-1] < 1.1:
                 break
-        assert min(took) < 1.5, took  # a busy machine adds something; sent twice is twice as long
+        assert min(took) < 1.1, took
 
 
 SENDER = """

@@ -403,7 +403,7 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
                 assert torch.equal(values, label)
                 labels.update(values.tolist())
                 frames += data.numel()
-                if frames >= 600:
+                if frames >= 1000:
                     break
         finally:
             stop.set()
