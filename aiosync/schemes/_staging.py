@@ -66,16 +66,18 @@ class Staging:
         while len(self._layouts) > _KNOWN_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
 
-    def known(self, layout: Layout) -> Layout:
-        """Check that the layout of an earlier update is not forgotten.
+    def again(self, layout: Layout, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
+        """As :meth:`map`, for an update like one before it.
 
         Raises:
-            RemoteProtocolError: Its manifest has to be sent again.
+            RemoteProtocolError: Its layout was forgotten: the manifest has to be sent again.
         """
-        known = self._layouts.get(layout.digest)
-        if known is None:
+        if layout.digest not in self._layouts:
             raise _unknown_manifest()
-        return known
+        flat = self._mapped.get(key)
+        if flat is None or flat.nbytes < payload.nbytes:
+            flat = self.map(key, payload)
+        return flat
 
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""

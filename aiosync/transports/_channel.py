@@ -16,7 +16,8 @@ from aiosync.errors import ConnectError, PeerClosed
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkError, LinkState
-from aiosync.transports._reader import FrameReader, Intercept
+from aiosync.transports._reader import FrameReader
+from aiosync.transports._source import Intercept
 from aiosync.transports._writer import FrameWriter
 from aiosync.transports.base import Lender
 from aiosync.types import Limits

@@ -130,14 +130,14 @@ class SlotReader:
         """
         view = self._views[ext["seg"]]
         index: int = ext["slot"]
+        payload = view.view(index)
 
         def repeat(version: int) -> None:
             if view.closed:  # dropped meanwhile
                 raise _never_announced()
             serial = view.count(index)
             view.held.add((index, serial))
-            release = functools.partial(self._release, view, index, serial)
-            again(version, view.view(index), release)
+            again(version, payload, functools.partial(self._release, view, index, serial))
 
         return repeat
 

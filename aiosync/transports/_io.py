@@ -18,6 +18,8 @@ __all__ = ["ByteIo", "DescriptorIo", "SocketIo", "StreamIo", "widen_socket"]
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
 _MAX_QUEUED_FDS = 64
+_MESSAGE_NBYTES = 4096
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class ByteIo(Protocol):
@@ -136,8 +138,24 @@ class SocketIo:
         if not self.takes_fds:
             return self.sock.recv_into(buffer)
         nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
-            [buffer], self._space, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            [buffer], self._space, _CLOEXEC
         )
+        if ancillary:
+            self._take_fds(ancillary)
+        return nbytes
+
+    def recv_message(self) -> bytes:
+        """Read what one small message takes, as :meth:`recv_into` does."""
+        if not self.takes_fds:
+            return self.sock.recv(_MESSAGE_NBYTES)
+        data, ancillary, _flags, _address = self.sock.recvmsg(
+            _MESSAGE_NBYTES, self._space, _CLOEXEC
+        )
+        if ancillary:
+            self._take_fds(ancillary)
+        return data
+
+    def _take_fds(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
@@ -145,7 +163,6 @@ class SocketIo:
                 self.received_fds.extend(fds)
         while len(self.received_fds) > _MAX_QUEUED_FDS:
             os.close(self.received_fds.pop())
-        return nbytes
 
     def attach(self, fd: int | None) -> None:
         """Have a copy of ``fd`` travel beside the next bytes that are written."""

@@ -62,23 +62,14 @@ class CountedFrame:
         return self._head + _pack_crc(zlib.crc32(tail, self._crc)) + self._rest + tail
 
 
-class Templates:
+class Templates(dict[Any, Any]):
     """Bytes that were seen before a counter, with what they stand for. Bounded."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
-
-    def get(self, key: object) -> Any:
-        """What :meth:`put` stored, or ``None``."""
-        return self._known.get(key)
 
     def put(self, key: object, value: object) -> None:
         """Remember one; all are forgotten when there are too many."""
-        if len(self._known) >= _MAX_TEMPLATES:
-            self._known.clear()
-        self._known[key] = value
+        if len(self) >= _MAX_TEMPLATES:
+            self.clear()
+        self[key] = value
 
 
 def with_counter(

@@ -116,6 +116,11 @@ class FrameDecoder(Intake):
         state = self._state
         return state != OVER and (state != PREFIX_OR_HEADER or self._start != self._end)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is between two frames, and has read nothing of the next one."""
+        return self._state == PREFIX_OR_HEADER and self._start == self._end and not self._eof
+
     # -- events out -------------------------------------------------------------------------
 
     def next_event(self) -> Event | None:
@@ -165,7 +170,18 @@ class FrameDecoder(Intake):
         stop = start + PREFIX_NBYTES + buffer[start + 8]  # longer headers match no key
         if stop > self._end:
             return None
-        frame = bytes(buffer[start:stop])
+        repeated = self.repeat_of(bytes(buffer[start:stop]))
+        if repeated is None:
+            return None
+        self._start = stop
+        return *repeated, stop != self._end
+
+    def repeat_of(self, frame: bytes) -> tuple[Repeat, int] | None:
+        """What was remembered for a frame, and its counter.
+
+        For bytes that were read past the decoder while it was :attr:`idle`: what is not one
+        whole frame that was remembered has to be fed.
+        """
         repeat = self._repeats.get(frame[:12] + frame[16:-COUNTER_NBYTES])
         if repeat is None:
             return None
@@ -173,8 +189,7 @@ class FrameDecoder(Intake):
         (counter,) = _unpack_counter(frame, len(frame) - COUNTER_NBYTES)
         if _crc32(frame[PREFIX_NBYTES:]) != crc or not 0 < counter <= MAX_COUNTER:
             return None
-        self._start = stop
-        return repeat, counter, stop != self._end
+        return repeat, counter
 
     def _next_frame(self) -> Event | None:
         start = self._start

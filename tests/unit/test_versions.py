@@ -171,3 +171,23 @@ def test_an_update_may_end_after_the_next_trainer_has_come() -> None:
     inbox.offer(9, 1)  # the former one is back, from its start
     inbox.applied(9, 1)
     assert (inbox.epoch, inbox.version, inbox.lag) == (9, 1, 0)
+
+
+def test_what_follows_is_offered_and_applied_at_once() -> None:
+    inbox = Inbox()
+    assert not inbox.follows(1, 1)  # nothing is applied yet
+    inbox.offer(1, 1)
+    assert not inbox.follows(1, 2)
+    inbox.applied(1, 1)
+    assert inbox.follows(1, 2)
+    assert not inbox.follows(1, 1)
+    assert not inbox.follows(2, 2)
+    inbox.follow(5)
+    assert (inbox.version, inbox.newest, inbox.lag) == (5, 5, 0)
+    inbox.offer(1, 6)
+    inbox.refused(1, 6)
+    assert not inbox.follows(1, 6)
+    assert inbox.follows(1, 7)
+    inbox.offer(2, 1)  # of another trainer, and not applied
+    assert not inbox.follows(1, 7)
+    assert not inbox.follows(2, 2)

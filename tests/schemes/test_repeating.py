@@ -1,0 +1,120 @@
+"""Updates that repeat take the short way, and everything else the long one, to the same end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+
+@contextlib.asynccontextmanager
+async def repeating(
+    source: nn.Module, target: nn.Module
+) -> AsyncIterator[tuple[aiosync.SharedMemWeightSyncScheme, aiosync.WeightSyncScheme, list[int]]]:
+    """A pair whose slots were all used before, and the versions that went the long way since."""
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
+        for _ in range(6):
+            await sender.send()
+        runtime = receiver._receiver
+        long_way, stage = [], runtime._stage
+
+        def counted(staged) -> None:
+            long_way.append(staged.version)
+            stage(staged)
+
+        runtime._stage = counted
+        yield sender, receiver, long_way
+
+
+@pytest.mark.asyncio
+async def test_what_repeats_takes_the_short_way() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, receiver, long_way):
+        for value in range(20):
+            models.fill(source, float(value))
+            report = await sender.send()
+            assert models.filled(target, float(value))
+            assert receiver.version == report.version
+            assert (await receiver.receive(timeout=0)).version == report.version
+        assert not long_way
+
+
+@pytest.mark.asyncio
+async def test_behind_a_reader_it_waits() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, receiver, long_way):
+        models.fill(source, 1.0)
+        await sender.send()
+        with receiver.reading():
+            models.fill(source, 2.0)
+            handle = sender.send_nowait()
+            async with asyncio.timeout(harness.PATIENCE):
+                while not receiver._receiver.has_staged:
+                    await asyncio.sleep(0)
+            assert models.filled(target, 1.0)
+        assert models.filled(target, 2.0)
+        await handle
+        assert len(long_way) == 1
+
+
+@pytest.mark.asyncio
+async def test_another_model_gets_it() -> None:
+    source, target, other = models.linear(), models.linear(), models.linear()
+    async with repeating(source, target) as (sender, receiver, _):
+        models.fill(source, 1.0)
+        await sender.send()
+        receiver.model = other
+        models.fill(source, 2.0)
+        await sender.send()
+        assert models.filled(other, 2.0)
+        assert models.filled(target, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_parameter_that_was_replaced_gets_it() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, _, long_way):
+        target.weight = nn.Parameter(torch.zeros_like(target.weight))
+        models.fill(source, 3.0)
+        await sender.send()
+        assert models.filled(target, 3.0)
+        assert len(long_way) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_model_of_another_shape_refuses_it_and_keeps_what_it_has() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, receiver, _):
+        weight = target.weight
+        target.weight = nn.Parameter(torch.full((3, 3), 7.0))
+        with pytest.raises(aiosync.PartialSyncError, match="weight"):
+            await sender.send()
+        assert torch.equal(target.weight, torch.full((3, 3), 7.0))
+        target.weight = weight
+        models.fill(source, 4.0)
+        report = await sender.send()
+        assert models.filled(target, 4.0)
+        assert receiver.version == report.version
+
+
+@pytest.mark.asyncio
+async def test_a_kept_view_keeps_its_values() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, _, _):
+        models.fill(source, 5.0)
+        await sender.send()
+        kept = target.weight.data
+        for value in (6.0, 7.0, 8.0):
+            models.fill(source, value)
+            await sender.send()
+            assert models.filled(target, value)
+        assert torch.equal(kept, torch.full_like(kept, 5.0))
