@@ -14,7 +14,8 @@ import torch
 
 __all__ = ["Chunk", "chunks_of", "tensor_of"]
 
-_CHUNK_NBYTES = 2**20  # many of them on their way beat one big one
+# A few on their way beat one big one, and many small ones too: each costs two messages more.
+_CHUNK_NBYTES = 4 * 2**20
 
 
 class Chunk:

@@ -31,7 +31,7 @@ from aiosync.wire import ExtValue, Setup
 
 __all__ = ["GroupCarrier", "GroupMember"]
 
-_WINDOW = 16  # chunks on their way at a time
+_WINDOW = 8  # chunks on their way at a time
 _PATIENCE_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0  # once the peer said where it is
 _CLOSE_SECONDS = 1.0
