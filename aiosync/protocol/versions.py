@@ -168,10 +168,6 @@ class Inbox:
         """Whether an update is news, and of the epoch of what was offered and applied last."""
         return epoch == self._newest_epoch == self._epoch and version > self._newest
 
-    def follow(self, version: int) -> None:
-        """Register at once that an update arrived and was applied that :meth:`follows`."""
-        self._newest = self._version = version
-
     def forget(self) -> None:
         """Register that what was applied is gone: as before the first. What is news stays."""
         self._epoch, self._version = None, 0

@@ -33,6 +33,10 @@ class Repeating(Answering):
     def _stage(self, staged: Staged) -> None:
         """The long way."""
 
+    @abc.abstractmethod
+    def _take(self, staged: Staged) -> None:
+        """The long way from where the update is known to be news."""
+
     def _repeat(self, epoch: int, layout: Layout, key: tuple[int, int]) -> Again:
         """What handles later updates of this epoch and layout through the slot ``key``."""
         return functools.partial(self._stage_again, epoch, layout, key)
@@ -49,7 +53,6 @@ class Repeating(Answering):
         assert payload is not None
         flat = self._staging.again(layout, key, payload)
         staged = Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back)
-        target = self._target
         if (
             self._staged is not None
             or self._outcomes
@@ -57,29 +60,41 @@ class Repeating(Answering):
             or self._manual
             or self._copy
             or self._transforming is not None
-            or type(target) is not Target
-            or self._resolve() is not self._target_of
             or not self.inbox.follows(epoch, version)
         ):
             self._stage(staged)
             return
-        flips = target.only_flips(layout, flat)
+        self.inbox.offer(epoch, version)
         # As in Guard.submit(): should Ctrl-C end this, somebody else applies what is staged.
         self._staged = staged
-        frame = sys._getframe()
-        if flips is None or not self.guard.claim(self._apply_staged, frame):
+        if not self.guard.claim(self._apply_staged, sys._getframe()):
             self._staged = None
-            self._stage(staged)
+            self._take(staged)
             return
         try:
-            flips()
+            flips = self._only_flips(staged)
+            if flips is not None:
+                flips()
+                self.inbox.applied(epoch, version)
             self._staged = None
-            self.inbox.follow(version)
-            old, self._current = self._current, staged
-            if self._flipped is not None:
-                self._flipped(epoch, version)
-            self._applied(staged, old, None)
+            if flips is not None:
+                old, self._current = self._current, staged
+                if self._flipped is not None:
+                    self._flipped(epoch, version)
+                self._applied(staged, old, None)
         finally:
             self.guard.unclaim()
-        if self._answered != (epoch, version):
+        if flips is None:
+            self._take(staged)
+        elif self._answered != (epoch, version):
             self._say_received(epoch, version)  # it is passed on first
+
+    def _only_flips(self, staged: Staged) -> Callable[[], None] | None:
+        """What applies an update to the model, if that is nothing but a change of pointers."""
+        target = self._target
+        try:
+            if type(target) is not Target or self._resolve() is not self._target_of:
+                return None
+            return target.only_flips(staged.layout, staged.flat)
+        except Exception:  # noqa: BLE001 - the long way meets it again, and tells the trainer
+            return None

@@ -25,13 +25,13 @@ async def repeating(
         for _ in range(6):
             await sender.send()
         runtime = receiver._receiver
-        long_way, stage = [], runtime._stage
+        long_way, take = [], runtime._take
 
         def counted(staged) -> None:
             long_way.append(staged.version)
-            stage(staged)
+            take(staged)
 
-        runtime._stage = counted
+        runtime._take = counted
         yield sender, receiver, long_way
 
 
@@ -104,6 +104,20 @@ async def test_a_model_of_another_shape_refuses_it_and_keeps_what_it_has() -> No
         report = await sender.send()
         assert models.filled(target, 4.0)
         assert receiver.version == report.version
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_cannot_be_looked_at_is_told_to_the_trainer() -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, _, _):
+        tables = target._parameters
+        del target.__dict__["_parameters"]
+        with pytest.raises(aiosync.PartialSyncError, match="_parameters"):
+            await sender.send()
+        target.__dict__["_parameters"] = tables
+        models.fill(source, 9.0)
+        await sender.send()
+        assert models.filled(target, 9.0)
 
 
 @pytest.mark.asyncio

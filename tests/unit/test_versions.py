@@ -173,7 +173,7 @@ def test_an_update_may_end_after_the_next_trainer_has_come() -> None:
     assert (inbox.epoch, inbox.version, inbox.lag) == (9, 1, 0)
 
 
-def test_what_follows_is_offered_and_applied_at_once() -> None:
+def test_what_follows_is_news_of_the_epoch_that_was_applied() -> None:
     inbox = Inbox()
     assert not inbox.follows(1, 1)  # nothing is applied yet
     inbox.offer(1, 1)
@@ -182,8 +182,8 @@ def test_what_follows_is_offered_and_applied_at_once() -> None:
     assert inbox.follows(1, 2)
     assert not inbox.follows(1, 1)
     assert not inbox.follows(2, 2)
-    inbox.follow(5)
-    assert (inbox.version, inbox.newest, inbox.lag) == (5, 5, 0)
+    inbox.offer(1, 5)
+    inbox.applied(1, 5)
     inbox.offer(1, 6)
     inbox.refused(1, 6)
     assert not inbox.follows(1, 6)
