@@ -164,10 +164,6 @@ class Inbox:
         self._epoch = epoch
         self._version = version
 
-    def follows(self, epoch: int, version: int) -> bool:
-        """Whether an update is news, and of the epoch of what was offered and applied last."""
-        return epoch == self._newest_epoch == self._epoch and version > self._newest
-
     def forget(self) -> None:
         """Register that what was applied is gone: as before the first. What is news stays."""
         self._epoch, self._version = None, 0

@@ -129,9 +129,6 @@ class Answering(Applying):
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
         self._outgoing.say(make_ack(epoch, version, status, error))
 
-    def _say_received(self, epoch: int, version: int) -> None:
-        self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
-
     def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
         if error is None:
             self._passed_on = (epoch, version)

@@ -66,18 +66,16 @@ class Staging:
         while len(self._layouts) > _KNOWN_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
 
-    def again(self, layout: Layout, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
-        """As :meth:`map`, for an update like one before it.
+    def known(self, layout: Layout) -> Layout:
+        """Check that the layout of an earlier update is not forgotten.
 
         Raises:
-            RemoteProtocolError: Its layout was forgotten: the manifest has to be sent again.
+            RemoteProtocolError: Its manifest has to be sent again.
         """
-        if layout.digest not in self._layouts:
+        known = self._layouts.get(layout.digest)
+        if known is None:
             raise _unknown_manifest()
-        flat = self._mapped.get(key)
-        if flat is None or flat.nbytes < payload.nbytes:
-            flat = self.map(key, payload)
-        return flat
+        return known
 
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""

@@ -201,35 +201,21 @@ class Guard:
             Whether it has run. If not, call :meth:`retry` now and then.
         """
         with self._lock:
-            claimed = self.claim(apply, sys._getframe())
-            if not claimed:
+            if self._open or self._applying is not None or self._pending is not None:
                 self._pending = apply
-        if not claimed:
+                busy = True
+            else:
+                self._patient_until = 0.0
+                self._applying = (threading.get_ident(), sys._getframe(), apply)
+                busy = False
+        if busy:
             return not self.retry()
         # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
         apply()
-        self.unclaim()
-        return True
-
-    def claim(self, apply: Callable[[], None], frame: FrameType) -> bool:
-        """Begin to apply, if nobody reads and nothing waits; call :meth:`unclaim` when done.
-
-        Args:
-            apply: What runs instead, later, should the caller be interrupted.
-            frame: The caller's, which lives until then.
-        """
-        with self._lock:
-            if self._open or self._applying is not None or self._pending is not None:
-                return False
-            self._patient_until = 0.0
-            self._applying = (threading.get_ident(), frame, apply)
-            return True
-
-    def unclaim(self) -> None:
-        """End what :meth:`claim` began; runs what came meanwhile."""
         more = self._end_apply(sys._getframe())
         if more is not None:
             self._run(more)
+        return True
 
     def retry(self) -> bool:
         """Run what waits if the readers that it waited for have ended without a word.

@@ -8,8 +8,10 @@ is in ``_applying``. Must not import the sender.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from aiosync.errors import (
@@ -20,23 +22,26 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.schemes._answering import Answering
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
-from aiosync.schemes._repeating import Repeating
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes._transforming import Transform, Transforming
 from aiosync.schemes.guard import Guard
+from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
-from aiosync.transports.base import Again, Received, Transport
+from aiosync.transports.base import Again, Received, Transport, make_ack
+from aiosync.types import AckStatus
 from aiosync.wire import Current, Fetch, ManifestMessage, Resend, Update
 
 __all__ = ["WeightReceiver"]
 
 _CLOSE_SECONDS = 1.0
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
-class WeightReceiver(Repeating):
+class WeightReceiver(Answering):
     """Receives versions of one model and puts them into it.
 
     Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
@@ -127,8 +132,8 @@ class WeightReceiver(Repeating):
     def _notify(self) -> None:
         if self._waited_for:
             self._waited_for = False
-            self._changed.set()  # wakes those who wait now
-            self._changed.clear()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     # -- staging -------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class WeightReceiver(Repeating):
             key, layout = staged.key, staged.layout
             self._stage(staged)
             if key is not None and message.is_plain:
-                return self._repeat(message.epoch, layout, key)
+                return functools.partial(self._stage_again, message.epoch, layout, key)
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Current):
@@ -196,6 +201,21 @@ class WeightReceiver(Repeating):
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
         return None
+
+    def _stage_again(
+        self,
+        epoch: int,
+        layout: Layout,
+        key: tuple[int, int],
+        version: int,
+        payload: memoryview | None,
+        give_back: Callable[[], None],
+    ) -> None:
+        """Another version where an earlier one was: the short way."""
+        assert payload is not None
+        layout = self._staging.known(layout)
+        flat = self._staging.map(key, payload)
+        self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back))
 
     def _stage(self, staged: Staged) -> None:
         if staged.epoch != self.inbox.newest_epoch:
@@ -225,7 +245,8 @@ class WeightReceiver(Repeating):
             self.apply_soon()
         if self._answered != (staged.epoch, staged.version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
-            self._say_received(staged.epoch, staged.version)
+            received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
+            self._outgoing.say(received)
         if self._waited_for:
             self._notify()
 

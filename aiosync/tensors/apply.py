@@ -5,9 +5,8 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -109,36 +108,23 @@ class Target:
             Exception: Whatever ``set_extra_state()`` or a tensor subclass raised; every tensor
                 has its old value again.
         """
-        flips = None if copy or values else self.only_flips(layout, flat)
-        if flips is not None:
-            flips()
+        plan = self._plan
+        if (
+            plan is not None
+            and plan.pick_views is not None
+            and not (copy or values)
+            and plan.layout is layout
+            and self._key is not None
+            and self._key[0] is Mode.FLIP
+            and plan.only_flips
+            and not torch.is_inference_mode_enabled()
+            and plan.valid()
+        ):
+            # The usual case: nothing but flips, which cannot fail once the plan is valid.
+            changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
             return
         mode = Mode.COPY if copy else Mode.FLIP
         self._apply(layout, flat.views(layout), values, mode, pool)
-
-    def only_flips(self, layout: Layout, flat: FlatBuffer) -> Callable[[], None] | None:
-        """The usual case: what :meth:`apply_` would do if it would change pointers and no more.
-
-        Args:
-            layout: Layout of the weights, which have no values beside them.
-            flat: Buffer that holds them.
-
-        Returns:
-            Does it, and cannot fail; to be called at once. ``None`` if there is more to do.
-        """
-        plan = self._plan
-        if (
-            plan is None
-            or plan.pick_views is None
-            or plan.layout is not layout
-            or not plan.only_flips
-            or self._key is None
-            or self._key[0] is not Mode.FLIP
-            or torch.is_inference_mode_enabled()
-            or not plan.valid()
-        ):
-            return None
-        return partial(changes.flip, plan.flips, plan.pick_views(flat.views(layout)))
 
     def apply_tensors(
         self,

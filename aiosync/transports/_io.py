@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["ByteIo", "DescriptorIo", "SocketIo", "StreamIo", "widen_socket"]
+__all__ = ["MESSAGE_NBYTES", "ByteIo", "DescriptorIo", "SocketIo", "StreamIo", "widen_socket"]
 
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
 _MAX_QUEUED_FDS = 64
-_MESSAGE_NBYTES = 4096
+MESSAGE_NBYTES = 4096
+"""The most that :meth:`SocketIo.recv_message` reads."""
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -147,10 +148,8 @@ class SocketIo:
     def recv_message(self) -> bytes:
         """Read what one small message takes, as :meth:`recv_into` does."""
         if not self.takes_fds:
-            return self.sock.recv(_MESSAGE_NBYTES)
-        data, ancillary, _flags, _address = self.sock.recvmsg(
-            _MESSAGE_NBYTES, self._space, _CLOEXEC
-        )
+            return self.sock.recv(MESSAGE_NBYTES)
+        data, ancillary, _flags, _address = self.sock.recvmsg(MESSAGE_NBYTES, self._space, _CLOEXEC)
         if ancillary:
             self._take_fds(ancillary)
         return data

@@ -75,7 +75,8 @@ class GroupCarrier(Carrier):
         backend: ``"gloo"``, or ``"nccl"`` through memory of the current CUDA device.
         member: A group to use instead of one of its own.
         tag: Distinguishes links within a given group; the same at both ends.
-        patience: Seconds without any progress after which a transfer is given up.
+        patience: Seconds without any progress, which is a chunk of 4 MiB, after which a transfer is
+            given up.
     """
 
     follows_copies = True

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from aiosync.errors import PeerClosed, ProtocolError, TransportBroken, TransportError
-from aiosync.transports._io import ByteIo
+from aiosync.transports._io import MESSAGE_NBYTES, ByteIo
 from aiosync.transports._link import LinkState, wake
 from aiosync.types import Limits
 from aiosync.wire import (
@@ -223,6 +223,8 @@ class FrameSource:
             return
         if data:
             decoder.feed(data)
+            if len(data) >= MESSAGE_NBYTES:
+                self._on_readable()  # there is more, which uvloop may never tell again
             self._look()
         else:
             self._at_end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import sys
 import threading
 
 import pytest
@@ -242,29 +241,3 @@ async def test_closing_right_after_another_thread_applied(make) -> None:
         for parameter in target.parameters():
             assert not flat.address <= parameter.data_ptr() < flat.address + flat.nbytes
         assert (await handle).acked == {0}  # it says so before it goes
-
-
-def test_a_claim_is_refused_while_somebody_reads_and_applies_what_came_meanwhile() -> None:
-    guard, applied = Guard(), []
-    guard.enter()
-    assert not guard.claim(lambda: None, sys._getframe())
-    guard.leave()
-    assert guard.claim(lambda: applied.append("again"), sys._getframe())
-    assert not guard.claim(lambda: None, sys._getframe())
-    assert not guard.submit(lambda: applied.append("other"))
-    assert applied == []
-    guard.unclaim()
-    assert applied == ["other"]
-
-
-def test_what_an_interrupted_claim_did_not_apply_is_applied_later() -> None:
-    guard, applied = Guard(), []
-
-    def interrupted() -> None:
-        assert guard.claim(lambda: applied.append(1), sys._getframe())
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert guard.exclusively(lambda: None, timeout=1.0)
-    assert applied == [1]

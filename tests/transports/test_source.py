@@ -81,6 +81,18 @@ async def test_more_than_one_read_takes() -> None:
 
 
 @pytest.mark.asyncio
+async def test_more_than_one_read_takes_before_a_reset() -> None:
+    async with Reading() as reading:
+        await reading.link.send(Fetch(1))  # the peer closes with this unread: that is a reset
+        reading.peer.sendall(b"".join(map(ack, range(2, 302))))
+        reading.peer.close()
+        async with asyncio.timeout(5):
+            while len(reading.repeated) < 300:
+                await asyncio.sleep(0.001)
+        assert reading.repeated == list(range(2, 302))
+
+
+@pytest.mark.asyncio
 async def test_another_message_between_two() -> None:
     async with Reading() as reading:
         await reading.send(ack(2) + encode_frame(Fetch(1)))

@@ -171,23 +171,3 @@ def test_an_update_may_end_after_the_next_trainer_has_come() -> None:
     inbox.offer(9, 1)  # the former one is back, from its start
     inbox.applied(9, 1)
     assert (inbox.epoch, inbox.version, inbox.lag) == (9, 1, 0)
-
-
-def test_what_follows_is_news_of_the_epoch_that_was_applied() -> None:
-    inbox = Inbox()
-    assert not inbox.follows(1, 1)  # nothing is applied yet
-    inbox.offer(1, 1)
-    assert not inbox.follows(1, 2)
-    inbox.applied(1, 1)
-    assert inbox.follows(1, 2)
-    assert not inbox.follows(1, 1)
-    assert not inbox.follows(2, 2)
-    inbox.offer(1, 5)
-    inbox.applied(1, 5)
-    inbox.offer(1, 6)
-    inbox.refused(1, 6)
-    assert not inbox.follows(1, 6)
-    assert inbox.follows(1, 7)
-    inbox.offer(2, 1)  # of another trainer, and not applied
-    assert not inbox.follows(1, 7)
-    assert not inbox.follows(2, 2)
