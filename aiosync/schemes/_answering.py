@@ -102,10 +102,8 @@ class Answering(Applying):
             self._answered = (epoch, version)
         if error is not None:
             self._answer(epoch, version, error)
-            if isinstance(self._target, LoadTarget):
-                self._staging.retire(staged)  # others may read what it was given
-            else:
-                self._staging.drop(staged)
+            # What loads may have kept it, and Ctrl-C may have come once the model had changed.
+            self._staging.retire(staged)
         else:
             if self._copy:
                 old = staged

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import aiosync
+from aiosync.tensors import _changes
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -121,3 +122,34 @@ async def test_a_kept_view_keeps_its_values() -> None:
             await sender.send()
             assert models.filled(target, value)
         assert torch.equal(kept, torch.full_like(kept, 5.0))
+
+
+@pytest.mark.asyncio
+async def test_what_ctrl_c_left_in_the_model_is_not_written_to(monkeypatch) -> None:
+    source, target = models.linear(), models.linear()
+    async with repeating(source, target) as (sender, receiver):
+        flip = _changes.flip
+
+        def interrupted(*args) -> None:
+            flip(*args)
+            raise KeyboardInterrupt  # as a signal that came meanwhile is raised
+
+        models.fill(source, 1.0)
+        with pytest.raises(KeyboardInterrupt), receiver.reading():
+            handle = sender.send_nowait()
+            async with asyncio.timeout(harness.PATIENCE):
+                while not receiver._receiver.has_staged:
+                    await asyncio.sleep(0)
+            monkeypatch.setattr(_changes, "flip", interrupted)
+        monkeypatch.setattr(_changes, "flip", flip)
+        with pytest.raises(aiosync.PartialSyncError, match="KeyboardInterrupt"):
+            await handle
+        with receiver.reading():
+            assert models.filled(target, 1.0)
+            for value in range(2, 8):
+                models.fill(source, float(value))
+                handle = sender.send_nowait()
+                await asyncio.sleep(0.01)
+                assert models.filled(target, 1.0)
+        await handle
+        assert models.filled(target, 7.0)
