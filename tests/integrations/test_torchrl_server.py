@@ -106,12 +106,15 @@ def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None
         wrong.values[0] = torch.nn.Parameter(torch.zeros(3))
         broken = make_policy()
         broken.module = wrong
-        with (
-            warnings.catch_warnings(),
-            pytest.raises(PartialSyncError, match=r"values\.0"),
-        ):
-            warnings.simplefilter("ignore", RuntimeWarning)
-            sender.send(broken)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(PartialSyncError, match=r"values\.0"):
+                sender.send(broken)
+            # The trainer hears of it first; the server's thread warns after that.
+            give_up = time.monotonic() + PATIENCE
+            while not caught and time.monotonic() < give_up:
+                assert ask(client) == (7.0, 0)
+        assert "the server refused an update" in str(caught[0].message)
         assert ask(client) == (7.0, 0)
         set_value(trained, 5.0)
         sender.send()
