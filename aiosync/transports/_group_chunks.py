@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["Chunk", "chunks_of", "tensor_of"]
 
-# A few on their way beat one big one, and many small ones too: each costs two messages more.
+# A few on their way beat one big one, and many small ones too: see docs/benchmarks.md.
 _CHUNK_NBYTES = 4 * 2**20
 
 
