@@ -1,7 +1,8 @@
 """What schemes of distributed engines share: a control stream, and payloads beside it.
 
 The sender listens, workers dial, as with TCP; how a worker finds the address and what carries
-the payloads is each engine's own. Must not import torch, nor a concrete scheme.
+the payloads is each engine's own. Workers on the sender's host may read shared memory instead.
+Must not import torch, nor a concrete scheme.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
-from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
+from aiosync.schemes._peer import is_leaving
+from aiosync.schemes._same_host import SameHost, dial_here
+from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
 from aiosync.transports._beside import BesideTransport
+from aiosync.transports._channel import FramedChannel
+from aiosync.transports._segment import Arena, Slot
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
+from aiosync.wire import Welcome
 
 if TYPE_CHECKING:
+    from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.sender import WeightSender
 
 __all__ = ["INLINE_NBYTES", "EngineScheme"]
@@ -107,10 +115,12 @@ class EngineScheme(StreamReceiving):
     def _reset(self) -> None:
         super()._reset()
         self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
+        self._same_host: SameHost | None = None
+        self._tried_here = False  # the last link led to a sender on this host, and nowhere yet
 
     def _get_config(self) -> dict[str, Any]:
         state = super()._get_config()
-        del state["_beside_links"]
+        del state["_beside_links"], state["_same_host"], state["_tried_here"]
         return state
 
     @property
@@ -149,6 +159,14 @@ class EngineScheme(StreamReceiving):
         """Whether looking the sender up again may find another one."""
         return False
 
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether workers on the sender's host read updates from shared memory."""
+        return False
+
+    def _joined_here(self, channel: FramedChannel) -> None:
+        """Sender: a worker on this host opened a link through shared memory."""
+
     # -- links ---------------------------------------------------------------------------------
 
     def _linked(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
@@ -177,9 +195,22 @@ class EngineScheme(StreamReceiving):
         return self._transport_over(pipe_or_context, "the peer")
 
     def _make_store(self) -> SnapshotStore:
-        return PrivateStore()
+        if self._same_host is None:
+            return PrivateStore()
+        self._same_host.arena = arena = Arena()
+        return ArenaStore(arena, self._is_leaving)
+
+    def _is_leaving(self, slot: Slot) -> bool:
+        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     # -- the sender ----------------------------------------------------------------------------
+
+    def _listen(self, address: Address) -> StreamListener:
+        listener = super()._listen(address)
+        if self._shares_memory:
+            bound = Address.parse(listener.url)
+            self._same_host = SameHost(bound, self._credentials, self._limits)
+        return listener
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         del sources
@@ -197,6 +228,12 @@ class EngineScheme(StreamReceiving):
                 with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
                     sender.welcome(self._linked(control, listened=True))
 
+            def welcome_here(link: SharedMemTransport) -> None:
+                self._joined_here(link.channel)
+                sender.welcome(link)
+
+            if self._same_host is not None:
+                self._same_host.start(welcome_here)
             self._listener.start(welcome, sender.workers._crashed)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
@@ -215,6 +252,9 @@ class EngineScheme(StreamReceiving):
                     "this worker does not know where the trainer listens: pickle or copy the "
                     "scheme after init_on_sender(), or pass address="
                 )
+            here = self._reach_here(self._addresses[0])
+            if here is not None:
+                return here
             left = None if give_up is None else max(0.0, give_up - loop.time())
             attempt = _ATTEMPT_SECONDS if left is None else min(_ATTEMPT_SECONDS, left)
             try:
@@ -232,7 +272,31 @@ class EngineScheme(StreamReceiving):
                 continue
             return self._linked(control, listened=False)
 
+    def _reach_here(self, address: Address) -> Transport | None:
+        """A link to a sender on this host, unless the last one of these led nowhere."""
+        tried, self._tried_here = self._tried_here, False
+        if tried or not self._shares_memory:
+            return None
+        link = dial_here(address, self._credentials, self._limits)
+        self._tried_here = link is not None
+        return link
+
+    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
+        welcome = await super()._introduce(receiver, timeout)
+        self._tried_here = False
+        return welcome
+
+    async def _relink(self, lost: AiosyncError) -> Transport:
+        link = await super()._relink(lost)
+        self._tried_here = False
+        return link
+
     # -- closing -------------------------------------------------------------------------------
+
+    def _close_listener(self) -> None:
+        super()._close_listener()
+        if self._same_host is not None and self._pid == os.getpid():
+            self._same_host.close()
 
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`."""

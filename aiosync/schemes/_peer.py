@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from aiosync.errors import (
     AiosyncError,
@@ -24,12 +24,13 @@ from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
+from aiosync.transports._segment import Slot
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Current, Fetch, Hello, ManifestMessage, Message, Resend, Update
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "is_leaving"]
 
 
 class Peer:
@@ -232,8 +233,15 @@ class Peer:
             manifest = ManifestMessage(snapshot.layout.manifest)
         return manifest, Update(epoch, snapshot.version, digest, values=snapshot.values)
 
+    @property
+    def follows_copies(self) -> bool:
+        """Whether a large snapshot may still be filled while it is sent."""
+        return getattr(self.transport, "follows_copies_above", None) is not None
+
     def _write_now(self, snapshot: Snapshot) -> bool:
         slot, digest, publisher = snapshot.slot, snapshot.layout.digest, self._publisher
+        if publisher and snapshot.copying is not None:
+            return False  # readers would see a slot that is half full
         if slot is not None and publisher and digest == self._digest and not snapshot.values:
             return publisher.publish_plain_nowait(
                 self.epoch, snapshot.version, digest, slot, snapshot.nbytes
@@ -339,3 +347,11 @@ class Peer:
     def _answered(self) -> None:
         if self.stream is not None and self.outbox.window_open:
             self.stream.answered()
+
+
+def is_leaving(slot: Slot, peers: Iterable[Peer]) -> bool:
+    """Whether every reader of ``slot`` has applied something newer already."""
+    if slot.refs or not slot.holders or any(slot.holders.values()):
+        return False
+    busy = {peer.transport for peer in peers if peer.outbox.in_flight}
+    return not any(holder in busy for holder in slot.holders)

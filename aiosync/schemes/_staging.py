@@ -152,6 +152,10 @@ class Staging:
     def next_link(self, transport: Transport) -> None:
         """Go on with another link: what was verified of an update stays."""
         self._transport = transport
+        # Slots of the links before have the same names as those to come, and are told of no more.
+        self._mapped.clear()
+        for staged in self._held:
+            staged.key = None
 
     def resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and verified bytes of an update that is here in part."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._same_host import AVAILABLE
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
@@ -33,7 +34,8 @@ class DistributedWeightSyncScheme(EngineScheme):
     Each worker has a control stream to the sender, which carries messages and small updates, and
     a process group of two ranks for large ones; they meet through the control stream. The
     default group of the process, of a DDP trainer for example, is never touched. Workers may
-    come and go at any time. See ``docs/topics/clusters.md``.
+    come and go at any time. Those on the sender's own host need no group: they read updates from
+    shared memory, unless told otherwise (``shared_memory``). See ``docs/topics/clusters.md``.
 
     Only the control stream is authenticated: ``torch.distributed`` itself is made for networks
     that are trusted.
@@ -68,6 +70,9 @@ class DistributedWeightSyncScheme(EngineScheme):
         handshake_timeout: Seconds that a peer has to prove who it is.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
+        shared_memory: Workers on the sender's host read updates from shared memory, as NCCL's
+            ranks do, instead of a stream and a group. Has to be true on both sides. Not with
+            ``group`` or NCCL, and on Linux only.
 
     Raises:
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
@@ -96,6 +101,7 @@ class DistributedWeightSyncScheme(EngineScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         check_backend(backend)
         if not patience > 0:
@@ -122,12 +128,18 @@ class DistributedWeightSyncScheme(EngineScheme):
         self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
+        self.shared_memory = shared_memory
 
     _copies_ahead = True
 
     @property
     def _may_change(self) -> bool:
         return self._store is not None
+
+    @property
+    def _shares_memory(self) -> bool:
+        wanted = self.shared_memory and self.backend == "gloo" and self._group is None
+        return wanted and AVAILABLE
 
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")

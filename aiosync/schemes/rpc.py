@@ -15,10 +15,12 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._same_host import AVAILABLE
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
+from aiosync.transports._channel import FramedChannel
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -36,10 +38,11 @@ class RPCWeightSyncScheme(EngineScheme):
     """Sends weights by calls of ``torch.distributed.rpc``.
 
     Each worker has a control stream to the sender, which carries messages and small updates;
-    large ones travel by RPC. Every process calls ``init_rpc()`` itself, before :meth:`connect`,
-    and ``rpc.shutdown()`` after :meth:`aclose`. Copies of this object may be made before
-    :meth:`init_on_sender`, as TorchRL's collectors do: the sender then tells the workers that it
-    knows by name where it listens. Workers may come and go at any time. See
+    large ones travel by RPC. Those on the sender's own host read both from shared memory, unless
+    told otherwise (``shared_memory``). Every process calls ``init_rpc()`` itself, before
+    :meth:`connect`, and ``rpc.shutdown()`` after :meth:`aclose`. Copies of this object may be
+    made before :meth:`init_on_sender`, as TorchRL's collectors do: the sender then tells the
+    workers that it knows by name where it listens. Workers may come and go at any time. See
     ``docs/topics/clusters.md``.
 
     RPC executes what its peers send, by design: use it only between hosts that trust each other.
@@ -66,6 +69,8 @@ class RPCWeightSyncScheme(EngineScheme):
         handshake_timeout: Seconds that a peer has to prove who it is.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
+        shared_memory: Workers on the sender's host read updates from shared memory instead of a
+            stream and calls. Has to be true on both sides. On Linux only.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -91,6 +96,7 @@ class RPCWeightSyncScheme(EngineScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         if not patience > 0:
             raise ConfigError(f"patience must be positive seconds, got {patience!r}")
@@ -113,6 +119,7 @@ class RPCWeightSyncScheme(EngineScheme):
         )
         self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.patience = patience
+        self.shared_memory = shared_memory
         self._scheme_id = secrets.token_hex(16)  # the same in every copy
 
     def _reset(self) -> None:
@@ -135,6 +142,13 @@ class RPCWeightSyncScheme(EngineScheme):
         if listened:
             control.channel.call_on_end(self._link_lost.set)
         return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.shared_memory and AVAILABLE
+
+    def _joined_here(self, channel: FramedChannel) -> None:
+        channel.call_on_end(self._link_lost.set)
 
     def _default_address(self) -> Address:
         return any_port_of(own_host(os.environ.get("MASTER_ADDR")))

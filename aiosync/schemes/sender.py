@@ -224,7 +224,11 @@ class WeightSender:
         snapshots = {}
         # Links that carry bytes take them from the tensors, which must not change meanwhile.
         take = self.maker.borrow if self._borrows else self.maker.take
-        if self._copies_ahead and len(planned) == 1:
+        if (
+            self._copies_ahead
+            and len(planned) == 1
+            and any(peer.follows_copies for peer in self.peers.values())
+        ):
             take = self.maker.copy_ahead
         try:
             for key, plan in planned.items():

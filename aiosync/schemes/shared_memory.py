@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiosync.errors import ConfigError
+from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._snapshots import ArenaStore, SnapshotStore
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._segment import Arena, Slot
@@ -68,11 +69,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return ArenaStore(self._arena, self._is_leaving)
 
     def _is_leaving(self, slot: Slot) -> bool:
-        """Whether every reader of ``slot`` has applied something newer already."""
-        if slot.refs or not slot.holders or any(slot.holders.values()) or self._sender is None:
-            return False
-        busy = {peer.transport for peer in self._sender.peers.values() if peer.outbox.in_flight}
-        return not any(holder in busy for holder in slot.holders)
+        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     def _reset(self) -> None:
         super()._reset()

@@ -25,6 +25,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     backend: option[Literal["gloo", "nccl"]] = option("What moves large updates.")
     patience: option[float] = option("Seconds that a transfer may stand still.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
+    shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")
 
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
         aio.DistributedWeightSyncScheme.create_transport
@@ -53,6 +54,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self._adopt(
             aio.DistributedWeightSyncScheme(
@@ -76,6 +78,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 handshake_timeout=handshake_timeout,
                 inline_nbytes=inline_nbytes,
                 limits=limits,
+                shared_memory=shared_memory,
             )
         )
 

@@ -24,6 +24,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
     patience: option[float] = option("Seconds that a transfer may stand still.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
+    shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")
 
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RPCWeightSyncScheme.init_on_sender
@@ -52,6 +53,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self._adopt(
             aio.RPCWeightSyncScheme(
@@ -72,6 +74,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
                 handshake_timeout=handshake_timeout,
                 inline_nbytes=inline_nbytes,
                 limits=limits,
+                shared_memory=shared_memory,
             )
         )
 

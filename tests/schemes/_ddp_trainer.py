@@ -87,7 +87,7 @@ def main() -> None:
         port = free.getsockname()[1]
     pipes = [ctx.Pipe() for _ in range(3)]
     told = [theirs for _, theirs in pipes]
-    scheme = aiosync.DistributedWeightSyncScheme()
+    scheme = aiosync.DistributedWeightSyncScheme(shared_memory=False)
     processes = [ctx.Process(target=rank, args=(i, port, scheme, told)) for i in range(2)]
     for process in processes:
         process.start()

@@ -62,6 +62,11 @@ async def leave(group: Group, key: str, scheme: Any) -> None:
     await scheme.aclose()
 
 
+def by_rpc(*args: Any) -> RPCWeightSyncScheme:
+    """A scheme whose workers get large updates by RPC although they are on this host."""
+    return RPCWeightSyncScheme(*args, shared_memory=False)
+
+
 # -- scenarios ---------------------------------------------------------------------------------
 
 
@@ -73,9 +78,15 @@ async def calm(group: Group) -> None:
     assert group_module.offered() == 0
 
 
-async def many_updates(group: Group) -> None:
+async def on_one_host(group: Group) -> None:
+    """The same through shared memory, which needs no call but those that tell the address."""
+    await many_updates(group, RPCWeightSyncScheme())
+    assert group_module.offered() == 0
+
+
+async def many_updates(group: Group, scheme: Any = None) -> None:
     everybody = {0, 1, 2}
-    scheme, model = await joined(group, "many", RPCWeightSyncScheme(), num_workers=3)
+    scheme, model = await joined(group, "many", scheme or by_rpc(), num_workers=3)
     await check(group, "many", [(1, 1.0)] * 3)
     for version in range(2, 6):
         fill(model, float(version))
@@ -128,7 +139,7 @@ async def copies_made_before(group: Group) -> None:
     infos = [rpc.get_worker_info(name) for name in group.names]
     collector = Collector()
     collector.collector_infos = infos
-    scheme = RPCWeightSyncScheme("state_dict")
+    scheme = by_rpc("state_dict")
     await group.all(group_module.hold, "early", pickle.dumps(scheme))
     joining = [
         asyncio.ensure_future(group.call(idx, group_module.join, "early", MIB, None))
@@ -144,9 +155,7 @@ async def copies_made_before(group: Group) -> None:
     await leave(group, "early", scheme)
     # By their names, and one that does not exist: it delays nobody.
     names = [*group.names, "nobody"]
-    scheme, _ = await joined(
-        group, "named", RPCWeightSyncScheme(), early=True, workers=names, num_workers=3
-    )
+    scheme, _ = await joined(group, "named", by_rpc(), early=True, workers=names, num_workers=3)
     await leave(group, "named", scheme)
     try:
         scheme.create_transport((1, 2))
@@ -157,7 +166,7 @@ async def copies_made_before(group: Group) -> None:
 
 async def links_of_a_tuple(group: Group) -> None:
     """One transport for each remote collector, as TorchRL makes them."""
-    scheme = RPCWeightSyncScheme()
+    scheme = by_rpc()
     await group.all(group_module.hold, "tuple", pickle.dumps(scheme))
     links = {
         idx: scheme.create_transport((rpc.get_worker_info(name), None, None))
@@ -179,7 +188,7 @@ async def links_of_a_tuple(group: Group) -> None:
 
 async def killed(group: Group) -> None:
     """A worker dies in mid-transfer; another stands still, and goes on."""
-    scheme, model = await joined(group, "kill", RPCWeightSyncScheme(), num_workers=3)
+    scheme, model = await joined(group, "kill", by_rpc(), num_workers=3)
     loop = asyncio.get_running_loop()
     # It stands still first: its neighbours do not wait, and nothing torn comes when it goes on.
     still = group.processes[2]

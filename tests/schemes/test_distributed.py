@@ -1,4 +1,7 @@
-"""Weights over process groups of torch.distributed into worker processes, with real Gloo."""
+"""Weights over process groups of torch.distributed into worker processes, with real Gloo.
+
+All workers are on this host, so shared memory is off; see ``test_same_host.py`` for that.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ def sending(
     """A sender that is not connected, and its model, filled with 1."""
     source = build()
     models.fill(source, 1.0)
-    scheme = aiosync.DistributedWeightSyncScheme(**{"timeout": PATIENCE, **options})
+    scheme = aiosync.DistributedWeightSyncScheme(
+        **{"timeout": PATIENCE, "shared_memory": False, **options}
+    )
     scheme.init_on_sender(model_id="policy", model=source, num_workers=num_workers)
     return scheme, source
 
@@ -113,7 +118,9 @@ async def test_a_newer_update_overtakes_the_older_ones() -> None:
 @pytest.mark.parametrize("inline_nbytes", [2**20, 2**30], ids=["group", "stream"])
 async def test_what_changes_after_send_does_not_travel(inline_nbytes: int) -> None:
     source, target = models.big(), models.big()
-    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, inline_nbytes=inline_nbytes)
+    scheme = aiosync.DistributedWeightSyncScheme(
+        timeout=PATIENCE, inline_nbytes=inline_nbytes, shared_memory=False
+    )
     scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = harness.twin(scheme)
     receiver.init_on_receiver(model_id="policy", model=target)
@@ -139,7 +146,7 @@ async def test_what_changes_after_send_does_not_travel(inline_nbytes: int) -> No
 @pytest.mark.one_loop
 async def test_a_forked_child_leaves_the_group_alone() -> None:
     source, target = models.medium(), models.medium()
-    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE)
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, shared_memory=False)
     scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = harness.twin(scheme)
     receiver.init_on_receiver(model_id="policy", model=target)
@@ -226,7 +233,7 @@ async def test_the_trainer_dies(tmp_path: Path) -> None:
 import asyncio, pickle, sys, aiosync
 from tests.schemes import _models as models
 async def main():
-    scheme = aiosync.DistributedWeightSyncScheme()
+    scheme = aiosync.DistributedWeightSyncScheme(shared_memory=False)
     scheme.init_on_sender(model=models.medium())
     with open(sys.argv[1], "wb") as file:
         pickle.dump(scheme, file)
@@ -267,8 +274,10 @@ async def test_meeting_in_a_store() -> None:
     store = dist.HashStore()
     source, target = models.medium(), models.medium()
     models.fill(source, 5.0)
-    sender = aiosync.DistributedWeightSyncScheme(store=store, timeout=PATIENCE)
-    receiver = aiosync.DistributedWeightSyncScheme(store=store, timeout=PATIENCE)
+    sender = aiosync.DistributedWeightSyncScheme(store=store, timeout=PATIENCE, shared_memory=False)
+    receiver = aiosync.DistributedWeightSyncScheme(
+        store=store, timeout=PATIENCE, shared_memory=False
+    )
     receiver.init_on_receiver(model=target)
     sender.init_on_sender(model=source, num_workers=1)
     async with sender, receiver:

@@ -49,6 +49,11 @@ def test_updates_copies_and_links() -> None:
 
 
 @pytest.mark.slow
+def test_workers_on_the_trainers_host_read_shared_memory() -> None:
+    run_group("on_one_host:uvloop")
+
+
+@pytest.mark.slow
 @pytest.mark.apart
 def test_a_worker_that_is_killed_or_stands_still_in_mid_transfer() -> None:
     run_group("killed:uvloop")

@@ -189,7 +189,9 @@ async def test_slots_are_used_again() -> None:
     ("make", "build"),
     [
         *((make, models.medium) for make in SCHEMES),
-        (aiosync.DistributedWeightSyncScheme, models.big),  # large enough for its process group
+        (aiosync.DistributedWeightSyncScheme, models.big),
+        # Large enough for its process group.
+        (functools.partial(aiosync.DistributedWeightSyncScheme, shared_memory=False), models.big),
     ],
 )
 def test_worker_processes_and_late_ones(make: Any, build: Any) -> None:

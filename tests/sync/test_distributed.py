@@ -22,10 +22,13 @@ def big(value: float) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("make", [tools.filled, big])
-def test_weights_arrive(make) -> None:
+def test_weights_arrive(make, shared_memory) -> None:
     source, targets = make(1.0), [make(-1.0) for _ in range(2)]
-    sender = aiosync.sync.DistributedWeightSyncScheme(timeout=tools.PATIENCE)
+    sender = aiosync.sync.DistributedWeightSyncScheme(
+        timeout=tools.PATIENCE, shared_memory=shared_memory
+    )
     sender.init_on_sender(model_id="policy", model=source)
     with sender:
         sender.connect()
@@ -40,7 +43,7 @@ def test_weights_arrive(make) -> None:
                 assert sender.send().acked == {0, 1}
                 assert [tools.value_of(target) for target in targets] == [value] * 2
             names = [t.name for t in threading.enumerate() if t.name.startswith("aiosync-gloo")]
-            assert bool(names) == (make is big)
+            assert bool(names) == (make is big and not shared_memory)
             assert not dist.is_initialized()
         finally:
             for receiver in receivers:

@@ -1,0 +1,396 @@
+"""Engines' workers on the trainer's own host: shared memory instead of a group or calls."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import itertools
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import distributed as dist
+
+import aiosync
+from aiosync.errors import ApplyError, PartialSyncError
+from aiosync.schemes import _same_host
+from aiosync.transports import _segment
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.shared_memory import SharedMemTransport
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PATIENCE = harness.PATIENCE
+TOKEN = "a secret of the test"
+
+pytestmark = pytest.mark.skipif(not _same_host.AVAILABLE, reason="Linux only")
+
+
+def sending(
+    build: Any = models.medium, num_workers: int | None = None, **options: Any
+) -> tuple[aiosync.DistributedWeightSyncScheme, nn.Module]:
+    source = build()
+    models.fill(source, 1.0)
+    scheme = aiosync.DistributedWeightSyncScheme(**{"timeout": PATIENCE, **options})
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=num_workers)
+    return scheme, source
+
+
+def receiving(sender: Any, build: Any = models.medium, **changes: Any) -> tuple[Any, nn.Module]:
+    """A copy of the sender's scheme that is a receiver, not connected, and its model."""
+    receiver, target = harness.twin(sender), build()
+    for name, value in changes.items():
+        setattr(receiver, name, value)
+    receiver.init_on_receiver(model_id="policy", model=target)
+    return receiver, target
+
+
+def kind(scheme: Any) -> type:
+    return type(scheme._receiver.transport)
+
+
+def kind_there(worker: harness.State) -> tuple[str, list[str]]:
+    gloo = [thread.name for thread in threading.enumerate() if "gloo" in thread.name]
+    return kind(worker.scheme).__name__, gloo
+
+
+async def value(worker: harness.Worker) -> float:
+    [found] = {float(x) for w in (await worker.call(harness.weights)).values() for x in w.unique()}
+    return found
+
+
+# -- worker processes --------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_workers_get_every_version_without_a_group() -> None:
+    scheme, source = sending(num_workers=2)
+    async with harness.workers(scheme, models.medium, 2) as crew:
+        for version in range(2, 8):
+            models.fill(source, float(version))
+            report = await scheme.send()
+            assert (report.version, report.acked) == (version, {0, 1})
+            models.fill(source, -9.0)  # an optimizer's step, which nobody may see
+            assert [await value(worker) for worker in crew] == [version, version]
+        assert [await worker.call(kind_there) for worker in crew] == [
+            ("SharedMemTransport", [])
+        ] * 2
+        late = harness.start(scheme, models.medium)
+        try:
+            scheme._sources.num_workers = scheme._sender.workers.num_workers = 3
+            assert await late.call(harness.join, 2) == 7
+            assert await value(late) == 7.0
+        finally:
+            late.end()
+        assert scheme._same_host.arena.num_slots <= 3  # one copy, whatever the number of workers
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_a_worker_that_is_killed_is_named_at_once() -> None:
+    scheme, source = sending(num_workers=2)
+    async with harness.workers(scheme, models.medium, 2) as crew:
+        models.fill(source, 2.0)
+        crew[1].stop()
+        sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
+        await harness.until(lambda: scheme.worker_versions.get(0) == 2)
+        started = asyncio.get_running_loop().time()
+        crew[1].kill()
+        with pytest.raises(PartialSyncError) as caught:
+            await sent
+        assert asyncio.get_running_loop().time() - started < 1.0
+        assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
+        again = harness.start(scheme, models.medium)
+        try:
+            assert await again.call(harness.join, 1) == 2
+            models.fill(source, 3.0)
+            assert (await scheme.send()).acked == {0, 1}
+            assert await value(again) == 3.0
+        finally:
+            again.end()
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [models.linear, models.big])
+async def test_workers_of_both_kinds(build: Any) -> None:
+    """The copy for the group goes ahead of the transfer; shared slots have to be full."""
+    scheme, source = sending(build)
+    (near, near_model), (far, far_model) = (
+        receiving(scheme, build),
+        receiving(scheme, build, shared_memory=False),
+    )
+    async with scheme, near, far:
+        await asyncio.gather(scheme.connect(), near.connect(), far.connect())
+        assert (kind(near), kind(far)) == (SharedMemTransport, DistributedTransport)
+        whole: list[bool] = []
+        near._flipped = lambda _, version: whole.append(models.filled(near_model, float(version)))
+        for number in range(2, 8):
+            models.fill(source, float(number))
+            if number % 3:
+                assert len((await scheme.send()).acked) == 2
+            else:
+                handle = scheme.send_nowait()
+            models.fill(source, -9.0)
+            if number % 3 == 0:
+                assert len((await handle).acked) == 2
+            assert models.filled(near_model, float(number))
+            assert models.filled(far_model, float(number))
+        assert whole == [True] * 6
+
+
+# -- links that are lost -----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_link_that_is_lost_is_replaced() -> None:
+    scheme, source = sending()
+    receiver, target = receiving(scheme)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        for number in range(2, 6):
+            models.fill(source, float(number))
+            await scheme.send()
+            [peer] = scheme._sender.peers.values()
+            peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
+            await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))  # noqa: B023
+            assert models.filled(target, float(number))
+        assert receiver.reconnects == 4
+        assert kind(receiver) is SharedMemTransport
+
+
+@pytest.mark.asyncio
+async def test_the_slots_of_the_next_trainer_are_not_those_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Segments and slots are counted from 1 in each process, and may have the same names."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    first, source = sending(token=TOKEN, address=address)
+    receiver, target = receiving(first)
+    async with receiver:
+        async with first:
+            await asyncio.gather(first.connect(), receiver.connect())
+            for number in (2.0, 3.0, 4.0):
+                models.fill(source, number)
+                await first.send()
+            segment = first._same_host.arena.segment.segment_id
+        assert models.filled(target, 4.0)
+        monkeypatch.setattr(_segment, "_segment_ids", itertools.count(segment))
+        second, source = sending(token=TOKEN, address=address)
+        async with second:
+            await second.connect()
+            await harness.until(lambda: models.filled(target, 1.0))
+            for number in (12.0, 13.0, 14.0, 15.0):
+                models.fill(source, number)
+                await second.send()
+                assert models.filled(target, number)
+        assert receiver.reconnects == 1
+    assert models.filled(target, 15.0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["at once", "after the hello"])
+async def test_who_cannot_be_met_there_is_met_over_the_network(ends: str, monkeypatch: Any) -> None:
+    """As in containers that share a network but no processes: what answers there hangs up."""
+    scheme, source = sending()
+    kept = []
+
+    def refuse(self: Any, welcome: Any) -> None:
+        def on_connection(sock: socket.socket, pid: int) -> None:
+            del pid
+            if ends == "at once":
+                sock.close()
+            else:
+                kept.append(sock)
+                asyncio.get_running_loop().call_later(0.05, sock.close)
+
+        self._listener.start(on_connection)
+
+    monkeypatch.setattr(_same_host.SameHost, "start", refuse)
+    receiver, target = receiving(scheme)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        assert kind(receiver) is DistributedTransport
+        models.fill(source, 2.0)
+        await scheme.send()
+        assert models.filled(target, 2.0)
+        [peer] = scheme._sender.peers.values()
+        peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
+        await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))
+        assert kind(receiver) is DistributedTransport
+
+
+# -- who meets whom ----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_each_side_may_decline(side: str) -> None:
+    scheme, source = sending(shared_memory=side != "sender")
+    receiver, target = receiving(scheme, shared_memory=side != "receiver")
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        assert kind(receiver) is DistributedTransport
+        models.fill(source, 2.0)
+        await scheme.send()
+        assert models.filled(target, 2.0)
+
+
+@pytest.mark.asyncio
+async def test_a_store_leads_there() -> None:
+    store = dist.HashStore()
+    scheme, source = sending(store=store)
+    receiver = aiosync.DistributedWeightSyncScheme(store=store, timeout=PATIENCE)
+    target = models.medium()
+    receiver.init_on_receiver(model_id="policy", model=target)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        assert kind(receiver) is SharedMemTransport
+        models.fill(source, 2.0)
+        await scheme.send()
+        assert models.filled(target, 2.0)
+
+
+@pytest.mark.asyncio
+async def test_two_trainers_of_one_scheme_and_one_token() -> None:
+    """Each listens for itself: a worker gets the weights of the one that it was copied from."""
+    plain = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, token=TOKEN)
+    trainers = [harness.twin(plain) for _ in range(2)]
+    crew = []
+    for number, trainer in enumerate(trainers):
+        source = models.medium()
+        models.fill(source, float(number))
+        trainer.init_on_sender(model_id="policy", model=source)
+        crew.append(receiving(trainer))
+    async with trainers[0], trainers[1], crew[0][0], crew[1][0]:
+        await asyncio.gather(*(each.connect() for each in (*trainers, crew[0][0], crew[1][0])))
+        for number, (receiver, target) in enumerate(crew):
+            assert kind(receiver) is SharedMemTransport
+            assert models.filled(target, float(number))
+
+
+@pytest.mark.asyncio
+async def test_the_name_needs_the_address_and_the_token() -> None:
+    scheme, _ = sending(token=TOKEN)
+    address = Address.parse(scheme.address)
+    elsewhere = Address.parse(f"tcp://127.0.0.2:{address.port}")
+    async with scheme:
+        await scheme.connect()
+        link = _same_host.dial_here(address, Credentials(token=TOKEN.encode()))
+        assert link is not None
+        link.abort()
+        assert _same_host.dial_here(address, Credentials(token=b"another one of 16")) is None
+        assert _same_host.dial_here(elsewhere, Credentials(token=TOKEN.encode())) is None
+    assert _same_host.dial_here(address, Credentials(token=TOKEN.encode())) is None
+
+
+@pytest.mark.asyncio
+async def test_what_another_user_listens_on_is_left_alone(monkeypatch: Any) -> None:
+    scheme, _ = sending(token=TOKEN)
+    address = Address.parse(scheme.address)
+    async with scheme:
+        await scheme.connect()
+        for found in ((os.getpid(), os.geteuid() + 1), (0, os.geteuid())):
+            monkeypatch.setattr(_same_host, "peer_pid", lambda _sock, found=found: found)
+            assert _same_host.dial_here(address, Credentials(token=TOKEN.encode())) is None
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    credentials = Credentials(token=TOKEN.encode())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
+        taken.bind(_same_host._name(Address.parse(address), credentials))  # and never listens
+        scheme, source = sending(token=TOKEN, address=address)
+        receiver, target = receiving(scheme)
+        async with scheme, receiver:
+            await asyncio.gather(scheme.connect(), receiver.connect())
+            assert kind(receiver) is DistributedTransport
+            models.fill(source, 2.0)
+            await scheme.send()
+            assert models.filled(target, 2.0)
+
+
+def test_on_other_systems_there_is_none(monkeypatch: Any) -> None:
+    scheme = aiosync.DistributedWeightSyncScheme()
+    assert scheme._shares_memory is (sys.platform == "linux")
+    monkeypatch.setattr("aiosync.schemes.distributed.AVAILABLE", False)
+    assert not scheme._shares_memory
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_does_not_fit_is_refused_with_its_reason() -> None:
+    scheme, source = sending()
+    receiver, target = receiving(scheme)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        with pytest.raises(PartialSyncError) as caught:
+            await scheme.send({"other": source.block.detach()})
+        assert isinstance(caught.value.failed[0], ApplyError)
+        assert models.filled(target, 1.0)
+        models.fill(source, 3.0)
+        await scheme.send()
+        assert models.filled(target, 3.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("closed", ["scheme", "receiver"])
+async def test_a_model_outlives_its_scheme(closed: str) -> None:
+    scheme, source = sending()
+    receiver, target = receiving(scheme, reconnect=0.0)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        models.fill(source, 2.0)
+        await scheme.send()
+        await (scheme if closed == "scheme" else receiver).aclose()
+        if closed == "receiver":
+            late, _ = receiving(scheme)
+            async with late:
+                await late.connect()
+                for number in (3.0, 4.0, 5.0):
+                    models.fill(source, number)
+                    await scheme.send(worker_ids=late.worker_idx)
+                assert models.filled(target, 2.0)
+    gc.collect()
+    assert models.filled(target, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_fork_leaves_the_listener_alone(loop: str) -> None:
+    async def main() -> None:
+        scheme, source = sending()
+        async with harness.workers(scheme, models.medium, 1, method="fork") as [worker]:
+            assert (await worker.call(kind_there))[0] == "SharedMemTransport"
+            models.fill(source, 2.0)
+            await scheme.send()
+            assert await value(worker) == 2.0
+
+    harness.run(loop, main())
+
+
+def test_options_travel() -> None:
+    for make in (aiosync.DistributedWeightSyncScheme, aiosync.RPCWeightSyncScheme):
+        assert harness.twin(make()).shared_memory is True
+        scheme = functools.partial(make, shared_memory=False)()
+        assert harness.twin(scheme).shared_memory is False
+    assert aiosync.sync.DistributedWeightSyncScheme(shared_memory=False).shared_memory is False
