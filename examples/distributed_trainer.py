@@ -38,8 +38,9 @@ def worker(worker_idx, scheme):
 async def train():
     torch.set_num_threads(1)
     policy = make_policy()
-    # For workers on other hosts: address="tcp://HOST:0", with an address that they reach.
-    scheme = aiosync.DistributedWeightSyncScheme()
+    # For workers on other hosts: address="tcp://HOST:0", with an address that they reach. These
+    # are on this one and would read shared memory, but the example is about Gloo.
+    scheme = aiosync.DistributedWeightSyncScheme(shared_memory=False)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=NUM_WORKERS)
     spawn = multiprocessing.get_context("spawn")
     workers = [

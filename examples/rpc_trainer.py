@@ -65,7 +65,9 @@ async def train(scheme, names):
 def main():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    scheme = aiosync.RPCWeightSyncScheme()  # the copies are made before there is an address
+    # The copies are made before there is an address. Workers on this host would read shared
+    # memory, but the example is about RPC.
+    scheme = aiosync.RPCWeightSyncScheme(shared_memory=False)
     spawn = multiprocessing.get_context("spawn")
     workers = [
         spawn.Process(target=worker, args=(idx, scheme, port), daemon=True)

@@ -29,6 +29,7 @@ __all__ = [
     "FacadeTrainer",
     "gloo",
     "gloo_facade",
+    "gloo_network",
     "pipe",
     "pipe_facade",
     "shm",
@@ -55,7 +56,8 @@ def _scheme(package: Any, transport: str, folder: str) -> Any:
         case "unix":
             return package.TCPWeightSyncScheme(f"unix://{folder}/socket")
         case _:
-            return package.DistributedWeightSyncScheme()
+            shared = transport != "gloo_network"
+            return package.DistributedWeightSyncScheme(shared_memory=shared)
 
 
 class _Local:
@@ -227,6 +229,11 @@ def unix_facade() -> FacadeTrainer:
 def gloo() -> AsyncTrainer:
     """torch.distributed over Gloo."""
     return AsyncTrainer(aiosync, "gloo")
+
+
+def gloo_network() -> AsyncTrainer:
+    """torch.distributed over Gloo, with workers as if on other hosts."""
+    return AsyncTrainer(aiosync, "gloo_network")
 
 
 def gloo_facade() -> FacadeTrainer:

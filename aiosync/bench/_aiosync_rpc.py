@@ -32,7 +32,7 @@ from aiosync.bench._workloads import WORKLOADS, fill
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["AsyncRPCTrainer", "FacadeRPCTrainer", "rpc", "rpc_facade"]
+__all__ = ["AsyncRPCTrainer", "FacadeRPCTrainer", "rpc", "rpc_facade", "rpc_network"]
 
 _LOOK_SECONDS = 0.01
 
@@ -174,8 +174,9 @@ def _work(
 class AsyncRPCTrainer(AsyncTrainer):
     """The async API in trainer and workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_memory: bool = True) -> None:
         super().__init__(aiosync, "rpc")
+        self._shared_memory = shared_memory
         self._membership = _Membership()
         self._crew = self._membership.crew
 
@@ -183,7 +184,9 @@ class AsyncRPCTrainer(AsyncTrainer):
         """Start the workers, on loops of the same kind as this one, and join them."""
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
-        self.scheme = aiosync.RPCWeightSyncScheme(address="tcp://127.0.0.1:0")
+        self.scheme = aiosync.RPCWeightSyncScheme(
+            address="tcp://127.0.0.1:0", shared_memory=self._shared_memory
+        )
         self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=case.workers)
         loop: Callable[[], Any] = new_event_loop  # uvloop's, where a trainer runs on it
         if isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop):
@@ -240,6 +243,11 @@ class FacadeRPCTrainer:
 def rpc() -> AsyncRPCTrainer:
     """torch.distributed.rpc."""
     return AsyncRPCTrainer()
+
+
+def rpc_network() -> AsyncRPCTrainer:
+    """torch.distributed.rpc, with workers as if on other hosts."""
+    return AsyncRPCTrainer(shared_memory=False)
 
 
 def rpc_facade() -> FacadeRPCTrainer:

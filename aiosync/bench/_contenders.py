@@ -22,8 +22,8 @@ class Contender:
     """One way to move weights over one transport.
 
     Attributes:
-        name: ``"aiosync"``, ``"aiosync/asyncio"``, ``"aiosync/facade"``, ``"torchrl"``,
-            ``"torchrl/aliased"``, or that of a limit: it begins with ``"limit/"``.
+        name: ``"aiosync"``, ``"aiosync/asyncio"``, ``"aiosync/facade"``, ``"aiosync/network"``,
+            ``"torchrl"``, ``"torchrl/aliased"``, or that of a limit: it begins with ``"limit/"``.
         loop: What drives its trainer, and its workers if they are async.
         factory: ``"module:name"`` of what makes its trainer's half.
         needs: Packages that must be installed.
@@ -48,6 +48,12 @@ def _ours(transport: str, module: str, needs: tuple[str, ...] = ()) -> list[Cont
         Contender("aiosync/asyncio", "asyncio", factory, needs),
         Contender("aiosync/facade", "blocking", f"{factory}_facade", needs),
     ]
+
+
+def _network(transport: str, module: str) -> Contender:
+    """Workers as if on other hosts, where a scheme treats those of its own differently."""
+    factory = f"aiosync.bench.{module}:{transport}_network"
+    return Contender("aiosync/network", "uvloop", factory, ("uvloop",))
 
 
 def _theirs(factory: str, name: str = "torchrl", needs: tuple[str, ...] = ()) -> Contender:
@@ -93,12 +99,14 @@ CONTENDERS: dict[str, list[Contender]] = {
     ],
     "gloo": [
         *_ours("gloo", "_aiosync_local"),
+        _network("gloo", "_aiosync_local"),
         _theirs(_GLOO),
         _WAKE_UP,
         _limit("gloo broadcast"),
     ],
     "rpc": [
         *_ours("rpc", "_aiosync_rpc"),
+        _network("rpc", "_aiosync_rpc"),
         # References of torch's RPC belong to the first group that a process joins.
         replace(_theirs("_torchrl_rpc:rpc"), lasting=False),
         _WAKE_UP,

@@ -28,6 +28,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "aiosync": {"color": "#0072b2", "marker": "o"},
     "aiosync/asyncio": {"color": "#56b4e9", "marker": "s"},
     "aiosync/facade": {"color": "#009e73", "marker": "^"},
+    "aiosync/network": {"color": "#6a51a3", "marker": "*"},
     "torchrl": {"color": "#d55e00", "marker": "D"},
     "torchrl/aliased": {"color": "#cc79a7", "marker": "v"},
     "limit": {"color": "#555555", "marker": "x", "linestyle": "--"},

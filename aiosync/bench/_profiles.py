@@ -17,7 +17,7 @@ __all__ = ["PROFILES"]
 _LIMITS = {
     each.name for some in CONTENDERS.values() for each in some if each.name.startswith(LIMIT)
 }
-_MAIN = frozenset({"aiosync", "aiosync/facade", "torchrl", *_LIMITS})
+_MAIN = frozenset({"aiosync", "aiosync/facade", "aiosync/network", "torchrl", *_LIMITS})
 _JUDGED = {target.case for target in TARGETS if target.case is not None}
 
 PROFILES: Mapping[str, Plan] = {

@@ -30,7 +30,14 @@ __all__ = ["failures", "headline", "install_advice", "show", "show_seconds", "to
 
 _NOT_INSTALLED = "not installed: "
 _EXTRAS = {"ray": "aiosync[ray]", "torchrl": "aiosync[torchrl]"}
-_NAMES = ("aiosync", "aiosync/asyncio", "aiosync/facade", "torchrl", "torchrl/aliased")
+_NAMES = (
+    "aiosync",
+    "aiosync/asyncio",
+    "aiosync/facade",
+    "aiosync/network",
+    "torchrl",
+    "torchrl/aliased",
+)
 _MIN_NBYTES_FOR_SPEED = 10**6  # below it a send is latency, and bytes per second say nothing
 
 

@@ -173,6 +173,7 @@ def _faster(
 
 
 _GLOO = "over Gloo"
+_NETWORK = "aiosync/network"
 _MEMCPY = ("memcpy all threads", "memcpy")
 _SPEED = (
     *_faster("shm", "4x2", {1: 3, 8: 12}),
@@ -186,8 +187,12 @@ _SPEED = (
     *_faster("tcp", "512MiB", {1: 2}, note=_GLOO),
     *_faster("gloo", "1000x4KiB", {1: 40, 4: 80}),
     *_faster("gloo", "512MiB", {1: 1.5, 4: 1.25}),
+    *_faster("gloo", "1000x4KiB", {1: 40, 4: 80}, _NETWORK),
+    *_faster("gloo", "512MiB", {1: 1.5, 4: 1.25}, _NETWORK),
     *_faster("rpc", "1000x4KiB", {1: 20}),
     *_faster("rpc", "512MiB", {4: 1.5}),
+    *_faster("rpc", "1000x4KiB", {1: 20}, _NETWORK),
+    *_faster("rpc", "512MiB", {4: 1.5}, _NETWORK),
     *_faster("ray", "4x2", {1: 1}),
     *_faster("ray", "512MiB", {1: 3, 4: 8}),
 )
