@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
 from aiosync.transports.address import Address
@@ -16,6 +17,8 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 
 __all__ = ["Backoff", "Dialler"]
+
+_T = TypeVar("_T")
 
 _FIRST_SECONDS = 0.02
 _LONGEST_SECONDS = 2.0
@@ -103,27 +106,38 @@ class Dialler:
         Cancellation:
             Class A.
         """
+
+        async def attempt() -> TCPTransport:
+            link = await self.dial()
+            try:
+                if greet is not None:
+                    await greet(link)
+            except BaseException:  # goes on, to retry() or the caller
+                link.abort()
+                raise
+            return link
+
+        return await self.retry(attempt, timeout, backoff=backoff)
+
+    async def retry(
+        self,
+        attempt: Callable[[], Awaitable[_T]],
+        timeout: float | None,
+        *,
+        backoff: Backoff | None = None,
+    ) -> _T:
+        """Await ``attempt()`` until it works, otherwise as :meth:`reach`."""
         backoff = backoff or Backoff()
         last: AiosyncError | None = None
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    link: TCPTransport | None = None
                     try:
-                        link = await self.dial()
-                        if greet is not None:
-                            await greet(link)
+                        return await attempt()
                     except (AuthError, ConfigError):
-                        _abort(link)
                         raise
                     except AiosyncError as exc:
-                        _abort(link)
                         last = exc
-                    except BaseException:  # cancelled, or a bug: raised again
-                        _abort(link)
-                        raise
-                    else:
-                        return link
                     await backoff.wait()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):
@@ -133,8 +147,3 @@ class Dialler:
                 f"{self._name} at {self.address} was not reached within {timeout:g} s: it has to "
                 f"run init_on_sender() and connect(), or `aiosync serve`{reason}"
             ) from (last or exc)
-
-
-def _abort(link: TCPTransport | None) -> None:
-    if link is not None:
-        link.abort()

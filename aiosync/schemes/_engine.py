@@ -34,10 +34,8 @@ from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
-from aiosync.wire import Welcome
 
 if TYPE_CHECKING:
-    from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.sender import WeightSender
 
 __all__ = ["INLINE_NBYTES", "EngineScheme"]
@@ -116,11 +114,10 @@ class EngineScheme(StreamReceiving):
         super()._reset()
         self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
         self._same_host: SameHost | None = None
-        self._tried_here = False  # the last link led to a sender on this host, and nowhere yet
 
     def _get_config(self) -> dict[str, Any]:
         state = super()._get_config()
-        del state["_beside_links"], state["_same_host"], state["_tried_here"]
+        del state["_beside_links"], state["_same_host"]
         return state
 
     @property
@@ -208,8 +205,12 @@ class EngineScheme(StreamReceiving):
     def _listen(self, address: Address) -> StreamListener:
         listener = super()._listen(address)
         if self._shares_memory:
-            bound = Address.parse(listener.url)
-            self._same_host = SameHost(bound, self._credentials, self._limits)
+            self._same_host = SameHost(
+                Address.parse(listener.url),
+                self._credentials,
+                handshake_timeout=self._handshake_timeout,
+                limits=self._limits,
+            )
         return listener
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
@@ -233,7 +234,7 @@ class EngineScheme(StreamReceiving):
                 sender.welcome(link)
 
             if self._same_host is not None:
-                self._same_host.start(welcome_here)
+                self._same_host.start(welcome_here, sender.workers.tasks)
             self._listener.start(welcome, sender.workers._crashed)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
@@ -252,14 +253,10 @@ class EngineScheme(StreamReceiving):
                     "this worker does not know where the trainer listens: pickle or copy the "
                     "scheme after init_on_sender(), or pass address="
                 )
-            here = self._reach_here(self._addresses[0])
-            if here is not None:
-                return here
             left = None if give_up is None else max(0.0, give_up - loop.time())
             attempt = _ATTEMPT_SECONDS if left is None else min(_ATTEMPT_SECONDS, left)
             try:
-                dialler = self._dialler(self._addresses[0], "the trainer")
-                control = await dialler.reach(attempt)
+                return await self._reach_at(self._addresses[0], attempt)
             except ConnectTimeout:
                 if left is not None and left <= attempt:
                     raise
@@ -270,26 +267,18 @@ class EngineScheme(StreamReceiving):
                     raise
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
-            return self._linked(control, listened=False)
 
-    def _reach_here(self, address: Address) -> Transport | None:
-        """A link to a sender on this host, unless the last one of these led nowhere."""
-        tried, self._tried_here = self._tried_here, False
-        if tried or not self._shares_memory:
-            return None
-        link = dial_here(address, self._credentials, self._limits)
-        self._tried_here = link is not None
-        return link
+    async def _reach_at(self, address: Address, timeout: float) -> Transport:
+        dialler = self._dialler(address, "the trainer")
 
-    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
-        welcome = await super()._introduce(receiver, timeout)
-        self._tried_here = False
-        return welcome
+        async def attempt() -> TCPTransport | SharedMemTransport:
+            here = None
+            if self._shares_memory:
+                here = await dial_here(address, self._credentials, self._limits)
+            return here or await dialler.dial()
 
-    async def _relink(self, lost: AiosyncError) -> Transport:
-        link = await super()._relink(lost)
-        self._tried_here = False
-        return link
+        link = await dialler.retry(attempt, timeout)
+        return link if isinstance(link, SharedMemTransport) else self._linked(link, listened=False)
 
     # -- closing -------------------------------------------------------------------------------
 

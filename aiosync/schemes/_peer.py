@@ -96,7 +96,7 @@ class Peer:
         if channel is not None and self.transport.capabilities.cross_host:
             channel.refuse_payloads()  # a worker has little to say
         if isinstance(self.transport, SharedMemTransport):
-            self.transport.take_no_segments()
+            self.transport.takes_segments = False
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")
 
     @property

@@ -1,43 +1,50 @@
 """Workers on the sender's own host: links through shared memory beside those of an engine.
 
-The sender of an engine's scheme also listens on an abstract Unix socket, whose name only those
-can work out who know where it listens and its token. Whoever reaches it shares its kernel, and
-reads weights from shared memory. Must not import torch.
+The sender of an engine's scheme also listens on an abstract Unix socket that is named after its
+address. Whoever reaches it shares its kernel; who also is the same user's process, and proves that
+it has the token, reads weights from shared memory. Must not import torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import hashlib
-import hmac
 import os
 import socket
 import sys
 from collections.abc import Callable
 
-from aiosync.errors import ConfigError, ConnectError
+from aiosync.errors import AiosyncError, ConfigError, ConnectError
+from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.rendezvous import Listener, peer_pid
-from aiosync.transports._segment import Arena
+from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports._segment import Arena, has_memory
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import Limits
 
-__all__ = ["AVAILABLE", "SameHost", "dial_here"]
+__all__ = ["SameHost", "available", "dial_here"]
 
-AVAILABLE: bool = sys.platform == "linux" and hasattr(os, "memfd_create")
-"""Whether this system has abstract sockets and anonymous shared memory."""
+_MAX_STRANGERS = 256
 
 
-def _name(address: Address, credentials: Credentials) -> str:
+@functools.cache
+def available() -> bool:
+    """Whether this system has abstract sockets, and lets this process share memory."""
+    return sys.platform == "linux" and has_memory()
+
+
+def _name(address: Address) -> str:
     """What the abstract socket beside ``address`` is called.
 
     The whole address counts: a trainer of this host is not to be taken for that of another one,
-    which may listen on the same port with the same token.
+    which may listen on the same port with the same token. It is no secret, as every process of
+    the host can list such names.
     """
-    digest = hmac.new(
-        credentials.token_bytes or b"", f"aiosync same host {address}".encode(), hashlib.sha256
-    )
+    digest = hashlib.sha256(f"aiosync same host {address}".encode())
     return f"\0aiosync-{digest.hexdigest()[:32]}"
 
 
@@ -47,33 +54,73 @@ class SameHost:
     Args:
         address: Where the sender listens for everybody.
         credentials: Its token.
-        limits: What workers may announce.
+        handshake_timeout: Seconds that a stranger has to prove who it is.
+        limits: What workers may announce afterwards.
     """
 
     def __init__(
-        self, address: Address, credentials: Credentials, limits: Limits | None = None
+        self,
+        address: Address,
+        credentials: Credentials,
+        *,
+        handshake_timeout: float,
+        limits: Limits | None = None,
     ) -> None:
         self.arena: Arena | None = None
+        self._credentials = credentials
+        self._handshake_timeout = handshake_timeout
         self._limits = limits
+        self._num_strangers = 0
         self._listener: Listener | None = None
         with contextlib.suppress(ConfigError):  # taken: workers then come the other way
-            self._listener = Listener(_name(address, credentials))
+            self._listener = Listener(_name(address))
 
-    def start(self, welcome: Callable[[SharedMemTransport], None]) -> None:
-        """Let workers in on the running loop; links read from :attr:`arena`."""
+    def start(self, welcome: Callable[[SharedMemTransport], None], tasks: TaskOwner) -> None:
+        """Let workers in on the running loop.
+
+        Args:
+            welcome: Called with each link whose peer proved who it is; owns it from then on. Links
+                read from :attr:`arena`.
+            tasks: Owner of the handshakes' tasks.
+        """
 
         def on_connection(sock: socket.socket, pid: int) -> None:
-            if pid <= 0:
-                sock.close()  # in a process namespace of its own: its end could not be seen
+            # In a process namespace of its own its end could not be seen.
+            if pid <= 0 or self._num_strangers >= _MAX_STRANGERS:
+                sock.close()
                 return
-            name = f"worker process {pid}"
-            link = SharedMemTransport(sock, arena=self.arena, limits=self._limits, name=name)
-            with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
-                link.channel.watch_process(pid)
-            welcome(link)
+            link = self._link(sock, pid)
+            self._num_strangers += 1
+            task = tasks.start(self._let_in(link, welcome), "aiosync handshake of a stranger")
+            task.add_done_callback(functools.partial(self._end_stranger, link))
 
         if self._listener is not None:
             self._listener.start(on_connection)
+
+    def _link(self, sock: socket.socket, pid: int) -> SharedMemTransport:
+        name = f"worker process {pid}"
+        link = SharedMemTransport(sock, arena=self.arena, limits=STRANGER_LIMITS, name=name)
+        link.takes_segments = False
+        with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
+            link.channel.watch_process(pid)
+        return link
+
+    async def _let_in(
+        self, link: SharedMemTransport, welcome: Callable[[SharedMemTransport], None]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._handshake_timeout):
+                await prove_as_listener(link, self._credentials)
+        except (AiosyncError, TimeoutError):
+            link.abort()  # it was told; a worker then comes the other way, where it is counted
+            return
+        link.channel.set_limits(self._limits or Limits())
+        welcome(link)
+
+    def _end_stranger(self, link: SharedMemTransport, task: asyncio.Task[None]) -> None:
+        self._num_strangers -= 1
+        if task.cancelled() or task.exception() is not None:
+            link.abort()  # also where the task never ran
 
     def close(self) -> None:
         """Stop accepting. Idempotent; links stay open."""
@@ -81,17 +128,28 @@ class SameHost:
             self._listener.close()
 
 
-def dial_here(
+async def dial_here(
     address: Address, credentials: Credentials, limits: Limits | None = None
 ) -> SharedMemTransport | None:
-    """A link to a sender that listens on ``address`` and runs on this host; ``None`` otherwise.
+    """A link to a sender that listens on ``address`` and runs on this host.
 
-    Needs a running loop; never waits.
+    Waits for one that is there and does not answer; the caller has a deadline.
+
+    Args:
+        address: Where the sender listens for everybody.
+        credentials: The token.
+        limits: What the sender may announce once it proved who it is.
+
+    Returns:
+        ``None`` where nobody is, or somebody who is not to be trusted or hangs up.
+
+    Cancellation:
+        Class A.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        sock.connect(_name(address, credentials))
+        sock.connect(_name(address))
         pid, uid = peer_pid(sock)
     except OSError:
         sock.close()
@@ -99,7 +157,17 @@ def dial_here(
     if pid <= 0 or uid != os.geteuid():
         sock.close()
         return None
-    link = SharedMemTransport(sock, limits=limits, name=f"the trainer at {address}")
-    with contextlib.suppress(ConnectError):
+    link = SharedMemTransport(sock, limits=STRANGER_LIMITS, name=f"the trainer at {address}")
+    link.takes_segments = False
+    try:
         link.channel.watch_process(pid)
+        await prove_as_dialer(link, credentials)
+    except AiosyncError:
+        link.abort()
+        return None
+    except BaseException:  # cancelled, or a bug: raised again
+        link.abort()
+        raise
+    link.takes_segments = True
+    link.channel.set_limits(limits or Limits())
     return link

@@ -23,6 +23,8 @@ __all__ = ["ArenaStore", "PrivateStore", "Snapshot", "SnapshotStore"]
 
 # How long a send waits for a slot that its readers are about to leave.
 _LEAVING_SECONDS = 0.05
+# The pages of larger slots are taken in a thread.
+_QUICK_NBYTES = 4 * 2**20
 
 
 class Snapshot:
@@ -178,7 +180,7 @@ class ArenaStore:
 
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
-        return self._wrap(self.arena.free_slot(nbytes) or self._grow(nbytes))
+        return self._wrap(self.arena.free_slot(nbytes) or self.arena.grow(nbytes))
 
     def acquire_free(self, nbytes: int) -> Snapshot | None:
         """See :class:`SnapshotStore`."""
@@ -195,7 +197,10 @@ class ArenaStore:
             left = give_up - time.monotonic()
             enough = 3 if nbytes <= LAZY_NBYTES else 2
             if self.arena.num_slots < enough or left <= 0 or not self._any_leaving():
-                return self._wrap(self._grow(nbytes))
+                if nbytes > _QUICK_NBYTES:
+                    await asyncio.to_thread(self.arena.reserve(nbytes))
+                    slot = self.arena.free_slot(nbytes)  # somebody may have left one meanwhile
+                return self._wrap(slot or self.arena.grow(nbytes))
             self._freed = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(left):
@@ -209,16 +214,11 @@ class ArenaStore:
         segment = self.arena.segment
         return segment is not None and any(self._leaving(slot) for slot in segment.slots)
 
-    def _grow(self, nbytes: int) -> Slot:
-        segment = self.arena.segment
-        slot = self.arena.grow(nbytes)
-        if slot.segment is not segment:
-            self._buffers.clear()
-        return slot
-
     def _wrap(self, slot: Slot) -> Snapshot:
         buffer = self._buffers.get(slot.key)
         if buffer is None:
+            for old in [old for old in self._buffers if old[0] != slot.key[0]]:
+                del self._buffers[old]  # of a segment that was replaced
             buffer = self._buffers[slot.key] = FlatBuffer.wrap(slot.view)
         return Snapshot(buffer, slot=slot, release=slot.release)
 

@@ -34,6 +34,7 @@ class Staged:
     values: Mapping[str, Any]
     key: tuple[int, int] | None
     give_back: Callable[[], None]
+    link: Transport | None = None  # whose memory it is, if it is that of a link
 
 
 class Staging:
@@ -152,10 +153,9 @@ class Staging:
     def next_link(self, transport: Transport) -> None:
         """Go on with another link: what was verified of an update stays."""
         self._transport = transport
-        # Slots of the links before have the same names as those to come, and are told of no more.
-        self._mapped.clear()
-        for staged in self._held:
-            staged.key = None
+        self._mapped.clear()  # slots of another link may have the same names
+        if transport.capabilities.zero_copy_recv:
+            self._spare.clear()
 
     def resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and verified bytes of an update that is here in part."""
@@ -198,16 +198,17 @@ class Staging:
         layout = self._layout_of(message, received.nbytes)
         assert isinstance(message, Update)
         key = received.key if isinstance(received.key, tuple) else None
-        give_back = received.release
+        give_back, link = received.release, None
         if key is not None:
-            flat = self.map(key, received.payload[0])
+            flat, link = self.map(key, received.payload[0]), self._transport
         else:
             landing, self._landing = self._landing, None
             flat = landing if landing is not None else self._new_landing(layout)
             if landing is None and received.nbytes:
                 _fill(flat, received)
             give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer
-        return Staged(message.epoch, message.version, layout, flat, message.values, key, give_back)
+        values = message.values
+        return Staged(message.epoch, message.version, layout, flat, values, key, give_back, link)
 
     def map(self, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
         """The transport's own memory as tensors can see it; the same object for the same memory."""
@@ -228,9 +229,9 @@ class Staging:
         """The module left ``staged``: give its memory back as soon as nothing else uses it."""
         self._held.append(staged)
         self.sweep()
-        if staged in self._held and isinstance(self._transport, SharedMemTransport):
-            if staged.key is not None:
-                self._transport.tell_retained(staged.key)
+        link, key = staged.link, staged.key
+        if key is not None and isinstance(link, SharedMemTransport) and staged in self._held:
+            link.tell_retained(key)
 
     def sweep(self) -> None:
         """Give back what is not used any more."""
@@ -238,7 +239,7 @@ class Staging:
             if staged.flat.exclusive():
                 self._held.remove(staged)
                 staged.give_back()
-            elif staged.key is None or not isinstance(self._transport, SharedMemTransport):
+            elif not isinstance(staged.link, SharedMemTransport) or staged.link.channel.ended:
                 self._held.remove(staged)  # such memory goes when its last user lets go
 
     def drop(self, staged: Staged) -> None:

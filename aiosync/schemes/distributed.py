@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._same_host import AVAILABLE
+from aiosync.schemes._same_host import available
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
@@ -139,7 +139,7 @@ class DistributedWeightSyncScheme(EngineScheme):
     @property
     def _shares_memory(self) -> bool:
         wanted = self.shared_memory and self.backend == "gloo" and self._group is None
-        return wanted and AVAILABLE
+        return wanted and available()
 
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")

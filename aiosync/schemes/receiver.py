@@ -215,7 +215,8 @@ class WeightReceiver(Answering):
         assert payload is not None
         layout = self._staging.known(layout)
         flat = self._staging.map(key, payload)
-        self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back))
+        link = self.transport
+        self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back, link))
 
     def _stage(self, staged: Staged) -> None:
         if staged.epoch != self.inbox.newest_epoch:

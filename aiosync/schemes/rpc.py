@@ -15,7 +15,7 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._same_host import AVAILABLE
+from aiosync.schemes._same_host import available
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes, check_wire_dtype
@@ -145,7 +145,7 @@ class RPCWeightSyncScheme(EngineScheme):
 
     @property
     def _shares_memory(self) -> bool:
-        return self.shared_memory and AVAILABLE
+        return self.shared_memory and available()
 
     def _joined_here(self, channel: FramedChannel) -> None:
         channel.call_on_end(self._link_lost.set)

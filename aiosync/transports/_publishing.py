@@ -13,7 +13,6 @@ from aiosync.errors import LocalProtocolError
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import SocketIo
 from aiosync.transports._segment import Arena, Slot
-from aiosync.types import Limits
 from aiosync.wire import (
     Ack,
     CountedFrame,
@@ -36,10 +35,9 @@ _NEVER = (0, 0)
 class FrameCache:
     """Frames that one link sends again and again, with another counter each time."""
 
-    __slots__ = ("_frames", "_limits")
+    __slots__ = ("_frames",)
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._frames: dict[Hashable, CountedFrame] = {}
 
     def get(self, key: Hashable) -> CountedFrame | None:
@@ -52,7 +50,7 @@ class FrameCache:
         """Prepare a message of which only the counter changes."""
         if len(self._frames) >= _MAX_FRAMES:
             self._frames.clear()
-        frame = counted_frame(message, ext=ext, limits=self._limits)
+        frame = counted_frame(message, ext=ext)
         assert frame is not None
         self._frames[key] = frame
         return frame
@@ -113,10 +111,13 @@ class SlotPublisher:
         if not self._announce_nowait(slot):
             return False
         self._lend(slot, version)
-        if self._channel.send_now(frame):
-            return True
-        self._unlend(slot)
-        return False
+        taken = False
+        try:
+            taken = self._channel.send_now(frame)
+        finally:
+            if not taken:  # also where the link has ended: nobody would give it back
+                self._unlend(slot)
+        return taken
 
     def _lend(self, slot: Slot, version: int) -> None:
         # Both ends count how often a slot was published on this link; a release says which.
@@ -138,6 +139,7 @@ class SlotPublisher:
             self._io.attach(slot.segment.read_only_fd)
             await self._channel.send(self._segment_frame(slot), [], timeout)
             self._announced.add(slot.segment.segment_id)
+        self._channel.check()  # nobody gives back what is lent to a link that has ended
         self._lend(slot, getattr(message, "version", 0))
         try:
             await self._channel.send(frame, [], timeout)

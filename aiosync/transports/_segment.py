@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from aiosync.errors import ConfigError, RemoteProtocolError
+from aiosync.errors import ConfigError, RemoteProtocolError, TransportClosed
 from aiosync.transports._fork import close_in_child
 
 try:
@@ -26,7 +26,7 @@ try:
 except ImportError:  # pragma: no cover - no shared segments on this platform
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended"]
+__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended", "has_memory"]
 
 _segment_ids = itertools.count(1)
 
@@ -55,10 +55,7 @@ class Segment:
         """
         offset = len(self.slots) * self.slot_nbytes
         try:
-            os.ftruncate(self.fd, offset + self.slot_nbytes)
-            if hasattr(os, "posix_fallocate"):
-                # Take the pages now: running out of memory later would be a SIGBUS.
-                os.posix_fallocate(self.fd, offset, self.slot_nbytes)
+            _take_pages(self.fd, offset, self.slot_nbytes)
             mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
         except OSError as exc:
             raise ConfigError(
@@ -68,6 +65,13 @@ class Segment:
         slot = Slot(arena, self, len(self.slots), memoryview(mapping))
         self.slots.append(slot)
         return slot
+
+    def reserve(self) -> Callable[[], None]:
+        """What makes the next :meth:`grow` quick; to be called once, in any thread.
+
+        Clearing the pages of a large slot takes longer than an event loop should stand still.
+        """
+        return _Reservation(self.fd, len(self.slots) * self.slot_nbytes, self.slot_nbytes)
 
     @property
     def read_only_fd(self) -> int:
@@ -173,7 +177,7 @@ class Arena:
     def free_slot(self, nbytes: int) -> Slot | None:
         """Acquire a slot that nobody reads, or ``None``. The caller owns one reference."""
         if self._closed:
-            raise ConfigError("the shared memory of this sender was closed")
+            raise TransportClosed("this scheme was closed")
         if self.segment is not None and self.segment.slot_nbytes < nbytes:
             self._retired.append(self.segment)
             self.segment = None
@@ -187,11 +191,19 @@ class Arena:
 
     def grow(self, nbytes: int) -> Slot:
         """Acquire a new slot. The caller owns one reference."""
-        if self.segment is None or self.segment.slot_nbytes < nbytes:
-            if self.segment is not None:
-                self._retired.append(self.segment)
-            self.segment = Segment(nbytes)
-        return self._acquire(self.segment.grow(self))
+        return self._acquire(self._segment_for(nbytes).grow(self))
+
+    def reserve(self, nbytes: int) -> Callable[[], None]:
+        """What makes the next :meth:`grow` quick; to be called once, in any thread."""
+        return self._segment_for(nbytes).reserve()
+
+    def _segment_for(self, nbytes: int) -> Segment:
+        segment = self.segment
+        if segment is None or segment.slot_nbytes < nbytes:
+            if segment is not None:
+                self._retired.append(segment)
+            segment = self.segment = Segment(nbytes)
+        return segment
 
     @staticmethod
     def _acquire(slot: Slot) -> Slot:
@@ -326,6 +338,39 @@ class SegmentView:
                 view.release()
                 mapping.close()
         self._maps.clear()
+
+
+class _Reservation:
+    """Takes the pages of a slot to come, whatever becomes of the segment, and of the call."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._fd = os.dup(fd)
+        self._offset = offset
+        self._nbytes = nbytes
+
+    def __call__(self) -> None:
+        with contextlib.suppress(OSError):  # grow() meets it again, and says so
+            _take_pages(self._fd, self._offset, self._nbytes)
+
+    def __del__(self) -> None:
+        os.close(self._fd)  # an executor may let go of a call that it never made
+
+
+def _take_pages(fd: int, offset: int, nbytes: int) -> None:
+    # Take the pages now: running out of memory later would be a SIGBUS.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, nbytes)  # lengthens the file, too
+    elif os.fstat(fd).st_size < offset + nbytes:
+        os.ftruncate(fd, offset + nbytes)
+
+
+def has_memory() -> bool:
+    """Whether this process may make anonymous shared memory; a sandbox may forbid it."""
+    try:
+        os.close(_anonymous_file())
+    except OSError:
+        return False
+    return hasattr(os, "memfd_create")
 
 
 def _anonymous_file() -> int:

@@ -99,7 +99,7 @@ class SharedMemTransport(Transport):
             whole_below=_INLINE_NBYTES,
         )
         self._channel.call_on_end(self._on_free)
-        frames = FrameCache(self._channel.limits)
+        frames = FrameCache()
         self._reader = SlotReader(self._channel, self._io, frames)
         self.publisher: SlotPublisher = SlotPublisher(
             self, self._channel, self._io, self._arena, frames, self._on_free
@@ -118,9 +118,14 @@ class SharedMemTransport(Transport):
         ):
             yield one, two
 
-    def take_no_segments(self) -> None:
-        """Take no descriptors from the peer: it may not announce segments. Saves system time."""
-        self._io.takes_fds = False
+    @property
+    def takes_segments(self) -> bool:
+        """Whether the peer may announce segments. To take no descriptors saves system time."""
+        return self._io.takes_fds
+
+    @takes_segments.setter
+    def takes_segments(self, value: bool) -> None:
+        self._io.takes_fds = value
 
     @property
     def channel(self) -> FramedChannel:

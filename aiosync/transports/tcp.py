@@ -8,39 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from aiosync.errors import (
-    AiosyncError,
-    AuthError,
     ConfigError,
     ConnectError,
     ConnectTimeout,
-    PeerClosed,
-    RecvTimeout,
-    RemoteProtocolError,
-    SendTimeout,
-    TransportBroken,
 )
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import ByteIo, StreamIo, widen_socket
-from aiosync.transports._tls import PlainPeer, TlsIo, why_refused
+from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports._tls import PlainPeer, TlsIo
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse, encode_frame
+from aiosync.wire import Refuse, encode_frame
 
 __all__ = ["TCP_LIMITS", "TCPTransport"]
 
 TCP_LIMITS = Limits(max_payload_nbytes=2**36)
 """What a peer may announce once it has proved who it is; 64 GiB for one payload."""
 
-# Before that. A stranger gets a link no memory but the decoder's 64 KiB.
-_STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
 _UNTAKEN_SECONDS = 60.0
@@ -142,9 +133,9 @@ class TCPTransport(FramedTransport):
                 io = await _secured(
                     sock, context, server_side=False, hostname=_hostname(credentials, address)
                 )
-                transport = cls(io, limits=_STRANGER_LIMITS, name=name)
+                transport = cls(io, limits=STRANGER_LIMITS, name=name)
                 try:
-                    await _prove_as_dialer(transport, credentials)
+                    await prove_as_dialer(transport, credentials)
                 except BaseException:  # raised again: the caller sees it
                     transport.abort()
                     raise
@@ -205,9 +196,9 @@ class TCPTransport(FramedTransport):
         try:
             async with asyncio.timeout(timeout):
                 io = await _secured(sock, context, server_side=True)
-                transport = cls(io, limits=_STRANGER_LIMITS, name=name)
+                transport = cls(io, limits=STRANGER_LIMITS, name=name)
                 try:
-                    await _prove_as_listener(transport, credentials)
+                    await prove_as_listener(transport, credentials)
                 except BaseException:  # raised again: the caller sees it
                     transport.abort()
                     raise
@@ -326,54 +317,3 @@ async def _secured(
         io.close()
         raise
     return io
-
-
-async def _prove_as_dialer(transport: TCPTransport, credentials: Credentials) -> None:
-    auth = DialerAuth(credentials.token_bytes)
-    try:
-        # The first word, so that a side that expects TLS notices at once.
-        greeting = Challenge(secrets.token_bytes(32), credentials.token is not None)
-        await transport.send(greeting)
-        challenge = (await transport.recv()).message
-        _check_refused(challenge)
-        await transport.send(auth.answer(challenge))
-        auth.verify((await transport.recv()).message)
-    except (PeerClosed, TransportBroken) as exc:
-        if isinstance(exc.__cause__, ssl.SSLError):
-            # The listener looks at this end's certificate when this end is done already.
-            raise why_refused(exc.__cause__) from exc
-        raise ConnectError(
-            f"{transport.channel.name} closed the link during the handshake: it may be at its "
-            "limit of connections, want TLS, or be something else than aiosync"
-        ) from exc
-
-
-async def _prove_as_listener(transport: TCPTransport, credentials: Credentials) -> None:
-    auth = ListenerAuth(credentials.token_bytes)
-    try:
-        # At once, before anything is read: a peer that speaks TLS finds out from it.
-        challenge = auth.challenge()
-        if not transport.send_nowait(challenge):
-            await transport.send(challenge)
-        greeting = (await transport.recv()).message
-        if not isinstance(greeting, Challenge):
-            raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
-        if greeting.required and credentials.token is None:
-            raise AuthError(
-                "the dialer has a token and the listener has none: give the listener token=..."
-            )
-        answer = (await transport.recv()).message
-        await transport.send(auth.verify(answer))
-    except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
-        raise ConnectError(f"{transport.channel.name} went away during the handshake") from exc
-    except AiosyncError as exc:
-        if not transport.channel.ended:
-            with contextlib.suppress(AiosyncError):  # it is refused anyway
-                await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=1.0)
-        raise
-
-
-def _check_refused(message: object) -> None:
-    if isinstance(message, Refuse) and message.error_type == ConfigError.__name__:
-        text = ascii(message.error_text[:200])  # of somebody who proved nothing
-        raise ConfigError(f"the listener refused the link: {text}")

@@ -16,13 +16,16 @@ import pytest
 from torch import distributed as dist
 
 import aiosync
+import aiosync.sync
 from aiosync.errors import ApplyError, PartialSyncError
-from aiosync.schemes import _same_host
+from aiosync.schemes import _making, _same_host
+from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports import _segment
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.wire import Challenge, Hello, Refuse
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 PATIENCE = harness.PATIENCE
 TOKEN = "a secret of the test"
 
-pytestmark = pytest.mark.skipif(not _same_host.AVAILABLE, reason="Linux only")
+pytestmark = pytest.mark.skipif(not _same_host.available(), reason="Linux only")
 
 
 def sending(
@@ -196,6 +199,7 @@ async def test_the_slots_of_the_next_trainer_are_not_those_of_the_last(
                 await second.send()
                 assert models.filled(target, number)
         assert receiver.reconnects == 1
+        assert kind(receiver) is SharedMemTransport
     assert models.filled(target, 15.0)
 
 
@@ -205,35 +209,142 @@ def free_port() -> int:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("ends", ["at once", "after the hello"])
-async def test_who_cannot_be_met_there_is_met_over_the_network(ends: str, monkeypatch: Any) -> None:
-    """As in containers that share a network but no processes: what answers there hangs up."""
-    scheme, source = sending()
-    kept = []
+async def test_a_worker_that_waits_for_its_trainer_finds_it_here() -> None:
+    """Whether it is dialled for the first time or again."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    early = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, token=TOKEN, address=address)
+    target = models.medium()
+    early.init_on_receiver(model_id="policy", model=target)
+    async with early:
+        joining = asyncio.ensure_future(early.connect())
+        for number in range(3):
+            await asyncio.sleep(0.3)
+            trainer, source = sending(token=TOKEN, address=address)
+            async with trainer:
+                await trainer.connect()
+                await joining
+                await harness.until(lambda trainer=trainer: bool(trainer._sender.peers))  # type: ignore[misc]
+                models.fill(source, float(number))
+                await trainer.send()
+                assert models.filled(target, float(number))
+                assert kind(early) is SharedMemTransport
 
-    def refuse(self: Any, welcome: Any) -> None:
-        def on_connection(sock: socket.socket, pid: int) -> None:
-            del pid
-            if ends == "at once":
-                sock.close()
-            else:
-                kept.append(sock)
-                asyncio.get_running_loop().call_later(0.05, sock.close)
 
-        self._listener.start(on_connection)
-
-    monkeypatch.setattr(_same_host.SameHost, "start", refuse)
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trouble", ["hangs up", "other token", "other user", "no process"])
+async def test_who_cannot_be_met_there_is_met_over_the_network(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers that share a network, but no processes."""
+    address = Address.parse(f"tcp://127.0.0.1:{free_port()}")
+    stranger = _same_host.SameHost(
+        address,
+        Credentials(token=(TOKEN if trouble == "hangs up" else "another secret of 16").encode()),
+        handshake_timeout=0.0 if trouble == "hangs up" else PATIENCE,
+    )
+    tasks = TaskOwner(lambda error: None)
+    stranger.arena = _segment.Arena()
+    stranger.start(lambda link: None, tasks)
+    if trouble in ("other user", "no process"):
+        found = (os.getpid(), os.geteuid() + 1) if trouble == "other user" else (0, os.geteuid())
+        monkeypatch.setattr(_same_host, "peer_pid", lambda _: found)
+    scheme, source = sending(token=TOKEN, address=str(address))  # the name is taken
     receiver, target = receiving(scheme)
+    try:
+        async with scheme, receiver:
+            await asyncio.gather(scheme.connect(), receiver.connect())
+            assert kind(receiver) is DistributedTransport
+            models.fill(source, 2.0)
+            await scheme.send()
+            assert models.filled(target, 2.0)
+            [peer] = scheme._sender.peers.values()
+            peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
+            await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))
+            assert kind(receiver) is DistributedTransport
+    finally:
+        stranger.close()
+        stranger.arena.close()
+        await tasks.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadline() -> None:
+    address = Address.parse(f"tcp://127.0.0.1:{free_port()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hung:
+        hung.bind(_same_host._name(address))
+        hung.listen()
+        receiver = aiosync.DistributedWeightSyncScheme(token=TOKEN, address=str(address))
+        receiver.init_on_receiver(model_id="policy", model=models.medium())
+        started = asyncio.get_running_loop().time()
+        async with receiver:
+            with pytest.raises(aiosync.ConnectTimeout):
+                await receiver.connect(timeout=0.5)
+        assert asyncio.get_running_loop().time() - started < 5.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = _making._copy_in_order
+    begun, going = threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> None:
+        begun.set()
+        assert going.wait(PATIENCE)
+        copy(*args)
+
+    monkeypatch.setattr(_making, "_copy_in_order", slowly)
+    scheme, source = sending(models.big)
+    far, far_model = receiving(scheme, models.big, shared_memory=False)
+    async with scheme, far:
+        await asyncio.gather(scheme.connect(), far.connect())
+        for number in range(2, 7):
+            begun.clear()
+            going.clear()
+            near = harness.start(scheme, models.big)
+            try:
+                await near.call(harness.join)
+                models.fill(source, float(number))
+                sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
+                await asyncio.to_thread(begun.wait, PATIENCE)
+                near.kill()
+                await harness.until(lambda: len(scheme._sender.peers) == 1)
+                going.set()
+                with pytest.raises(PartialSyncError):
+                    await sent
+            finally:
+                near.end()
+            assert models.filled(far_model, float(number))
+        assert scheme._same_host.arena.num_slots <= 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_room_for_large_weights_is_not_made_on_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+    take = _segment._take_pages
+
+    def noted(*args: int) -> None:
+        threads.append(threading.current_thread())
+        take(*args)
+
+    monkeypatch.setattr(_segment, "_take_pages", noted)
+    scheme, source = sending(models.big)
+    receiver, target = receiving(scheme, models.big)
     async with scheme, receiver:
         await asyncio.gather(scheme.connect(), receiver.connect())
-        assert kind(receiver) is DistributedTransport
-        models.fill(source, 2.0)
-        await scheme.send()
-        assert models.filled(target, 2.0)
-        [peer] = scheme._sender.peers.values()
-        peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
-        await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))
-        assert kind(receiver) is DistributedTransport
+        for number in (2.0, 3.0):
+            models.fill(source, number)
+            await scheme.send()
+            assert models.filled(target, number)
+        slots = scheme._same_host.arena.num_slots
+    away = [each for each in threads if each is not threading.main_thread()]
+    assert len(away) == slots
 
 
 # -- who meets whom ----------------------------------------------------------------------------
@@ -286,37 +397,38 @@ async def test_two_trainers_of_one_scheme_and_one_token() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_name_needs_the_address_and_the_token() -> None:
+async def test_weights_are_for_those_who_have_the_token() -> None:
     scheme, _ = sending(token=TOKEN)
     address = Address.parse(scheme.address)
     elsewhere = Address.parse(f"tcp://127.0.0.2:{address.port}")
+    right, wrong = Credentials(token=TOKEN.encode()), Credentials(token=b"another one of 16")
     async with scheme:
         await scheme.connect()
-        link = _same_host.dial_here(address, Credentials(token=TOKEN.encode()))
+        link = await _same_host.dial_here(address, right)
         assert link is not None
         link.abort()
-        assert _same_host.dial_here(address, Credentials(token=b"another one of 16")) is None
-        assert _same_host.dial_here(elsewhere, Credentials(token=TOKEN.encode())) is None
-    assert _same_host.dial_here(address, Credentials(token=TOKEN.encode())) is None
-
-
-@pytest.mark.asyncio
-async def test_what_another_user_listens_on_is_left_alone(monkeypatch: Any) -> None:
-    scheme, _ = sending(token=TOKEN)
-    address = Address.parse(scheme.address)
-    async with scheme:
-        await scheme.connect()
-        for found in ((os.getpid(), os.geteuid() + 1), (0, os.geteuid())):
-            monkeypatch.setattr(_same_host, "peer_pid", lambda _sock, found=found: found)
-            assert _same_host.dial_here(address, Credentials(token=TOKEN.encode())) is None
+        assert await _same_host.dial_here(address, wrong) is None
+        assert await _same_host.dial_here(address, Credentials()) is None
+        assert await _same_host.dial_here(elsewhere, right) is None
+        # One who lists the names of this host, and knows the format but no token.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(_same_host._name(address))
+            thief = SharedMemTransport(sock.dup())
+            await thief.send(Hello(role="receiver", model_id="policy", pid=os.getpid()))
+            with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
+                while True:
+                    message = (await thief.recv(timeout=PATIENCE)).message
+                    assert isinstance(message, Challenge | Refuse)
+            thief.abort()
+        assert not scheme._sender.peers
+    assert await _same_host.dial_here(address, right) is None
 
 
 @pytest.mark.asyncio
 async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    credentials = Credentials(token=TOKEN.encode())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
-        taken.bind(_same_host._name(Address.parse(address), credentials))  # and never listens
+        taken.bind(_same_host._name(Address.parse(address)))  # and never listens
         scheme, source = sending(token=TOKEN, address=address)
         receiver, target = receiving(scheme)
         async with scheme, receiver:
@@ -330,7 +442,7 @@ async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
 def test_on_other_systems_there_is_none(monkeypatch: Any) -> None:
     scheme = aiosync.DistributedWeightSyncScheme()
     assert scheme._shares_memory is (sys.platform == "linux")
-    monkeypatch.setattr("aiosync.schemes.distributed.AVAILABLE", False)
+    monkeypatch.setattr("aiosync.schemes.distributed.available", lambda: False)
     assert not scheme._shares_memory
 
 

@@ -1,0 +1,128 @@
+"""Who is there: both ends of a fresh link prove that they have the same token.
+
+Neither side says the token, and neither believes the other anything before. Must not import torch
+or schemes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import ssl
+from typing import Protocol
+
+from aiosync.errors import (
+    AiosyncError,
+    AuthError,
+    ConfigError,
+    ConnectError,
+    PeerClosed,
+    RecvTimeout,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+)
+from aiosync.transports._channel import FramedChannel
+from aiosync.transports._tls import why_refused
+from aiosync.transports.base import Lender, Payload, Received
+from aiosync.transports.credentials import Credentials
+from aiosync.types import Limits
+from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Message, Refuse
+
+__all__ = ["STRANGER_LIMITS", "Provable", "prove_as_dialer", "prove_as_listener"]
+
+STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
+"""What a stranger may announce. It gets a link no memory but the decoder's 64 KiB."""
+
+
+class Provable(Protocol):
+    """A framed link."""
+
+    @property
+    def channel(self) -> FramedChannel:
+        """The stream below."""
+
+    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
+        """See :meth:`Transport.send_nowait`."""
+
+    async def send(
+        self, message: Message, payload: Payload = (), *, timeout: float | None = None
+    ) -> None:
+        """See :meth:`Transport.send`."""
+
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """See :meth:`Transport.recv`."""
+
+
+async def prove_as_dialer(transport: Provable, credentials: Credentials) -> None:
+    """Prove that this side has the token, and that the listener has it.
+
+    Args:
+        transport: The link, with :data:`STRANGER_LIMITS`.
+        credentials: With the token, if any.
+
+    Raises:
+        AuthError: The tokens do not fit.
+        ConfigError: The listener cannot take this side, and says why.
+        ConnectError: It went away.
+        RemoteProtocolError: It does not speak aiosync.
+    """
+    auth = DialerAuth(credentials.token_bytes)
+    try:
+        # The first word, so that a side that expects TLS notices at once.
+        greeting = Challenge(secrets.token_bytes(32), credentials.token is not None)
+        await transport.send(greeting)
+        challenge = (await transport.recv()).message
+        _check_refused(challenge)
+        await transport.send(auth.answer(challenge))
+        auth.verify((await transport.recv()).message)
+    except (PeerClosed, TransportBroken) as exc:
+        if isinstance(exc.__cause__, ssl.SSLError):
+            # The listener looks at this end's certificate when this end is done already.
+            raise why_refused(exc.__cause__) from exc
+        raise ConnectError(
+            f"{transport.channel.name} closed the link during the handshake: it may be at its "
+            "limit of connections, want TLS, or be something else than aiosync"
+        ) from exc
+
+
+async def prove_as_listener(transport: Provable, credentials: Credentials) -> None:
+    """The same, on the side that listens: who does not fit is told so.
+
+    Args:
+        transport: The link, with :data:`STRANGER_LIMITS`.
+        credentials: With the token, if any.
+
+    Raises:
+        AuthError: The tokens do not fit.
+        ConnectError: The dialer went away.
+        RemoteProtocolError: It does not speak aiosync.
+    """
+    auth = ListenerAuth(credentials.token_bytes)
+    try:
+        # At once, before anything is read: a peer that speaks TLS finds out from it.
+        challenge = auth.challenge()
+        if not transport.send_nowait(challenge):
+            await transport.send(challenge)
+        greeting = (await transport.recv()).message
+        if not isinstance(greeting, Challenge):
+            raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
+        if greeting.required and credentials.token is None:
+            raise AuthError(
+                "the dialer has a token and the listener has none: give the listener token=..."
+            )
+        answer = (await transport.recv()).message
+        await transport.send(auth.verify(answer))
+    except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
+        raise ConnectError(f"{transport.channel.name} went away during the handshake") from exc
+    except AiosyncError as exc:
+        if not transport.channel.ended:
+            with contextlib.suppress(AiosyncError):  # it is refused anyway
+                await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=1.0)
+        raise
+
+
+def _check_refused(message: object) -> None:
+    if isinstance(message, Refuse) and message.error_type == ConfigError.__name__:
+        text = ascii(message.error_text[:200])  # of somebody who proved nothing
+        raise ConfigError(f"the listener refused the link: {text}")
