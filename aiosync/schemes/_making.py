@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -122,7 +122,7 @@ class SnapshotMaker:
         Cancellation: safe; a copy under way on a thread is waited for, and its memory kept.
         """
         nbytes = planned.prepared.layout.nbytes
-        snapshot = await self._store.acquire(nbytes)
+        snapshot = await self._store.acquire(nbytes, self._in_thread)
         if nbytes <= _INLINE_NBYTES:
             return self._fill(snapshot, planned)
         copying = self._start_copy(snapshot, planned)
@@ -144,7 +144,9 @@ class SnapshotMaker:
             live = LiveBytes.of(layout, planned.prepared.tensors)
         if live is None:
             return await self.take(planned)
-        snapshot = self._describe(await self._store.acquire(layout.nbytes), planned)
+        snapshot = self._describe(
+            await self._store.acquire(layout.nbytes, self._in_thread), planned
+        )
         snapshot.live, snapshot.planned = live, planned
         return snapshot
 
@@ -195,6 +197,10 @@ class SnapshotMaker:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
             self._pool = CopyPool()
+
+    async def _in_thread(self, call: Callable[[], None]) -> None:
+        self._start_executor()
+        await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def _start_copy(self, snapshot: Snapshot, planned: Planned) -> asyncio.Future[None]:
         self._start_executor()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from aiosync.tensors import FlatBuffer, Layout, LiveBytes
 from aiosync.transports._incoming import LAZY_NBYTES
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from aiosync.schemes._making import Planned
 
 __all__ = ["ArenaStore", "PrivateStore", "Snapshot", "SnapshotStore"]
+
+InThread: TypeAlias = "Callable[[Callable[[], None]], Awaitable[None]]"
 
 # How long a send waits for a slot that its readers are about to leave.
 _LEAVING_SECONDS = 0.05
@@ -121,8 +123,13 @@ class SnapshotStore(Protocol):
     def acquire_free(self, nbytes: int) -> Snapshot | None:
         """Memory for a snapshot if there is some now, without growing."""
 
-    async def acquire(self, nbytes: int) -> Snapshot:
-        """Memory for a snapshot; waits a moment for memory that is about to become free."""
+    async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
+        """Memory for a snapshot; waits a moment for memory that is about to become free.
+
+        Args:
+            nbytes: How much.
+            in_thread: Makes a call that would hold the loop.
+        """
 
     def close(self) -> None:
         """Give all memory back."""
@@ -145,8 +152,9 @@ class PrivateStore:
         """See :class:`SnapshotStore`."""
         return self.acquire_nowait(nbytes)
 
-    async def acquire(self, nbytes: int) -> Snapshot:
+    async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         """See :class:`SnapshotStore`; never waits."""
+        del in_thread
         return self.acquire_nowait(nbytes)
 
     def _put_back(self, buffer: FlatBuffer) -> None:
@@ -187,7 +195,7 @@ class ArenaStore:
         slot = self.arena.free_slot(nbytes)
         return None if slot is None else self._wrap(slot)
 
-    async def acquire(self, nbytes: int) -> Snapshot:
+    async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         """See :class:`SnapshotStore`."""
         give_up = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -198,7 +206,7 @@ class ArenaStore:
             enough = 3 if nbytes <= LAZY_NBYTES else 2
             if self.arena.num_slots < enough or left <= 0 or not self._any_leaving():
                 if nbytes > _QUICK_NBYTES:
-                    await asyncio.to_thread(self.arena.reserve(nbytes))
+                    await in_thread(self.arena.reserve(nbytes))
                     slot = self.arena.free_slot(nbytes)  # somebody may have left one meanwhile
                 return self._wrap(slot or self.arena.grow(nbytes))
             self._freed = asyncio.get_running_loop().create_future()
