@@ -42,6 +42,7 @@ __all__ = [
 
 _LAG_NBYTES = 2**30
 _LARGE_NBYTES = 2**28
+_DELIVERIES = 9
 
 
 def _scheme(package: Any, transport: str, folder: str) -> Any:
@@ -112,6 +113,17 @@ class AsyncTrainer(_Local):
             handle = self.scheme.send_nowait()
             seconds.append(time.perf_counter() - started)
             await handle
+        return seconds
+
+    async def delivery(self) -> list[float]:
+        """Measure how long updates take until every worker said that it has them, in seconds.
+
+        A send over a stream returns later: it then copies, for workers to come.
+        """
+        seconds = []
+        for number in range(_DELIVERIES):
+            fill(self.model, -1.0 - number)
+            seconds.append((await self.scheme.send()).elapsed)
         return seconds
 
     async def loop_lag(self) -> list[Tick]:

@@ -65,6 +65,8 @@ def figures_of(case: Case, contender: str, trainer: TrainerProcess) -> Iterator[
         yield measure.critical_section(ours_async)
     if not ours_async:
         return
+    if case.workload == "512MiB" and case.transport in ("tcp", "unix"):
+        yield measure.delivery()
     if case.workload == "512MiB" and case.transport in ("shm", "pipe", "tcp", "unix"):
         yield from measure.loop_lag()
     if case.workload == "64MiB" and case.transport in ("tcp", "unix"):
@@ -171,6 +173,12 @@ class _Measure:
             seconds = self._trainer.block(_SENDS if self._case.workload in _NBYTES else 5).seconds
             note = "the whole send()"
         return self._figure("critical section", statistics.median(seconds) * 1e3, "ms", note)
+
+    def delivery(self) -> Figure:
+        """How long an update takes to the workers, without the copy for those to come."""
+        seconds = cast("list[float]", self._trainer.call("delivery"))
+        note = "median, from the call of send() to the worker's word; send() then copies"
+        return self._figure("delivery", statistics.median(seconds) * 1e3, "ms", note)
 
     def loop_lag(self) -> Iterator[Figure]:
         """How late timers of a worker's loop come while 1 GiB arrives."""

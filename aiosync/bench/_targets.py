@@ -129,6 +129,30 @@ class _OfLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class _Delivered:
+    """Updates reach the worker at that share of a limit's speed, whatever send() does then."""
+
+    case: Case
+    share: float
+    limit: str
+
+    def judge(self, results: Results) -> Verdict:
+        text = f"{self.case}, until delivered: speed, of that of {self.limit}"
+        limit = results.timing(self.case, f"{LIMIT}{self.limit}")
+        case = self.case
+        place = ("delivery", case.transport, case.workload, case.workers, "aiosync")
+        ours = [
+            each.value / 1e3
+            for each in results.figures
+            if (each.name, each.transport, each.workload, each.workers, each.contender) == place
+        ]
+        found = limit.median / ours[0] if ours and limit is not None else None
+        shown = None if found is None else f"{found:.2f}"
+        met = None if found is None else found >= self.share
+        return Verdict(text, f"at least {self.share:g}", shown, met)
+
+
+@dataclass(frozen=True, slots=True)
 class _AtMost:
     """A figure of aiosync is nowhere larger."""
 
@@ -157,7 +181,7 @@ class _AtMost:
         return Verdict(text, self.wanted, shown, worst.value <= self.most)
 
 
-_Target = _Faster | _OfLimit | _AtMost
+_Target = _Faster | _OfLimit | _Delivered | _AtMost
 
 
 def _faster(
@@ -206,6 +230,7 @@ TARGETS: tuple[_Target, ...] = (
     *_BUSY,
     *(_OfLimit(Case("shm", "512MiB", workers), 0.8, _MEMCPY) for workers in (1, 4)),
     _OfLimit(Case("tcp", "512MiB", 1), 0.8, ("raw socket",)),
+    _Delivered(Case("tcp", "512MiB", 1), 0.8, "raw socket"),
     _AtMost("idle wake-ups", 0.0, "none"),
     _AtMost("loop lag p99", 5.0, "at most 5 ms"),
     # A tenth for what is in memory besides weights.
