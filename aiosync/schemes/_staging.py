@@ -239,7 +239,7 @@ class Staging:
             if staged.flat.exclusive():
                 self._held.remove(staged)
                 staged.give_back()
-            elif not isinstance(staged.link, SharedMemTransport) or staged.link.channel.ended:
+            elif not isinstance(staged.link, SharedMemTransport):
                 self._held.remove(staged)  # such memory goes when its last user lets go
 
     def drop(self, staged: Staged) -> None:

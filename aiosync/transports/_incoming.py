@@ -153,6 +153,9 @@ class SlotReader:
             if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
                 self._flush_soon()
             self._drop_old_segments()
+        elif not view.held:
+            view.close()
+            self._views.pop(view.segment_id, None)
 
     def tell_retained(self, key: tuple[int, int]) -> None:
         """Tell the sender not to wait for a slot: something in this process still uses it."""
@@ -208,10 +211,11 @@ class SlotReader:
         return data + self.pending() if releases else data
 
     def close(self) -> None:
-        """Unmap everything that nobody uses."""
-        for view in self._views.values():
+        """Unmap everything that nobody uses; the rest, when it is left."""
+        for segment_id, view in list(self._views.items()):
             view.close()
-        self._views.clear()
+            if not view.held:
+                del self._views[segment_id]
 
 
 def _never_announced() -> RemoteProtocolError:

@@ -44,6 +44,7 @@ class Segment:
         self.slot_nbytes: int = max(page, -(-slot_nbytes // page) * page)
         self.fd: int = _anonymous_file()
         self.slots: list[Slot] = []
+        self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
         self._read_only_fd: int | None = None
 
@@ -55,7 +56,9 @@ class Segment:
         """
         offset = len(self.slots) * self.slot_nbytes
         try:
-            _take_pages(self.fd, offset, self.slot_nbytes)
+            if self.taken_nbytes < offset + self.slot_nbytes:
+                _take_pages(self.fd, offset, self.slot_nbytes)
+                self.taken_nbytes = offset + self.slot_nbytes
             mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
         except OSError as exc:
             raise ConfigError(
@@ -71,7 +74,7 @@ class Segment:
 
         Clearing the pages of a large slot takes longer than an event loop should stand still.
         """
-        return _Reservation(self.fd, len(self.slots) * self.slot_nbytes, self.slot_nbytes)
+        return _Reservation(self)
 
     @property
     def read_only_fd(self) -> int:
@@ -303,6 +306,10 @@ class SegmentView:
         self._maps[index] = (mapping, view)
         return view
 
+    def reads(self, index: int) -> bool:
+        """Whether this side still reads a slot."""
+        return any(index == held for held, _ in self.held)
+
     def count(self, index: int) -> int:
         """Count one more publication of a slot; returns how many there were."""
         serial = self._counts[index] = self._counts.get(index, 0) + 1
@@ -331,26 +338,34 @@ class SegmentView:
             self._fd = -1
 
     def close(self) -> None:
-        """Close the descriptor; mappings go when the last view of them does."""
+        """Close the descriptor; mappings go when the last view of them does.
+
+        A fork has to find those that are still read.
+        """
         self.close_descriptor()
-        for mapping, view in self._maps.values():
-            with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
+        for index in list(self._maps):
+            mapping, view = self._maps.pop(index)
+            try:
                 view.release()
                 mapping.close()
-        self._maps.clear()
+            except BufferError:  # a tensor still views it: it goes with that
+                if self.reads(index):
+                    self._maps[index] = mapping, memoryview(mapping)
 
 
 class _Reservation:
     """Takes the pages of a slot to come, whatever becomes of the segment, and of the call."""
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self._fd = os.dup(fd)
-        self._offset = offset
-        self._nbytes = nbytes
+    def __init__(self, segment: Segment) -> None:
+        self._fd = os.dup(segment.fd)
+        self._segment = segment
+        self._offset = len(segment.slots) * segment.slot_nbytes
 
     def __call__(self) -> None:
+        end = self._offset + self._segment.slot_nbytes
         with contextlib.suppress(OSError):  # grow() meets it again, and says so
-            _take_pages(self._fd, self._offset, self._nbytes)
+            _take_pages(self._fd, self._offset, self._segment.slot_nbytes)
+            self._segment.taken_nbytes = max(self._segment.taken_nbytes, end)
 
     def __del__(self) -> None:
         os.close(self._fd)  # an executor may let go of a call that it never made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import itertools
@@ -10,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +32,8 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
 PATIENCE = harness.PATIENCE
@@ -343,8 +347,8 @@ async def test_room_for_large_weights_is_not_made_on_the_loop(
             await scheme.send()
             assert models.filled(target, number)
         slots = scheme._same_host.arena.num_slots
-    away = [each for each in threads if each is not threading.main_thread()]
-    assert len(away) == slots
+    assert threading.main_thread() not in threads
+    assert len(threads) == slots
 
 
 # -- who meets whom ----------------------------------------------------------------------------
@@ -446,6 +450,26 @@ def test_on_other_systems_there_is_none(monkeypatch: Any) -> None:
     assert not scheme._shares_memory
 
 
+@pytest.mark.asyncio
+async def test_a_sandbox_that_forbids_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> int:
+        raise PermissionError("memfd_create")
+
+    monkeypatch.setattr(_segment, "_anonymous_file", forbidden)
+    _same_host.available.cache_clear()
+    try:
+        scheme, source = sending()
+        receiver, target = receiving(scheme)
+        async with scheme, receiver:
+            await asyncio.gather(scheme.connect(), receiver.connect())
+            assert kind(receiver) is DistributedTransport
+            models.fill(source, 2.0)
+            await scheme.send()
+            assert models.filled(target, 2.0)
+    finally:
+        _same_host.available.cache_clear()
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -498,6 +522,56 @@ def test_a_fork_leaves_the_listener_alone(loop: str) -> None:
             assert await value(worker) == 2.0
 
     harness.run(loop, main())
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_fork_keeps_its_weights_whatever_became_of_the_link(
+    lost: bool, tmp_path: Path
+) -> None:
+    """The trainer takes a slot back when the process dies that read it; its child may live."""
+    scheme, source = sending()
+    async with scheme:
+        await scheme.connect()
+        worker = harness.start(scheme, models.medium)
+        try:
+            await worker.call(harness.join)
+            models.fill(source, 2.0)
+            await scheme.send()
+            if lost:
+                [peer] = scheme._sender.peers.values()
+                peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
+                await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))
+            await worker.call(look_later, str(tmp_path))
+            worker.kill()
+            await harness.until(lambda: not scheme._sender.peers)
+            for number in range(3, 8):
+                models.fill(source, float(number))
+                with contextlib.suppress(PartialSyncError):
+                    await scheme.send()
+            (tmp_path / "go").touch()
+            await harness.until((tmp_path / "seen").exists)
+            assert (tmp_path / "seen").read_text() == "[2.0]"
+        finally:
+            (tmp_path / "go").touch()
+            worker.end()
+
+
+def look_later(worker: harness.State, folder: str) -> None:
+    """Fork a child that writes down which weights it has, when it is told to."""
+    if os.fork():
+        return
+    try:
+        give_up = time.monotonic() + PATIENCE
+        while not os.path.exists(f"{folder}/go") and time.monotonic() < give_up:
+            time.sleep(0.01)
+        with open(f"{folder}/being", "w") as file:
+            file.write(str(worker.model.block.unique().tolist()))
+        os.rename(f"{folder}/being", f"{folder}/seen")
+    finally:
+        os._exit(0)
 
 
 def test_options_travel() -> None:

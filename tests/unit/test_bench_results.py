@@ -130,6 +130,25 @@ def test_targets() -> None:
     assert found["extra memory on the host, shm"] == (None, None)
 
 
+def test_a_delivery_is_compared_with_its_limit() -> None:
+    results = made_up()
+    case = Case("tcp", "512MiB", 1)
+    text = "tcp 512MiB to 1, until delivered: speed, of that of raw socket"
+
+    def found() -> tuple[str | None, bool | None]:
+        return {each.text: (each.found, each.met) for each in judge(results)}[text]
+
+    assert found() == (None, None)
+    results.timings.append(timing(case, "limit/raw socket", 150))
+    assert found() == (None, None)
+    results.figures += [
+        Figure("delivery", "unix", "512MiB", 1, "aiosync", 1.0, "ms"),
+        Figure("delivery", "tcp", "512MiB", 1, "aiosync/asyncio", 1.0, "ms"),
+        Figure("delivery", "tcp", "512MiB", 1, "aiosync", 200.0, "ms"),
+    ]
+    assert found() == ("0.75", False)
+
+
 @pytest.mark.parametrize("profile", ["targets", "full"])
 def test_every_target_is_about_something_that_is_measured(profile: str) -> None:
     whole = PROFILES[profile]
