@@ -187,7 +187,7 @@ def _ratio(results: Results) -> Figure | None:
         # The bars of all panels are as thick, whether or not a panel has as many.
         axis.set_ylim(most - 0.4, -0.6)
         names = [str(case).removeprefix(f"{transport} ") for case, _ in bars]
-        drawn = axis.barh(
+        axis.barh(
             range(len(bars)),
             [found - 1 for _, found in bars],
             left=1,
@@ -195,7 +195,16 @@ def _ratio(results: Results) -> Figure | None:
             color=[_STYLES["aiosync" if found >= 1 else "torchrl"]["color"] for _, found in bars],
         )
         axis.set_yticks(range(len(bars)), names)
-        axis.bar_label(drawn, [show_ratio(found) for _, found in bars], padding=3, color=_INK)
+        for place, (_, found) in enumerate(bars):
+            # To the right also of bars that go left, where the names of the cases are.
+            axis.annotate(
+                show_ratio(found),
+                (max(found, 1), place),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                color=_INK,
+            )
         axis.axvline(1.0, color=_INK, linewidth=1)
         axis.set_xlim(min(every) / 3, max(every) * 6)
         _plain_numbers(axis.xaxis, few=True)
