@@ -153,9 +153,10 @@ class SlotReader:
             if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
                 self._flush_soon()
             self._drop_old_segments()
-        elif not view.held:
+        elif view.closed and not view.held:
             view.close()
-            self._views.pop(view.segment_id, None)
+            if self._views.get(view.segment_id) is view:
+                del self._views[view.segment_id]
 
     def tell_retained(self, key: tuple[int, int]) -> None:
         """Tell the sender not to wait for a slot: something in this process still uses it."""

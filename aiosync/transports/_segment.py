@@ -326,7 +326,7 @@ class SegmentView:
 
         The sender may then write to the slot without this process, or a fork of it, seeing it.
         """
-        for index in {index for index, _ in self.held}:
+        for index in {index for index, _ in self.held} & self._maps.keys():
             pages = np.frombuffer(self._maps[index][1], np.uint8)[:: mmap.PAGESIZE]
             pages[:] = pages.copy()  # writing to a page of a private mapping copies it
 
