@@ -1,0 +1,45 @@
+"""A program: vLLM alone, without aiosync, on the model of the tests. Fails where vLLM does.
+
+Some processors announce instructions that end a process on their virtual machines: vLLM's worker
+then dies at its first token, with SIGILL, and no test of a plug-in can say anything.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tests.integrations.vllm._tools import PROMPTS, SAMPLING, make_checkpoint, make_weights
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+}
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            model=str(make_checkpoint(Path(folder) / "model", make_weights(1))),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=1024,
+            max_num_seqs=8,
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        sampling = SamplingParams(detokenize=False, **SAMPLING)
+        for _ in range(5):
+            llm.generate(prompts, sampling, use_tqdm=False)
+
+
+if __name__ == "__main__":
+    main()
