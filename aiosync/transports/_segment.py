@@ -356,6 +356,8 @@ class SegmentView:
 class _Reservation:
     """Takes the pages of a slot to come, whatever becomes of the segment, and of the call."""
 
+    _fd = -1  # where there was no descriptor left
+
     def __init__(self, segment: Segment) -> None:
         self._fd = os.dup(segment.fd)
         self._segment = segment
@@ -368,7 +370,8 @@ class _Reservation:
             self._segment.taken_nbytes = max(self._segment.taken_nbytes, end)
 
     def __del__(self) -> None:
-        os.close(self._fd)  # an executor may let go of a call that it never made
+        if self._fd >= 0:
+            os.close(self._fd)  # an executor may let go of a call that it never made
 
 
 def _take_pages(fd: int, offset: int, nbytes: int) -> None:
