@@ -23,7 +23,7 @@ from aiosync.bench._workloads import WORKLOADS, fill
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["AsyncRayTrainer", "FacadeRayTrainer", "ray", "ray_facade"]
+__all__ = ["AsyncRayTrainer", "FacadeRayTrainer", "ray", "ray_facade", "ray_network"]
 
 
 class _AsyncActor:
@@ -64,8 +64,9 @@ class _FacadeActor:
 class AsyncRayTrainer(AsyncTrainer):
     """The async API in trainer and actors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_memory: bool = True) -> None:
         super().__init__(aiosync, "ray")
+        self._shared_memory = shared_memory
         self._actors: list[Any] = []
 
     async def open(self, case: Case) -> Sequence[Handle]:
@@ -75,7 +76,7 @@ class AsyncRayTrainer(AsyncTrainer):
         join_cluster()  # blocks: nothing else runs on this loop yet
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
-        self.scheme = aiosync.RayWeightSyncScheme()
+        self.scheme = aiosync.RayWeightSyncScheme(shared_memory=self._shared_memory)
         self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=case.workers)
         self._actors = start_actors(_AsyncActor, case.workers, case.workload, variables=variables)
         joining = [actor.join.remote(self.scheme) for actor in self._actors]
@@ -136,10 +137,15 @@ class FacadeRayTrainer:
 
 
 def ray() -> AsyncRayTrainer:
-    """Ray's object store."""
+    """Ray, with actors on the trainer's host."""
     return AsyncRayTrainer()
 
 
+def ray_network() -> AsyncRayTrainer:
+    """Ray's object store, for actors as if on other hosts."""
+    return AsyncRayTrainer(shared_memory=False)
+
+
 def ray_facade() -> FacadeRayTrainer:
-    """Ray's object store, blocking."""
+    """Ray, blocking."""
     return FacadeRayTrainer()

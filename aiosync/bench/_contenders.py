@@ -50,10 +50,10 @@ def _ours(transport: str, module: str, needs: tuple[str, ...] = ()) -> list[Cont
     ]
 
 
-def _network(transport: str, module: str) -> Contender:
+def _network(transport: str, module: str, needs: tuple[str, ...] = ()) -> Contender:
     """Workers as if on other hosts, where a scheme treats those of its own differently."""
     factory = f"aiosync.bench.{module}:{transport}_network"
-    return Contender("aiosync/network", "uvloop", factory, ("uvloop",))
+    return Contender("aiosync/network", "uvloop", factory, ("uvloop", *needs))
 
 
 def _theirs(factory: str, name: str = "torchrl", needs: tuple[str, ...] = ()) -> Contender:
@@ -114,6 +114,7 @@ CONTENDERS: dict[str, list[Contender]] = {
     ],
     "ray": [
         *_ours("ray", "_aiosync_ray", ("ray",)),
+        _network("ray", "_aiosync_ray", ("ray",)),
         _theirs("_torchrl_ray:ray", needs=("ray",)),
         _limit("ray put+get", ("ray",)),
     ],

@@ -218,7 +218,10 @@ _SPEED = (
     *_faster("rpc", "1000x4KiB", {1: 20}, _NETWORK),
     *_faster("rpc", "512MiB", {4: 1.5}, _NETWORK),
     *_faster("ray", "4x2", {1: 1}),
+    *_faster("ray", "1000x4KiB", {1: 10}),
     *_faster("ray", "512MiB", {1: 3, 4: 8}),
+    *_faster("ray", "1000x4KiB", {1: 10}, _NETWORK),
+    *_faster("ray", "512MiB", {1: 3, 4: 8}, _NETWORK),
 )
 _BUSY = tuple(
     replace(target, case=busy, times=target.times / 2)

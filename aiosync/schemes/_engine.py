@@ -161,6 +161,10 @@ class EngineScheme(StreamReceiving):
         """Whether workers on the sender's host read updates from shared memory."""
         return False
 
+    def _called(self) -> str:
+        """Worker: how the sender's errors may call this process, if it has a name."""
+        return ""
+
     def _joined_here(self, channel: FramedChannel) -> None:
         """Sender: a worker on this host opened a link through shared memory."""
 
@@ -274,7 +278,9 @@ class EngineScheme(StreamReceiving):
         async def attempt() -> TCPTransport | SharedMemTransport:
             here = None
             if self._shares_memory:
-                here = await dial_here(address, self._credentials, self._limits)
+                here = await dial_here(
+                    address, self._credentials, self._limits, called=self._called()
+                )
             return here or await dialler.dial()
 
         link = await dialler.retry(attempt, timeout)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
-from aiosync.errors import ConfigError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._snapshots import Snapshot, SnapshotStore
 from aiosync.tensors import (
     CastingFlattener,
@@ -26,6 +27,7 @@ from aiosync.tensors import (
     sharded_names,
 )
 from aiosync.transports._carrier import COPYING, KEPT, Progress
+from aiosync.transports._link import without_frames
 
 __all__ = ["Planned", "SnapshotMaker"]
 
@@ -125,7 +127,7 @@ class SnapshotMaker:
         snapshot = await self._store.acquire(nbytes, self._in_thread)
         if nbytes <= _INLINE_NBYTES:
             return self._fill(snapshot, planned)
-        copying = self._start_copy(snapshot, planned)
+        copying = self._start_copy(planned, snapshot.buffer)
         try:
             await asyncio.shield(copying)
         except BaseException:  # goes on to the caller of send()
@@ -138,31 +140,38 @@ class SnapshotMaker:
 
         The tensors must not change until :meth:`copy` was awaited.
         """
-        layout = planned.prepared.layout
-        live = None
-        if layout.nbytes > _INLINE_NBYTES and not planned.is_cast:
-            live = LiveBytes.of(layout, planned.prepared.tensors)
+        live = self._live(planned)
         if live is None:
             return await self.take(planned)
         snapshot = self._describe(
-            await self._store.acquire(layout.nbytes, self._in_thread), planned
+            self._store.acquire_private(planned.prepared.layout.nbytes), planned
         )
         snapshot.live, snapshot.planned = live, planned
         return snapshot
+
+    @staticmethod
+    def _live(planned: Planned) -> LiveBytes | None:
+        layout = planned.prepared.layout
+        if layout.nbytes <= _INLINE_NBYTES or planned.is_cast:
+            return None
+        return LiveBytes.of(layout, planned.prepared.tensors)
 
     async def copy_ahead(self, planned: Planned) -> Snapshot:
         """As :meth:`take`, but return while large tensors are still being copied, in order.
 
         The tensors must not change until :meth:`copy` was awaited.
         """
-        snapshot = await self.borrow(planned)
-        live, snapshot.live = snapshot.live, None
-        if live is not None:
-            snapshot.memo[COPYING] = progress = Progress()
-            self._start_executor()
-            loop = asyncio.get_running_loop()
-            args = (live, snapshot.buffer, snapshot.nbytes, progress)
-            snapshot.copying = loop.run_in_executor(self._executor, _copy_in_order, *args)
+        live = self._live(planned)
+        if live is None:
+            return await self.take(planned)
+        nbytes = planned.prepared.layout.nbytes
+        snapshot = self._describe(await self._store.acquire(nbytes, self._in_thread), planned)
+        snapshot.planned = planned
+        snapshot.memo[COPYING] = progress = Progress()
+        self._start_executor()
+        loop = asyncio.get_running_loop()
+        args = (live, snapshot.buffer, nbytes, progress)
+        snapshot.copying = loop.run_in_executor(self._executor, _copy_in_order, *args)
         return snapshot
 
     async def copy(self, snapshot: Snapshot) -> None:
@@ -177,19 +186,68 @@ class SnapshotMaker:
                 return
             if KEPT in snapshot.memo:
                 snapshot.live = snapshot.planned = None
+                snapshot.never_copied = True
                 return
-            copying = self._start_copy(snapshot, planned)
-        cancelled: asyncio.CancelledError | None = None
-        while not copying.done():
-            try:
-                await asyncio.wait({copying})
-            except asyncio.CancelledError as exc:
-                cancelled = exc
+            copying = self._start_filling(snapshot, planned, snapshot.buffer)
+        cancelled = await _outlast(copying)
         copying.result()
-        snapshot.live = snapshot.planned = snapshot.copying = None
+        snapshot.planned = snapshot.copying = None
         snapshot.memo.pop(COPYING, None)
         if cancelled is not None:
             raise cancelled
+
+    async def bring(self, snapshot: Snapshot) -> None:
+        """Bring the bytes into a slot, for links that have them read where they are.
+
+        Does nothing where the store has no slots. :meth:`copy` may run at the same time. The
+        caller has a reference.
+
+        Raises:
+            LocalProtocolError: The bytes are nowhere any more, or could not be copied.
+
+        Cancellation:
+            Waits for a copy under way all the same, and is raised then.
+        """
+        if snapshot.slot is not None and snapshot.copying is None:
+            return
+        snapshot.bringing = snapshot.bringing or asyncio.Lock()
+        async with snapshot.bringing:  # once for all links that want it
+            if snapshot.lost is not None:
+                raise LocalProtocolError(str(snapshot.lost)) from snapshot.lost
+            if snapshot.slot is not None or not self._store.has_slots:
+                if snapshot.copying is not None:
+                    await _completed(snapshot.copying)
+                return
+            try:
+                place = await self._store.acquire(snapshot.nbytes, self._in_thread)
+            except (ConfigError, OSError, RuntimeError, MemoryError) as exc:
+                raise LocalProtocolError(f"there is no room for the weights: {exc}") from exc
+            try:
+                await self._fill_slot(place, snapshot)
+            finally:
+                place.release()
+
+    async def _fill_slot(self, place: Snapshot, snapshot: Snapshot) -> None:
+        copying, planned = snapshot.copying, snapshot.planned
+        if copying is None and planned is not None and snapshot.live is not None:
+            copying = self._start_filling(snapshot, planned, place.buffer)
+            snapshot.move_to(place.retain())
+            await _completed(copying)
+            return
+        if copying is not None:
+            await _completed(copying)
+        pieces = [snapshot.payload()]
+        if snapshot.never_copied:
+            try:
+                pieces = await snapshot.memo[KEPT]()
+            except LocalProtocolError as exc:
+                snapshot.lost = without_frames(exc)  # nobody else has to find out
+                raise
+        self._start_executor()
+        loop = asyncio.get_running_loop()
+        await _completed(loop.run_in_executor(self._executor, _join, pieces, place.buffer))
+        snapshot.move_to(place.retain())
+        snapshot.never_copied = False
 
     def _start_executor(self) -> None:
         if self._closed:
@@ -202,10 +260,24 @@ class SnapshotMaker:
         self._start_executor()
         await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
-    def _start_copy(self, snapshot: Snapshot, planned: Planned) -> asyncio.Future[None]:
+    def _start_copy(self, planned: Planned, flat: FlatBuffer) -> asyncio.Future[None]:
         self._start_executor()
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._executor, self._copy, snapshot, planned, self._pool)
+        copy_into = planned.flattener.copy_into
+        call = functools.partial(copy_into, planned.prepared, flat, pool=self._pool)
+        return loop.run_in_executor(self._executor, call)
+
+    def _start_filling(
+        self, snapshot: Snapshot, planned: Planned, flat: FlatBuffer
+    ) -> asyncio.Future[None]:
+        """Copy what is borrowed; whoever waits for that finds nothing borrowed any more."""
+
+        def leave_tensors(_: asyncio.Future[None]) -> None:
+            snapshot.live = None
+
+        snapshot.copying = copying = self._start_copy(planned, flat)
+        copying.add_done_callback(leave_tensors)  # before the caller's, which may change them
+        return copying
 
     def _fill(self, snapshot: Snapshot, planned: Planned) -> Snapshot:
         try:
@@ -222,9 +294,6 @@ class SnapshotMaker:
         if planned.prepared.values:
             snapshot.values = copy.deepcopy(planned.prepared.values)
         return snapshot
-
-    def _copy(self, snapshot: Snapshot, planned: Planned, pool: CopyPool | None) -> None:
-        planned.flattener.copy_into(planned.prepared, snapshot.buffer, pool=pool)
 
     def close(self) -> None:
         """Join the copying threads and give the memory back."""
@@ -249,6 +318,34 @@ def _copy_in_order(live: LiveBytes, flat: FlatBuffer, nbytes: int, progress: Pro
     except BaseException as exc:  # send() raises it, and so does every link that waits
         progress.fail(exc)
         raise
+
+
+def _join(pieces: Sequence[memoryview], flat: FlatBuffer) -> None:
+    target, at = flat.memoryview(), 0
+    for piece in pieces:
+        copy_bytes(target[at : at + piece.nbytes], piece)
+        at += piece.nbytes
+
+
+async def _outlast(copying: asyncio.Future[None]) -> asyncio.CancelledError | None:
+    """Wait until a copy has ended, also when cancelled: returns that, to be raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not copying.done():
+        try:
+            await asyncio.wait({copying})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    return cancelled
+
+
+async def _completed(copying: asyncio.Future[None]) -> None:
+    cancelled = await _outlast(copying)
+    if cancelled is not None:
+        copying.exception()  # seen by nobody, on purpose
+        raise cancelled
+    error = copying.exception()
+    if error is not None:
+        raise LocalProtocolError(f"the weights could not be copied: {error}") from error
 
 
 def _after_cancel(copying: asyncio.Future[None], snapshot: Snapshot) -> None:

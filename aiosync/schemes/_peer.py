@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from aiosync.errors import (
     AiosyncError,
@@ -47,6 +47,7 @@ class Peer:
         on_outcomes: Told what became of versions.
         on_lost: Told once, when the link ends.
         on_fetch: Told when the worker asks for a version, see :attr:`wanted`.
+        bring: Brings a snapshot's bytes to where workers read them that do so in place.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Peer:
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_lost: Callable[[Peer, AiosyncError], None],
         on_fetch: Callable[[Peer], None],
+        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> None:
         self.worker_idx = worker_idx
         self.transport = transport
@@ -89,6 +91,7 @@ class Peer:
         self._publisher: SlotPublisher | None = None
         if isinstance(transport, SharedMemTransport):
             self._publisher = transport.publisher
+        self._ready = bring if bring is not None and self._publisher else self._copied
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
@@ -238,6 +241,11 @@ class Peer:
         """Whether a large snapshot may still be filled while it is sent."""
         return getattr(self.transport, "follows_copies_above", None) is not None
 
+    @property
+    def reads_slots(self) -> bool:
+        """Whether the worker reads updates where they lie in this process."""
+        return self._publisher is not None
+
     def _write_now(self, snapshot: Snapshot) -> bool:
         slot, digest, publisher = snapshot.slot, snapshot.layout.digest, self._publisher
         if publisher and snapshot.copying is not None:
@@ -265,7 +273,7 @@ class Peer:
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
-            await self._copied(snapshot)
+            await self._ready(snapshot)
             if self.stream is not None:
                 await self.stream.write(snapshot, epoch)
                 await self._say_words()

@@ -16,19 +16,26 @@ import socket
 import sys
 from collections.abc import Callable
 
-from aiosync.errors import AiosyncError, ConfigError, ConnectError
+from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtocolError
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.rendezvous import Listener, peer_pid
-from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports._proving import (
+    STRANGER_LIMITS,
+    name_from,
+    prove_as_dialer,
+    prove_as_listener,
+)
 from aiosync.transports._segment import Arena, has_memory
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import Limits
+from aiosync.wire import Message, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
 _MAX_STRANGERS = 256
+_KIND, _CALLED = "here", "called"
 
 
 @functools.cache
@@ -111,6 +118,7 @@ class SameHost:
         try:
             async with asyncio.timeout(self._handshake_timeout):
                 await prove_as_listener(link, self._credentials)
+                _hear_name(link, (await link.recv()).message)
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
             return
@@ -128,8 +136,20 @@ class SameHost:
             self._listener.close()
 
 
+def _hear_name(link: SharedMemTransport, message: Message) -> None:
+    if not isinstance(message, Setup) or (message.kind, message.key) != (_KIND, _CALLED):
+        raise RemoteProtocolError(f"{type(message).__name__} instead of a name")
+    called = name_from(message.value)
+    if called:
+        link.channel.name = f"{called}, {link.channel.name}"
+
+
 async def dial_here(
-    address: Address, credentials: Credentials, limits: Limits | None = None
+    address: Address,
+    credentials: Credentials,
+    limits: Limits | None = None,
+    *,
+    called: str = "",
 ) -> SharedMemTransport | None:
     """A link to a sender that listens on ``address`` and runs on this host.
 
@@ -139,6 +159,7 @@ async def dial_here(
         address: Where the sender listens for everybody.
         credentials: The token.
         limits: What the sender may announce once it proved who it is.
+        called: How the sender's errors call this process, besides its number: ASCII.
 
     Returns:
         ``None`` where nobody is, or somebody who is not to be trusted or hangs up.
@@ -162,6 +183,7 @@ async def dial_here(
     try:
         link.channel.watch_process(pid)
         await prove_as_dialer(link, credentials)
+        await link.send(Setup(_KIND, _CALLED, called.encode("ascii", "replace")))
     except AiosyncError:
         link.abort()
         return None

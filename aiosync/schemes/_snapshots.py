@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from aiosync.errors import AiosyncError
 from aiosync.tensors import FlatBuffer, Layout, LiveBytes
 from aiosync.transports._incoming import LAZY_NBYTES
 from aiosync.transports._segment import Arena, Slot
@@ -35,13 +36,16 @@ class Snapshot:
     __slots__ = (
         "_refs",
         "_release",
+        "bringing",
         "buffer",
         "checksums",
         "copying",
         "layout",
         "live",
+        "lost",
         "memo",
         "nbytes",
+        "never_copied",
         "planned",
         "slot",
         "values",
@@ -65,8 +69,11 @@ class Snapshot:
         # Until it is copied, links send from the tensors themselves.
         self.live: LiveBytes | None = None
         self.planned: Planned | None = None
-        self.copying: asyncio.Future[None] | None = None  # in order, while links send already
-        # What carriers made of it, for all links; KEPT in it says that they need no bytes of it.
+        self.copying: asyncio.Future[None] | None = None  # while links send already
+        self.never_copied = False  # a carrier keeps the bytes, and the tensors may have changed
+        self.lost: AiosyncError | None = None  # why that carrier does not have them any more
+        self.bringing: asyncio.Lock | None = None
+        # What carriers made of it, for all links.
         self.memo: dict[Any, Any] = {}
         self._refs = 1
         self._release = release
@@ -85,6 +92,19 @@ class Snapshot:
     def is_borrowed(self) -> bool:
         """Whether the tensors it was made of must not change yet."""
         return self.live is not None or self.copying is not None
+
+    def move_to(self, other: Snapshot) -> None:
+        """Take over the memory of ``other``, which nobody else has; keep this one's as long.
+
+        Links may still be reading it.
+        """
+        mine, theirs = self._release, other._release
+
+        def release() -> None:
+            mine()
+            theirs()
+
+        self.buffer, self.slot, self._release = other.buffer, other.slot, release
 
     def retain(self) -> Snapshot:
         """Add a reference."""
@@ -115,7 +135,16 @@ _no_buffer = FlatBuffer(0)
 
 
 class SnapshotStore(Protocol):
-    """Where snapshots are made."""
+    """Where snapshots are made.
+
+    Attributes:
+        has_slots: Other processes can read the snapshots that :meth:`acquire` returns.
+    """
+
+    has_slots: bool
+
+    def acquire_private(self, nbytes: int) -> Snapshot:
+        """Memory of this process alone for a snapshot that may never be filled."""
 
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """Memory for a snapshot now, growing if none is free."""
@@ -138,6 +167,8 @@ class SnapshotStore(Protocol):
 class PrivateStore:
     """Snapshots in private memory. Keeps at most two idle buffers of the size last used."""
 
+    has_slots = False
+
     def __init__(self) -> None:
         self._idle: list[FlatBuffer] = []
         self._closed = False
@@ -157,14 +188,22 @@ class PrivateStore:
         del in_thread
         return self.acquire_nowait(nbytes)
 
+    def acquire_private(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`."""
+        return self.acquire_nowait(nbytes)
+
     def _put_back(self, buffer: FlatBuffer) -> None:
         if not self._closed and len(self._idle) < 2:
             self._idle.append(buffer)
 
+    def forget(self) -> None:
+        """Keep no idle buffers."""
+        self._idle.clear()
+
     def close(self) -> None:
         """See :class:`SnapshotStore`."""
         self._closed = True
-        self._idle.clear()
+        self.forget()
 
 
 class ArenaStore:
@@ -175,10 +214,14 @@ class ArenaStore:
         leaving: Whether every reader of a slot has moved on, so that it becomes free at once.
     """
 
+    has_slots = True
+
     def __init__(self, arena: Arena, leaving: Callable[[Slot], bool]) -> None:
         self.arena = arena
+        self._private = PrivateStore()
         self._leaving = leaving
         self._buffers: dict[tuple[int, int], FlatBuffer] = {}
+        self._growing = asyncio.Lock()
         self._freed: asyncio.Future[None] | None = None
         arena.on_free = self._on_free
 
@@ -188,6 +231,7 @@ class ArenaStore:
 
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
+        self._private.forget()
         return self._wrap(self.arena.free_slot(nbytes) or self.arena.grow(nbytes))
 
     def acquire_free(self, nbytes: int) -> Snapshot | None:
@@ -197,6 +241,11 @@ class ArenaStore:
 
     async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         """See :class:`SnapshotStore`."""
+        self._private.forget()
+        async with self._growing:
+            return await self._acquire(nbytes, in_thread)
+
+    async def _acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         give_up = time.monotonic() + _LEAVING_SECONDS
         while True:
             slot = self.arena.free_slot(nbytes)
@@ -218,6 +267,10 @@ class ArenaStore:
             finally:
                 self._freed = None
 
+    def acquire_private(self, nbytes: int) -> Snapshot:
+        """See :class:`SnapshotStore`."""
+        return self._private.acquire_nowait(nbytes)
+
     def _any_leaving(self) -> bool:
         segment = self.arena.segment
         return segment is not None and any(self._leaving(slot) for slot in segment.slots)
@@ -233,4 +286,5 @@ class ArenaStore:
     def close(self) -> None:
         """See :class:`SnapshotStore`."""
         self._buffers.clear()
+        self._private.close()
         self.arena.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
@@ -44,6 +44,7 @@ class Workers:
         on_outcomes: Told what became of versions at a worker.
         on_crash: Told when a background task ends with an exception.
         streaming: How payloads travel over links that may damage or lose them.
+        bring: Brings a snapshot's bytes to where workers read them that do so in place.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Workers:
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_crash: Callable[[BaseException], None],
         streaming: Streaming | None = None,
+        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> None:
         self.streaming = streaming
+        self._bring = bring
         self.model_id = model_id
         self.strategy = strategy
         self.num_workers = num_workers
@@ -170,6 +173,7 @@ class Workers:
             on_outcomes=self._outcomes,
             on_lost=self._on_lost,
             on_fetch=self.answer,
+            bring=self._bring,
         )
         self.peers[worker_idx] = peer
         watch_process(transport, hello.pid)

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._same_host import available
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.transports._beside import BesideTransport
-from aiosync.transports._ray_objects import RayObjects, load_ray, need_cluster
+from aiosync.transports._ray_objects import RayObjects, actor_name, load_ray, need_cluster
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.ray import RayActorTransport, RayTransport
@@ -41,10 +42,13 @@ class RayWeightSyncScheme(EngineScheme):
 
     Each worker has a control stream to the sender, which carries messages and small updates.
     Large ones are put into Ray's object store, once for all workers; workers of one node share
-    that memory and point their parameters at it. See ``docs/topics/clusters.md``.
+    that memory and point their parameters at it. Workers on the sender's own host read all of
+    them from shared memory, unless told otherwise (``shared_memory``). See
+    ``docs/topics/clusters.md``.
 
-    That memory is read-only: a worker that writes to its parameters in place, for example by
-    training them, ends with a segmentation fault. Pass ``apply_copy=True`` where workers do.
+    The object store's memory is read-only: a worker that writes to its parameters in place, for
+    example by training them, ends with a segmentation fault. Pass ``apply_copy=True`` where
+    workers do.
 
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
@@ -68,6 +72,8 @@ class RayWeightSyncScheme(EngineScheme):
         handshake_timeout: Seconds that a peer has to prove who it is.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
+        shared_memory: Workers on the sender's host read updates from shared memory instead of a
+            stream and the object store. Has to be true on both sides. On Linux only.
 
     Raises:
         ConfigError: Ray is not installed, or an option has an illegal value.
@@ -93,6 +99,7 @@ class RayWeightSyncScheme(EngineScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         load_ray()
         super().__init__(
@@ -114,6 +121,7 @@ class RayWeightSyncScheme(EngineScheme):
         )
         self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend = backend
+        self.shared_memory = shared_memory
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)
 
@@ -235,6 +243,14 @@ class RayWeightSyncScheme(EngineScheme):
         if not listened:
             link.introduce()
         return link
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.shared_memory and available()
+
+    def _called(self) -> str:
+        name = actor_name(load_ray())
+        return name and f"actor {name}"
 
     def _default_address(self) -> Address:
         host = need_cluster().util.get_node_ip_address()

@@ -46,6 +46,7 @@ class WeightSender:
         streaming: How payloads travel over links that may damage or lose them.
         borrows: Large payloads go out from the tensors themselves, which stay as they are until
             ``send()`` returns; otherwise from a snapshot. Links with ``streaming`` always do.
+            Not while a worker reads slots, which have to be filled for it anyway.
         copies_ahead: Large payloads go out from a snapshot that is still being made.
     """
 
@@ -75,6 +76,7 @@ class WeightSender:
             clock=clock,
             on_outcomes=self._on_outcomes,
             on_crash=self._on_crash,
+            bring=maker.bring,
             streaming=streaming,
         )
         self.progress: Progress = Progress(self.workers, lambda: self.subscribers)
@@ -187,6 +189,8 @@ class WeightSender:
                 self.workers.check()  # it may have been closed meanwhile
                 snapshots = await self._take(planned)
                 self.workers.check()
+                if worker_ids is None:
+                    targets = self.targets(None, planned)  # somebody may have joined meanwhile
                 send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if not send.future.done():
             if send.nbytes <= _AWAKE_NBYTES:
@@ -222,13 +226,11 @@ class WeightSender:
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
-        # Links that carry bytes take them from the tensors, which must not change meanwhile.
-        take = self.maker.borrow if self._borrows else self.maker.take
-        if (
-            self._copies_ahead
-            and len(planned) == 1
-            and any(peer.follows_copies for peer in self.peers.values())
-        ):
+        peers, take = self.peers.values(), self.maker.take
+        if self._borrows and not any(peer.reads_slots for peer in peers):
+            # Links that carry bytes take them from the tensors, which must not change meanwhile.
+            take = self.maker.borrow
+        if self._copies_ahead and len(planned) == 1 and any(p.follows_copies for p in peers):
             take = self.maker.copy_ahead
         try:
             for key, plan in planned.items():

@@ -25,6 +25,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
     backend: option[str] = option("Kept for TorchRL's signature.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
+    shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")
 
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayWeightSyncScheme.init_on_sender
@@ -56,6 +57,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         handshake_timeout: float = 10.0,
         inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self._adopt(
             self._async_class(
@@ -76,6 +78,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
                 handshake_timeout=handshake_timeout,
                 inline_nbytes=inline_nbytes,
                 limits=limits,
+                shared_memory=shared_memory,
             )
         )
 

@@ -23,7 +23,11 @@ COPYING = "copying"
 """Key of :attr:`SharedPayload.memo`: the :class:`Progress` of the copy that fills the payload."""
 
 KEPT = "kept"
-"""Key of :attr:`SharedPayload.memo`: some carrier keeps the bytes, and no link needs others."""
+"""Key of :attr:`SharedPayload.memo`: some carrier keeps the bytes.
+
+A call that brings them back, as buffers in order: an awaitable of ``Sequence[memoryview]``, which
+raises :class:`~aiosync.errors.LocalProtocolError` where they are gone.
+"""
 
 
 def handed_over(call: Callable[[], _T]) -> Callable[[], _T]:

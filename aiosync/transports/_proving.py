@@ -7,6 +7,7 @@ or schemes.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import ssl
 from typing import Protocol
@@ -29,10 +30,19 @@ from aiosync.transports.credentials import Credentials
 from aiosync.types import Limits
 from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Message, Refuse
 
-__all__ = ["STRANGER_LIMITS", "Provable", "prove_as_dialer", "prove_as_listener"]
+__all__ = ["STRANGER_LIMITS", "Provable", "name_from", "prove_as_dialer", "prove_as_listener"]
 
 STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 """What a stranger may announce. It gets a link no memory but the decoder's 64 KiB."""
+
+
+_NOT_IN_NAMES = re.compile(r"[^\w .:()/-]", re.ASCII)
+_MAX_NAME = 120
+
+
+def name_from(value: bytes) -> str:
+    """How a peer wants to be called, with nothing in it that could harm a log."""
+    return _NOT_IN_NAMES.sub("_", value.decode("ascii", "replace")[:_MAX_NAME])
 
 
 class Provable(Protocol):

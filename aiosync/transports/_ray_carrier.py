@@ -18,10 +18,13 @@ import numpy as np
 from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.transports import _ray_remote
 from aiosync.transports._carrier import Carrier, Fetched
+from aiosync.transports._proving import name_from
 from aiosync.transports._ray_objects import (
     NAMESPACE,
     Entry,
     RayObjects,
+    actor_name,
+    are_arrays,
     in_lines,
     landed,
     need_cluster,
@@ -38,7 +41,6 @@ _HUB_SECONDS = 60.0  # until the hub has what the sender gave it
 _FETCH_SECONDS = 600.0  # until an object came from another node
 _COPIED_NBYTES = 2**20  # larger copies are made off the loop
 _HUB_NAME = re.compile(r"aiosync-[0-9a-f]{32}")
-_NOT_IN_NAMES = re.compile(r"[^\w .:()/-]", re.ASCII)
 _ACTOR, _GOT = "actor", "got"
 
 _regions = itertools.count(1)
@@ -69,12 +71,9 @@ class RayCarrier(Carrier):
 
     def introduce(self) -> None:
         """Tell the peer which actor this is, for its errors."""
-        context = self._ray.get_runtime_context()
-        actor_id = context.get_actor_id()
-        if actor_id is not None:
-            name = context.get_actor_name()
-            called = f"{name} ({actor_id})" if name else actor_id
-            self.say(_ACTOR, called.encode("ascii", "replace")[:120])
+        name = actor_name(self._ray)
+        if name:
+            self.say(_ACTOR, name.encode("ascii"))
 
     def hear(self, message: Setup) -> None:
         """See :class:`Carrier`."""
@@ -83,8 +82,7 @@ class RayCarrier(Carrier):
                 self._announced = None
                 self._changed.set()
         elif message.key == _ACTOR:
-            name = message.value.decode("ascii", "replace")[:120]
-            name = _NOT_IN_NAMES.sub("_", name)
+            name = name_from(message.value)
             if name and not self.control.name.startswith("actor "):
                 self.control.name = f"actor {name} at {self.control.name}"
         else:
@@ -215,13 +213,7 @@ class RayCarrier(Carrier):
 
 
 def _checked(value: Any, nbytes: int) -> list[NDArray[np.uint8]]:
-    if type(value) is not list or not all(
-        type(each) is np.ndarray
-        and each.dtype == np.uint8
-        and each.ndim == 1
-        and each.flags.c_contiguous
-        for each in value
-    ):
+    if not are_arrays(value):
         raise RemoteProtocolError("the object of a payload is no list of bytes")
     total = sum(each.nbytes for each in value)
     if total != nbytes:

@@ -13,7 +13,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -26,7 +26,17 @@ from aiosync.wire import ALIGNMENT
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NAMESPACE", "Entry", "RayObjects", "in_lines", "landed", "load_ray", "need_cluster"]
+__all__ = [
+    "NAMESPACE",
+    "Entry",
+    "RayObjects",
+    "actor_name",
+    "are_arrays",
+    "in_lines",
+    "landed",
+    "load_ray",
+    "need_cluster",
+]
 
 NAMESPACE = "aiosync"
 """Ray's namespace of the hub actors."""
@@ -34,6 +44,7 @@ NAMESPACE = "aiosync"
 # Ray starts six threads for each array above 1 MiB, which only pays for much larger ones.
 _SLICE_NBYTES = 2**20
 _THREADED_NBYTES = 32 * 2**20
+_BACK_SECONDS = 60.0  # until an object is here again that may have been spilled
 
 
 def load_ray() -> Any:
@@ -121,6 +132,31 @@ def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
     if line:
         arrays.append(np.frombuffer(bytes(line), np.uint8))
     return arrays
+
+
+def are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
+    """Whether an object of the store is what :func:`in_lines` made."""
+    return type(value) is list and all(
+        type(each) is np.ndarray
+        and each.dtype == np.uint8
+        and each.ndim == 1
+        and each.flags.c_contiguous
+        for each in value
+    )
+
+
+def actor_name(ray: Any) -> str:
+    """What the actor that this process is calls itself, in at most 110 characters of ASCII.
+
+    Nothing if it is none.
+    """
+    context = ray.get_runtime_context()
+    actor_id = context.get_actor_id()
+    if actor_id is None:
+        return ""
+    name = context.get_actor_name()
+    called = f"{name[:70]} ({actor_id})" if name else actor_id
+    return called.encode("ascii", "replace").decode()
 
 
 def _check_cluster(ray: Any) -> None:
@@ -248,7 +284,7 @@ class RayObjects:
             if putting is None:
                 putting = self._thread.start(functools.partial(self._put, make))
                 memo[key] = putting
-                putting.add_done_callback(functools.partial(_keep, memo, key))
+                putting.add_done_callback(functools.partial(self._keep, memo, key))
             entry = await self._thread.result_of(putting)
             assert isinstance(entry, Entry)
         if publish and (entry.hub is None or entry.hub.dead):
@@ -279,6 +315,30 @@ class RayObjects:
             text = str(exc).partition("\n")[0]
             raise TransportBroken(f"Ray has no hub actor: {type(exc).__name__}: {text}") from exc
 
+    def _keep(self, memo: dict[Any, Any], key: object, putting: asyncio.Future[Entry]) -> None:
+        if memo.get(key) is not putting:
+            return
+        if putting.cancelled() or putting.exception() is not None:
+            del memo[key]  # the next link tries again
+            return
+        entry = memo[key] = putting.result()
+        memo[KEPT] = functools.partial(self._bring_back, entry)
+
+    async def _bring_back(self, entry: Entry) -> list[memoryview]:
+        """The bytes of a payload, where they lie in the store of this node."""
+        try:
+            _check_cluster(self._ray)
+            async with asyncio.timeout(_BACK_SECONDS):
+                arrays = await landed(entry.ref, self._loop)
+        except (self._ray.exceptions.RayError, TransportBroken, TimeoutError) as exc:
+            text = str(exc).partition("\n")[0]
+            raise LocalProtocolError(
+                f"Ray's object store has lost the weights: {type(exc).__name__}: {text}"
+            ) from exc
+        if not are_arrays(arrays):
+            raise LocalProtocolError("these weights are in the object store for plain actors only")
+        return [array.data for array in arrays]
+
     async def idle(self) -> None:
         """Wait until nothing reads any payload.
 
@@ -299,13 +359,3 @@ class RayObjects:
         """The same, and wait until it is done. Bounded."""
         self.abort()
         await self._thread.aclose()
-
-
-def _keep(memo: dict[Any, Any], key: object, putting: asyncio.Future[Entry]) -> None:
-    if memo.get(key) is not putting:
-        return
-    if putting.cancelled() or putting.exception() is not None:
-        del memo[key]  # the next link tries again
-        return
-    memo[key] = putting.result()
-    memo[KEPT] = True

@@ -107,6 +107,14 @@ class Serial(Base):
 
 
 @ray.remote(num_cpus=0)
+class Owner:
+    """Its objects are lost with it."""
+
+    def make(self) -> list[Any]:
+        return [ray.put(bytes(2**20))]
+
+
+@ray.remote(num_cpus=0)
 class Plain:
     """Knows nothing of aiosync."""
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import pytest
@@ -28,11 +28,12 @@ from aiosync.schemes.ray_transform import RayModuleTransformScheme
 from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_transport
 from aiosync.transports._ray_objects import RayObjects
 from aiosync.transports.ray import RayActorTransport, RayTransport
+from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Update
 from tests.conformance.test_transports import cut_stream
 from tests.schemes import _models
 from tests.schemes._models import fill
-from tests.schemes._ray_actors import NoTransform, Plain, Serial, Transform, Worker
+from tests.schemes._ray_actors import NoTransform, Owner, Plain, Serial, Transform, Worker
 
 MIB = 2**20
 
@@ -52,6 +53,22 @@ async def until(condition: Any, seconds: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
+def as_if_far(scheme: RayWeightSyncScheme) -> RayWeightSyncScheme:
+    """A copy for an actor that is treated like those on other hosts."""
+    twin = copy.copy(scheme)
+    twin.shared_memory = False
+    return twin
+
+
+def in_store() -> RayWeightSyncScheme:
+    """A scheme whose actors all read the object store."""
+    return RayWeightSyncScheme(shared_memory=False)
+
+
+def kinds(scheme: RayWeightSyncScheme) -> dict[int, type]:
+    return {idx: type(peer.transport) for idx, peer in scheme._sender.peers.items()}
+
+
 @contextlib.asynccontextmanager
 async def crew(
     scheme: RayWeightSyncScheme,
@@ -59,15 +76,15 @@ async def crew(
     actors: list[Any],
     *,
     early: Any = None,
+    far: Collection[int] = (),
     name: str = "medium",
 ) -> AsyncIterator[list[Any]]:
-    """A connected sender, and actors that have joined."""
+    """A connected sender, and actors that have joined; those of ``far`` as if on another host."""
     try:
         scheme.init_on_sender(model_id="policy", model=model, num_workers=len(actors))
-        joining = [
-            actor.join.remote(early if early is not None and idx == 0 else scheme, idx, name)
-            for idx, actor in enumerate(actors)
-        ]
+        schemes = [as_if_far(scheme) if idx in far else scheme for idx in range(len(actors))]
+        schemes[0] = early or schemes[0]
+        joining = [actor.join.remote(schemes[idx], idx, name) for idx, actor in enumerate(actors)]
         await scheme.connect(timeout=30)
         assert await asyncio.gather(*joining) == [1] * len(actors)
         yield actors
@@ -114,7 +131,7 @@ async def local_cluster() -> None:
     """Three asynchronous actors and a serial one; one copy was pickled before init_on_sender()."""
     model = _models.big()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     early = pickle.loads(pickle.dumps(scheme))
     actors = [Worker.remote(), Worker.remote(), Worker.remote(), Serial.remote()]
     async with crew(scheme, model, actors, early=early, name="big"):
@@ -145,7 +162,7 @@ async def late_joiner() -> None:
     """An actor that comes later gets what was put for the others."""
     model = _models.medium()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote()]) as actors:
         scheme._sender.workers.num_workers = None
         fill(model, 2.0)
@@ -160,7 +177,7 @@ async def killed_and_restarted() -> None:
     """An actor that dies in mid-transfer is named, the others go on; restarted, it re-joins."""
     model = _models.big()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     restarting = Worker.options(max_restarts=1).remote()
     async with crew(scheme, model, [Worker.remote(), restarting], name="big") as actors:
         pid = await restarting.pid.remote()
@@ -199,7 +216,7 @@ async def coalesced() -> None:
     """A newer update overtakes one that a slow actor has not begun with."""
     model = _models.medium()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
         pid = await actors[1].pid.remote()
         os.kill(pid, signal.SIGSTOP)
@@ -219,7 +236,7 @@ async def serves_meanwhile() -> None:
     """Calls of an actor are answered while updates come in."""
     model = _models.big()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote()], name="big") as actors:
         slowest, count, stop = 0.0, 0, False
 
@@ -244,7 +261,7 @@ async def in_place() -> None:
     """Writing to shared weights ends the actor and nobody else; copying is the way out."""
     model = _models.medium()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
         fill(model, 2.0)
         await scheme.send()
@@ -252,7 +269,7 @@ async def in_place() -> None:
             await actors[0].write.remote()
         assert await actors[1].look.remote() == (2, {2.0})
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme(apply_copy=True)
+    scheme = RayWeightSyncScheme(apply_copy=True, shared_memory=False)
     async with crew(scheme, model, [Worker.remote(), Worker.remote()]) as actors:
         fill(model, 2.0)
         await scheme.send()
@@ -265,7 +282,7 @@ async def hub_dies() -> None:
     """Another hub takes over."""
     model = _models.medium()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote()]) as actors:
         old = scheme._objects.hub
         ray.kill(old.actor)
@@ -279,7 +296,7 @@ async def cancelled_send() -> None:
     """The tensors are the caller's again once a cancelled send() returned."""
     model = _models.big()
     fill(model, 1.0)
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote()], name="big") as actors:
         fill(model, 2.0)
         thread = scheme._objects._thread
@@ -357,7 +374,7 @@ async def transform() -> None:
 async def full_store() -> None:
     """What the store does not take fails that send, and the link stays."""
     model = _models.medium()
-    scheme = RayWeightSyncScheme()
+    scheme = in_store()
     async with crew(scheme, model, [Worker.remote()]) as actors:
         link = scheme._sender.peers[0].transport
         objects = scheme._objects
@@ -376,14 +393,182 @@ async def full_store() -> None:
 async def two_nodes() -> None:
     """Actors on the sender's node and on another one."""
     model = _models.big()
+    for scheme in (in_store(), RayWeightSyncScheme()):
+        fill(model, 1.0)
+        actors = [Worker.options(resources={f"node{idx}": 0.1}).remote() for idx in (0, 1, 1)]
+        # Both nodes are on this host.
+        far = {1, 2} if scheme.shared_memory else {0, 1, 2}
+        async with crew(scheme, model, actors, name="big", far=far):
+            assert kinds(scheme) == {
+                idx: RayTransport if idx in far else SharedMemTransport for idx in range(3)
+            }
+            for value in (2, 3, 4):
+                fill(model, float(value))
+                assert (await scheme.send()).acked == {0, 1, 2}
+                fill(model, -1.0)
+                found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+                assert found == [(value, {float(value)})] * 3
+            restored = copy.copy(scheme)
+            assert restored.address == scheme.address
+
+
+# -- actors on the sender's host --------------------------------------------------------------
+
+
+async def on_this_host() -> None:
+    """They read shared memory: nothing is in the object store, and nothing is copied for them."""
+    model = _models.big()
     fill(model, 1.0)
     scheme = RayWeightSyncScheme()
-    actors = [Worker.options(resources={f"node{idx}": 0.1}).remote() for idx in (0, 1, 1)]
-    async with crew(scheme, model, actors, name="big"):
-        for value in (2, 3, 4):
+    early = pickle.loads(pickle.dumps(scheme))
+    actors = [Worker.remote(), Worker.remote(), Serial.remote()]
+    async with crew(scheme, model, actors, early=early, name="big"):
+        assert set(kinds(scheme).values()) == {SharedMemTransport}
+        resting = await asyncio.gather(*(actor.memory.remote() for actor in actors))
+        for value in range(2, 12):
             fill(model, float(value))
-            assert (await scheme.send()).acked == {0, 1, 2}
+            sent = scheme.send() if value % 3 else scheme.send_nowait()
+            assert (await sent).acked == {0, 1, 2}
+            fill(model, -1.0)  # belongs to the trainer again
+            if value in (2, 7, 11):
+                found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+                assert found == [(value, {float(value)})] * 3
+        assert stored() < MIB
+        assert scheme._objects is None
+        assert scheme._same_host.arena.num_slots <= 3
+        grown = await asyncio.gather(*(actor.memory.remote() for actor in actors))
+        for old, new in zip(resting, grown, strict=True):
+            assert new["RssAnon"] - old["RssAnon"] < 16 * MIB, (old, new)
+        await actors[0].write.remote()  # stays its own
+        assert await actors[0].look.remote() == (11, {12.0})
+        assert await actors[1].look.remote() == (11, {11.0})
+
+
+async def near_and_far() -> None:
+    """Actors of both kinds get the same; who comes late finds what was put for the others."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()], far={0}, name="big") as actors:
+        assert kinds(scheme) == {0: RayTransport}
+        scheme._sender.workers.num_workers = None
+        fill(model, 2.0)
+        await scheme.send()
+        slots = scheme._same_host.arena.num_slots
+        assert scheme._sender.workers.snapshot_for(1).never_copied  # it is in the store only
+        fill(model, -1.0)
+        actors += [Worker.remote(), Worker.remote()]
+        joining = [actors[idx].join.remote(scheme, idx, "big") for idx in (1, 2)]
+        assert await asyncio.gather(*joining) == [2, 2]
+        assert kinds(scheme) == {0: RayTransport, 1: SharedMemTransport, 2: SharedMemTransport}
+        assert scheme._same_host.arena.num_slots <= max(slots, 1) + 1  # one for both of them
+        for value in range(3, 9):
             found = await asyncio.gather(*(actor.look.remote() for actor in actors))
-            assert found == [(value, {float(value)})] * 3
-        restored = copy.copy(scheme)
-        assert restored.address == scheme.address
+            assert found == [(value - 1, {value - 1.0})] * 3
+            fill(model, float(value))
+            sent = scheme.send() if value % 3 else scheme.send_nowait()
+            assert (await sent).acked == {0, 1, 2}
+            fill(model, -1.0)
+        assert scheme._same_host.arena.num_slots <= 4
+
+
+async def before_anybody_came() -> None:
+    """What was sent to nobody is there for who comes, of either kind."""
+    model = _models.big()
+    fill(model, 1.0)
+    async with RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", model=model)
+        await scheme.connect()
+        fill(model, 2.0)
+        await scheme.send()
+        fill(model, -1.0)
+        actors = [Worker.remote(), Worker.remote()]
+        assert await actors[0].join.remote(scheme, 0, "big") == 2
+        assert await actors[1].join.remote(as_if_far(scheme), 1, "big") == 2
+        found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+        assert found == [(2, {2.0})] * 2
+        assert kinds(scheme) == {0: SharedMemTransport, 1: RayTransport}
+        for actor in actors:
+            ray.kill(actor)
+
+
+async def joins_in_the_middle() -> None:
+    """Who joins while tensors are read for others gets that version, whole."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()], far={0}, name="big") as actors:
+        scheme._sender.workers.num_workers = None
+        for value in (2.0, 3.0, 4.0):
+            fill(model, value)
+            thread = scheme._objects._thread
+            late = Worker.remote()
+            await late.pid.remote()  # it is up
+            thread.start(lambda: time.sleep(2.0))  # as if the store were slow
+            sending = asyncio.ensure_future(scheme.send())
+            await until(lambda thread=thread: len(thread._running) == 2)
+            idx = len(actors)
+            joining = late.join.remote(scheme, idx, "big")
+            await until(lambda idx=idx: idx in scheme._sender.peers)
+            assert not sending.done()
+            if value == 4.0:  # its worker is lost, and the payload perhaps kept nowhere
+                ray.kill(actors[0])
+                with pytest.raises(PartialSyncError):
+                    await sending
+            else:
+                await sending
+            fill(model, -1.0)
+            assert await joining == value
+            assert await late.look.remote() == (value, {value})
+            assert kinds(scheme)[idx] is SharedMemTransport
+            ray.kill(late)
+            await until(lambda idx=idx: idx not in scheme._sender.peers)
+            scheme._sender.workers.unreported.clear()
+
+
+async def lost_in_the_store() -> None:
+    """Weights that the store has lost fail for who wants them, and the next ones arrive."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    async with crew(scheme, model, [Worker.remote()], far={0}, name="big") as actors:
+        scheme._sender.workers.num_workers = None
+        fill(model, 2.0)
+        await scheme.send()
+        entry = scheme._sender.workers.snapshot_for(1).memo[scheme._objects]
+        owner = Owner.remote()
+        [entry.ref] = await owner.make.remote()
+        ray.kill(owner)
+        actors.append(Worker.remote())
+        await asyncio.sleep(0.5)
+        joining = actors[1].join.remote(scheme, 1, "big")
+        await until(lambda: 1 in scheme._sender.peers)
+        await until(lambda: 1 in scheme._sender.workers._failures)
+        assert "lost the weights" in str(scheme._sender.workers._failures[1])
+        fill(model, 3.0)
+        await scheme.send(worker_ids=1)
+        assert await joining == 3
+        assert await actors[1].look.remote() == (3, {3.0})
+
+
+async def killed_on_this_host() -> None:
+    """It is named as an actor, within a second."""
+    model = _models.big()
+    fill(model, 1.0)
+    scheme = RayWeightSyncScheme()
+    actors = [Worker.remote(), Worker.options(name="the second").remote()]
+    async with crew(scheme, model, actors, name="big"):
+        pid = await actors[1].pid.remote()
+        os.kill(pid, signal.SIGSTOP)
+        fill(model, 2.0)
+        sending = asyncio.ensure_future(scheme.send())
+        await until(lambda: scheme.worker_versions[0] == 2)
+        begun = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(PartialSyncError) as caught:
+            await sending
+        assert time.monotonic() - begun < 1.0
+        assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
+        said = str(caught.value.failed[1])
+        assert f"actor the second ({actors[1]._actor_id.hex()})" in said
+        assert f"process {pid}" in said

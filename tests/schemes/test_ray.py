@@ -41,6 +41,12 @@ def driver() -> Iterator[Driver]:
         (scenarios.plain_actors, "uvloop"),
         (scenarios.transform, "asyncio"),
         pytest.param(scenarios.full_store, "uvloop", marks=pytest.mark.heavy),
+        (scenarios.on_this_host, "uvloop"),
+        (scenarios.near_and_far, "asyncio"),
+        pytest.param(scenarios.before_anybody_came, "uvloop", marks=pytest.mark.heavy),
+        (scenarios.joins_in_the_middle, "asyncio"),
+        pytest.param(scenarios.lost_in_the_store, "uvloop", marks=pytest.mark.heavy),
+        (scenarios.killed_on_this_host, "uvloop"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -22,12 +22,13 @@ import aiosync.sync
 from aiosync.errors import ApplyError, PartialSyncError
 from aiosync.schemes import _making, _same_host
 from aiosync.schemes._tasks import TaskOwner
+from aiosync.tensors import Flattener
 from aiosync.transports import _segment
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Challenge, Hello, Refuse
+from aiosync.wire import Challenge, Hello, Refuse, Setup, Welcome
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -327,6 +328,36 @@ async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
 
 @pytest.mark.asyncio
 @pytest.mark.one_loop
+async def test_who_joins_while_the_weights_are_copied_gets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not one of those who were there when send() was called."""
+    copy_into = Flattener.copy_into
+    begun, going = threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        assert going.wait(PATIENCE)
+        copy_into(*args, **kwargs)
+
+    scheme, source = sending(models.big)
+    (near, near_model), (late, late_model) = (receiving(scheme, models.big) for _ in range(2))
+    async with scheme, near, late:
+        await asyncio.gather(scheme.connect(), near.connect())
+        monkeypatch.setattr(Flattener, "copy_into", slowly)
+        models.fill(source, 2.0)
+        sent = asyncio.ensure_future(scheme.send())
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        await late.connect()  # has the version before
+        assert models.filled(late_model, 1.0)
+        going.set()
+        assert (await sent).acked == {0, 1}
+        assert models.filled(near_model, 2.0)
+        assert models.filled(late_model, 2.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
 async def test_room_for_large_weights_is_not_made_on_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -429,6 +460,42 @@ async def test_weights_are_for_those_who_have_the_token() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("said", ["nothing", "something else", "another kind", "no name", "a name"])
+async def test_what_follows_the_proof(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's name, before it is anybody; who does not say it is hung up on, in time."""
+    scheme, _ = sending(token=TOKEN, handshake_timeout=0.3)
+    address, credentials = Address.parse(scheme.address), Credentials(token=TOKEN.encode())
+    send = SharedMemTransport.send
+
+    async def instead(self: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+        if type(message) is not Setup:
+            await send(self, message, *args, **kwargs)
+        elif said == "something else":
+            await send(self, Hello("receiver", "policy", os.getpid()))
+        elif said != "nothing":
+            kind = "there" if said == "another kind" else "here"
+            await send(self, Setup(kind, "called", b"" if said == "no name" else b"an\r actor\xff"))
+
+    monkeypatch.setattr(SharedMemTransport, "send", instead)
+    async with scheme:
+        await scheme.connect()
+        link = await _same_host.dial_here(address, credentials)
+        assert link is not None
+        monkeypatch.undo()
+        if said in ("no name", "a name"):
+            await link.send(Hello("receiver", "policy", os.getpid(), strategy="any"))
+            assert isinstance((await link.recv(timeout=PATIENCE)).message, Welcome)
+            [peer] = scheme._sender.peers.values()
+            known = "an_ actor_, " if said == "a name" else ""
+            assert peer.name == f"{known}worker process {os.getpid()}"
+        else:
+            with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
+                await link.recv(timeout=PATIENCE)
+            assert not scheme._sender.peers
+        link.abort()
+
+
+@pytest.mark.asyncio
 async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
@@ -443,10 +510,13 @@ async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
             assert models.filled(target, 2.0)
 
 
-def test_on_other_systems_there_is_none(monkeypatch: Any) -> None:
-    scheme = aiosync.DistributedWeightSyncScheme()
+@pytest.mark.parametrize("engine", ["Distributed", "RPC", "Ray"])
+def test_on_other_systems_there_is_none(engine: str, monkeypatch: Any) -> None:
+    if engine == "Ray":
+        pytest.importorskip("ray")
+    scheme = getattr(aiosync, f"{engine}WeightSyncScheme")()
     assert scheme._shares_memory is (sys.platform == "linux")
-    monkeypatch.setattr("aiosync.schemes.distributed.available", lambda: False)
+    monkeypatch.setattr(f"aiosync.schemes.{engine.lower()}.available", lambda: False)
     assert not scheme._shares_memory
 
 
