@@ -139,9 +139,9 @@ class FollowingScheme(SchemeCore):
         limit = self._limit(timeout)
         late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
         inbox, manual = receiver.inbox, self.apply == "manual"
-        before, answers = (inbox.epoch, inbox.version), receiver.answers
+        before, answers = (inbox.epoch, inbox.version), receiver.wishes.answers
         receiver.refused = None
-        receiver.fetch(least)
+        receiver.wishes.add(least)
 
         def arrived() -> bool:
             if manual:
@@ -150,7 +150,7 @@ class FollowingScheme(SchemeCore):
                 raise apply_error(*receiver.refused) from receiver.refused[1]
             if inbox.version < least or receiver.has_staged or inbox.lag:
                 return False
-            return receiver.answers != answers or (inbox.epoch, inbox.version) != before
+            return receiver.wishes.answers != answers or (inbox.epoch, inbox.version) != before
 
         await receiver.wait_until(arrived, timeout=limit, late=late)
         return inbox.version

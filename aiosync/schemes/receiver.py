@@ -28,12 +28,13 @@ from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes._transforming import Transform, Transforming
+from aiosync.schemes._wishes import Wishes
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Current, Fetch, ManifestMessage, Resend, Update
+from aiosync.wire import Current, ManifestMessage, Resend, Update
 
 __all__ = ["WeightReceiver"]
 
@@ -110,9 +111,7 @@ class WeightReceiver(Answering):
         self.reconnects: int = 0
         self.progress: int = 0  # parts of updates that arrived, and answers
         self.progress_at: float = 0.0  # when the last part came, on time.monotonic()'s clock
-        self.answers: int = 0  # times that the trainer said that this is the newest version
-        self._wants: list[int] = []  # the least versions that pull() asked for, until they come
-        self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
+        self.wishes: Wishes = Wishes(self._outgoing)
         self._relink = relink
         self._changed = asyncio.Event()
         self._waited_for = False
@@ -156,9 +155,7 @@ class WeightReceiver(Answering):
                 return
             self.use_link(link)
             self.reconnects += 1
-            self._promised = None
-            if self._wants:
-                self._outgoing.say(Fetch(min(self._wants)))
+            self.wishes.ask_again()
 
     def use_link(self, transport: Transport) -> None:
         """Go on with another link, after its handshake."""
@@ -197,7 +194,8 @@ class WeightReceiver(Answering):
             self._staging.learn(message.manifest)
         elif isinstance(message, Current):
             self.progress += 1
-            self._on_current(message)
+            if self.wishes.on_current(message, self.inbox):
+                self._has_come(message.epoch, message.version)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
         return None
@@ -228,7 +226,7 @@ class WeightReceiver(Answering):
             self._outgoing.say(self._answer_to_stale(staged, exc))
             self._has_come(staged.epoch, staged.version)
             return
-        if self._wants:
+        if self.wishes.wanted:
             self._has_come(staged.epoch, staged.version)
         if self._transforming is not None:
             self._transforming.begin(staged)
@@ -264,28 +262,11 @@ class WeightReceiver(Answering):
         self._staging.retire(staged)
         self._notify()
 
-    def _on_current(self, message: Current) -> None:
-        inbox = self.inbox
-        if message.version and (
-            message.epoch != inbox.newest_epoch or message.version > inbox.newest
-        ):
-            # The word overtook the update, which pull() waits for; a lost link may swallow it.
-            self._promised = (message.epoch, message.version)
-        else:
-            self._promised = None  # the latest word counts
-            self._has_come(message.epoch, message.version)
-
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
-        if self._promised is None or (epoch == self._promised[0] and version >= self._promised[1]):
-            self._promised = None
-            self.answers += 1
+        self.wishes.has_come(epoch, version)
         if self._refusal is not None and self._refusal[:2] == (epoch, version):
             self._refuse(*self._refusal[1:])
-        left = [each for each in self._wants if each > version]
-        if left and len(left) < len(self._wants):
-            self._outgoing.say(Fetch(min(left)))  # the trainer knows of one wish at a time
-        self._wants = left
         self._notify()
 
     def _withdraw(self) -> None:
@@ -324,11 +305,6 @@ class WeightReceiver(Answering):
     def damaged(self) -> int:
         """Parts of updates that arrived damaged, and were asked for again."""
         return self._staging.damaged
-
-    def fetch(self, min_version: int) -> None:
-        """Ask the trainer for its newest version, once it is at least this one."""
-        self._wants.append(min_version)
-        self._outgoing.say(Fetch(min(self._wants)))
 
     # -- waiting -------------------------------------------------------------------------------
 

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = [
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "WeightSyncScheme",
-]
+__all__ = ["WeightSyncScheme"]
 
 _T = TypeVar("_T")
 _AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
@@ -341,64 +336,10 @@ class WeightSyncScheme(Attributes):
         return f"<aiosync.sync twin of {self._scheme!r}>"
 
 
-class SharedMemWeightSyncScheme(WeightSyncScheme):
-    """Blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`."""
-
-    _async_class = aio.SharedMemWeightSyncScheme
-
-    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
-        aio.SharedMemWeightSyncScheme.create_transport
-    )
-
-
-class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`."""
-
-    _async_class = aio.MultiProcessWeightSyncScheme
-
-    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
-        aio.MultiProcessWeightSyncScheme.create_transport
-    )
-
-
-class NoWeightSyncScheme(WeightSyncScheme):
-    """Blocking twin of :class:`aiosync.NoWeightSyncScheme`."""
-
-    _async_class = aio.NoWeightSyncScheme
-    _scheme: aio.NoWeightSyncScheme
-
-    carry: Final = direct(aio.NoWeightSyncScheme.carry)
-    connect: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.connect
-    )
-    send: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.send
-    )
-    receive: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.receive
-    )
-    wait_for_version: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.wait_for_version
-    )
-    wait_staged: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.wait_staged
-    )
-    apply_pending: Final = direct(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.apply_pending
-    )
-    create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.create_transport
-    )
-
-
 def twin_of(cls: _AsyncClass) -> type[WeightSyncScheme]:
     """The blocking class of an async one; the base class where it has none of its own."""
     twins = {twin._async_class: twin for twin in _TWINS}
     return twins.get(cls, WeightSyncScheme)
 
 
-_TWINS: list[type[WeightSyncScheme]] = [
-    SharedMemWeightSyncScheme,
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
-]
+_TWINS: list[type[WeightSyncScheme]] = []

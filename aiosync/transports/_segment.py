@@ -13,20 +13,15 @@ import itertools
 import mmap
 import os
 import select
-import tempfile
 from collections.abc import Callable, Hashable
 
 import numpy as np
 
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportClosed
+from aiosync.transports._anonymous import anonymous_file, take_pages
 from aiosync.transports._fork import close_in_child
 
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - no shared segments on this platform
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended", "has_memory"]
+__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended"]
 
 _segment_ids = itertools.count(1)
 
@@ -42,7 +37,7 @@ class Segment:
         self.segment_id: int = next(_segment_ids)
         page = mmap.ALLOCATIONGRANULARITY
         self.slot_nbytes: int = max(page, -(-slot_nbytes // page) * page)
-        self.fd: int = _anonymous_file()
+        self.fd: int = anonymous_file()
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
@@ -57,7 +52,7 @@ class Segment:
         offset = len(self.slots) * self.slot_nbytes
         try:
             if self.taken_nbytes < offset + self.slot_nbytes:
-                _take_pages(self.fd, offset, self.slot_nbytes)
+                take_pages(self.fd, offset, self.slot_nbytes)
                 self.taken_nbytes = offset + self.slot_nbytes
             mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
         except OSError as exc:
@@ -366,40 +361,12 @@ class _Reservation:
     def __call__(self) -> None:
         end = self._offset + self._segment.slot_nbytes
         with contextlib.suppress(OSError):  # grow() meets it again, and says so
-            _take_pages(self._fd, self._offset, self._segment.slot_nbytes)
+            take_pages(self._fd, self._offset, self._segment.slot_nbytes)
             self._segment.taken_nbytes = max(self._segment.taken_nbytes, end)
 
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)  # an executor may let go of a call that it never made
-
-
-def _take_pages(fd: int, offset: int, nbytes: int) -> None:
-    # Take the pages now: running out of memory later would be a SIGBUS.
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, offset, nbytes)  # lengthens the file, too
-    elif os.fstat(fd).st_size < offset + nbytes:
-        os.ftruncate(fd, offset + nbytes)
-
-
-def has_memory() -> bool:
-    """Whether this process may make anonymous shared memory; a sandbox may forbid it."""
-    try:
-        os.close(_anonymous_file())
-    except OSError:
-        return False
-    return hasattr(os, "memfd_create")
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        if fcntl is not None and hasattr(fcntl, "F_ADD_SEALS"):
-            # A file that cannot shrink cannot take a mapped page away from a reader.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        return fd
-    with tempfile.TemporaryFile(prefix="aiosync-") as file:  # pragma: no cover - not Linux
-        return os.dup(file.fileno())
 
 
 def has_ended(pidfd: int) -> bool:

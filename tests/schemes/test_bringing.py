@@ -240,7 +240,7 @@ async def test_without_room_that_update_fails_and_the_next_one_works(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        name = "_anonymous_file" if trouble == "no descriptor" else "_take_pages"
+        name = "anonymous_file" if trouble == "no descriptor" else "take_pages"
         patch.setattr(_segment, name, fails)
         with pytest.raises(LocalProtocolError, match="Too many open files") as caught:
             await trainer.maker.bring(snapshot)
@@ -300,13 +300,13 @@ async def test_two_at_once_take_the_pages_of_two_slots(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    take = _segment._take_pages
+    take = _segment.take_pages
 
     def noted(fd: int, offset: int, nbytes: int) -> None:
         taken.append((offset, threading.current_thread()))
         take(fd, offset, nbytes)
 
-    monkeypatch.setattr(_segment, "_take_pages", noted)
+    monkeypatch.setattr(_segment, "take_pages", noted)
     planned = trainer.maker.prepare(trainer.weights)
     both = await asyncio.gather(*(trainer.maker.take(planned) for _ in range(2)))
     assert {snapshot.slot.index for snapshot in both if snapshot.slot} == {0, 1}

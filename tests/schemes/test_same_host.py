@@ -23,7 +23,7 @@ from aiosync.errors import ApplyError, PartialSyncError
 from aiosync.schemes import _making, _same_host
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import Flattener
-from aiosync.transports import _segment
+from aiosync.transports import _anonymous, _segment
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport
@@ -362,13 +362,13 @@ async def test_room_for_large_weights_is_not_made_on_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = []
-    take = _segment._take_pages
+    take = _segment.take_pages
 
     def noted(*args: int) -> None:
         threads.append(threading.current_thread())
         take(*args)
 
-    monkeypatch.setattr(_segment, "_take_pages", noted)
+    monkeypatch.setattr(_segment, "take_pages", noted)
     scheme, source = sending(models.big)
     receiver, target = receiving(scheme, models.big)
     async with scheme, receiver:
@@ -525,7 +525,8 @@ async def test_a_sandbox_that_forbids_shared_memory(monkeypatch: pytest.MonkeyPa
     def forbidden() -> int:
         raise PermissionError("memfd_create")
 
-    monkeypatch.setattr(_segment, "_anonymous_file", forbidden)
+    for module in (_anonymous, _segment):
+        monkeypatch.setattr(module, "anonymous_file", forbidden)
     _same_host.available.cache_clear()
     try:
         scheme, source = sending()
