@@ -213,7 +213,14 @@ class SchemeCore:
 
     @context.setter
     def context(self, value: Any) -> None:
-        self._replace("_context_ref", None if value is None else weakref.ref(value))
+        try:
+            reference = None if value is None else weakref.ref(value)
+        except TypeError as exc:
+            raise ConfigError(
+                f"a context is kept as a weak reference, which a {type(value).__name__} cannot "
+                "have: pass the model itself (model=, and num_workers= on the sender)"
+            ) from exc
+        self._replace("_context_ref", reference)
 
     @property
     def model(self) -> Any:
@@ -229,6 +236,9 @@ class SchemeCore:
     def model(self, value: Any) -> None:
         if self._role == "receiver":
             self._check_guard(value)
+        if self._role == "sender":
+            self._sources.replace(value)
+            self._weights = None
         self._replace("_model", value)
 
     def _replace(self, name: str, value: Any) -> None:
@@ -283,9 +293,9 @@ class SchemeCore:
     def weights(self, value: Any) -> None:
         if self._role == "receiver":
             self._check_guard(value)
-        self._replace("_weights", value)
         if self._role == "sender":
-            self._sources.weights = value
+            self._sources.replace(value)
+        self._replace("_weights", value)
 
     @property
     def initialized_on_sender(self) -> bool:

@@ -18,7 +18,7 @@ __all__ = ["FollowingScheme", "apply_error"]
 class FollowingScheme(SchemeCore):
     """Methods of a receiver that wait; see :class:`aiosync.WeightSyncScheme`."""
 
-    async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
+    async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
         """Wait for the next update that is applied and was not returned before.
 
         Updates are applied in the background whether or not this is called. With

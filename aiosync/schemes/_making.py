@@ -190,6 +190,7 @@ class SnapshotMaker:
                 return
             copying = self._start_filling(snapshot, planned, snapshot.buffer)
         cancelled = await _outlast(copying)
+        snapshot.live = None  # a task that is cancelled again and again is quicker than callbacks
         copying.result()
         snapshot.planned = snapshot.copying = None
         snapshot.memo.pop(COPYING, None)

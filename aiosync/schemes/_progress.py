@@ -57,11 +57,12 @@ class Progress:
         """Wait until every subscriber has applied at least ``version``."""
 
         def reached() -> bool:
-            return all(peer.outbox.applied >= version for peer in self._subscribers())
+            subscribers = self._subscribers()
+            # With nobody there, nobody has it: who comes later gets it.
+            return bool(subscribers) and all(peer.outbox.applied >= version for peer in subscribers)
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        applied = (peer.outbox.applied for peer in self._subscribers())
-        return min(applied, default=self._workers.clock.current)
+        return min(peer.outbox.applied for peer in self._subscribers())
 
     async def wait_staged(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
         """Wait until every subscriber has all of at least ``version``, applied or not."""

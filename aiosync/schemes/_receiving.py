@@ -19,6 +19,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
+from aiosync.schemes._indices import as_index
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
@@ -108,7 +109,8 @@ class ReceivingScheme(FollowingScheme):
         self._loader, self._transform = loader, transform
         self.context = context
         self._pipe = transport if transport is not None else pipe
-        self._worker_idx = worker_idx if worker_idx is not None else _worker_idx_of(context)
+        found = worker_idx if worker_idx is not None else _worker_idx_of(context)
+        self._worker_idx = None if found is None else as_index("worker_idx", found)
         self._role = "receiver"
 
     init_on_worker = init_on_receiver
@@ -117,7 +119,7 @@ class ReceivingScheme(FollowingScheme):
         assert self._loop is not None
         started = self._loop.time()
         if worker_idx is not None:
-            self._worker_idx = worker_idx
+            self._worker_idx = as_index("worker_idx", worker_idx)
         transport = await self._reach(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,

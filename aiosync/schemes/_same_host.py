@@ -35,7 +35,7 @@ from aiosync.wire import Message, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
-_MAX_STRANGERS = 256
+_MAX_STRANGERS = 1024
 _KIND, _CALLED = "here", "called"
 
 
@@ -168,7 +168,10 @@ async def dial_here(
     Cancellation:
         Class A.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptors: the other way says so
+        return None
     sock.setblocking(False)
     try:
         sock.connect(_name(address))

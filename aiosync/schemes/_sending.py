@@ -15,6 +15,7 @@ from typing import Any
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.schemes._context import resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
+from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, resolve_sources
@@ -120,6 +121,7 @@ class SendingScheme(SchemeCore):
             num_workers=num_workers,
             pipes=pipes,
         )
+        self.context = context
         if transports is not None:
             if sources.pipes is not None:
                 raise ConfigError("pipes cannot be provided if transports is provided")
@@ -131,7 +133,6 @@ class SendingScheme(SchemeCore):
         self._model_id = model_id or self._model_id or "policy"
         self._sources = sources
         self._model, self._weights = model, weights
-        self.context = context
         self._role = "sender"
 
     async def _connect_sender(
@@ -257,6 +258,7 @@ class SendingScheme(SchemeCore):
                     "Per-worker weights dict provided but scheme was not initialized with "
                     "per_worker_weights=True"
                 )
+            weights = {as_index("a worker's index", idx): each for idx, each in weights.items()}
             return {idx: maker.prepare(value, idx) for idx, value in weights.items()}
         if weights is None:
             if self._sources.per_worker:
@@ -273,11 +275,14 @@ class SendingScheme(SchemeCore):
                 "context= to init_on_sender()"
             )
         if self._sources.device_map is not None:
+            given = weights
+            if hasattr(weights, "register_forward_hook"):  # .to() and such change a module itself
+                given = self._strategy.extract_weights(weights)
             mapped = {
-                idx: self._sources.device_map(idx, weights)
+                idx: self._sources.device_map(idx, given)
                 for idx in range(self._sources.num_workers or 0)
             }
-            if all(value is weights for value in mapped.values()):
+            if all(value is given for value in mapped.values()):
                 return {None: maker.prepare(weights)}
             return {idx: maker.prepare(value, idx) for idx, value in mapped.items()}
         return {None: maker.prepare(weights)}
@@ -359,5 +364,5 @@ def _is_per_worker(weights: Any) -> bool:
         isinstance(weights, Mapping)
         and not is_tensordict(weights)
         and bool(weights)
-        and all(type(key) is int for key in weights)
+        and all(hasattr(key, "__index__") for key in weights)
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.schemes._indices import as_index
 from aiosync.tensors._tensordict import is_tensordict
 
 __all__ = ["Sources", "resolve_sources"]
@@ -39,6 +40,20 @@ class Sources:
     num_workers: int | None = None
     pipes: Sequence[Any] | None = None
 
+    def replace(self, weights: Any) -> None:
+        """Send these from now on; ``None`` for those of the context, or of each call.
+
+        Raises:
+            ConfigError: They are no weights, or each worker has some of its own.
+        """
+        _check_source("model or weights", weights)
+        if self.per_worker:
+            raise ConfigError(
+                "each worker has weights of its own (params_map): send({worker_idx: weights}) "
+                "sends others"
+            )
+        self.weights = weights
+
     @property
     def for_everybody(self) -> bool:
         """Whether every worker gets the same weights."""
@@ -62,8 +77,8 @@ def resolve_sources(
     Raises:
         ConfigError: The keywords exclude each other, or one has the wrong type.
     """
-    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
-        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}")
+    if num_workers is not None:
+        num_workers = as_index("num_workers", num_workers)
     if weights is not None and model is not None:
         raise ConfigError("weights cannot be provided if model is provided")
     if params_map is not None:
@@ -87,6 +102,8 @@ def resolve_sources(
             raise ConfigError("model_id must be provided if context is provided")
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
+            if num_workers is not None:
+                num_workers = as_index("num_workers of the context", num_workers)
     if device_map_fn is not None and not callable(device_map_fn):
         raise ConfigError(f"device_map_fn must be callable, got {device_map_fn!r}")
     if device_map_fn is not None and num_workers is None:
@@ -116,12 +133,11 @@ def _from_params_map(
             "context/devices/device_map_fn/num_workers cannot be provided if params_map is provided"
         )
     valid = isinstance(params_map, Mapping) and params_map
-    if not valid or not all(
-        type(key) is int and key >= 0 and _is_source(value) for key, value in params_map.items()
-    ):
+    if not valid or not all(map(_is_source, params_map.values())):
         raise ConfigError(
             "params_map must be a dict[int, TensorDictBase]: worker index -> its weights"
         )
+    params_map = {as_index("a key of params_map", key): w for key, w in params_map.items()}
     del model_id_given  # a model id beside params_map only names the weights
     sources = list(params_map.values())
     num_workers = _agree(max(params_map) + 1, None, pipes)
@@ -134,10 +150,11 @@ def _agree(
     num_workers: int | None, devices: Sequence[Any] | None, pipes: Sequence[Any] | None
 ) -> int | None:
     counts = {"num_workers": num_workers}
-    if devices is not None:
-        counts["devices"] = len(devices)
-    if pipes is not None:
-        counts["pipes"] = len(pipes)
+    for name, each in (("devices", devices), ("pipes", pipes)):
+        if each is not None:
+            if isinstance(each, str) or not isinstance(each, Sequence):
+                raise ConfigError(f"{name} must be a list with one for each worker, got {each!r}")
+            counts[name] = len(each)
     named = {name: count for name, count in counts.items() if count is not None}
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in named.items())

@@ -318,7 +318,8 @@ class StreamReceiving(WeightSyncScheme):
                 raise
             except AiosyncError as exc:
                 link.abort()
-                lost = exc
+                if not isinstance(exc, ConnectTimeout):  # of the moment that was left, perhaps
+                    lost = exc
                 continue
             except BaseException:  # cancelled: raised again
                 link.abort()

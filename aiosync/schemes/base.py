@@ -137,7 +137,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 "Cannot specify weights on receiver side during synchronization."
             )
         self._loop = asyncio.get_running_loop()
-        self._connecting = asyncio.current_task()
+        self._connecting = task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
         limit = self._limit(timeout)
         try:
             if self._role == "sender":
@@ -153,9 +155,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 self.abort()
                 self._abort_runtime()  # made after it was closed
             if closed and isinstance(exc, asyncio.CancelledError):
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()  # it was aiosync that cancelled it
+                if task.uncancel() > cancelled_before:
+                    raise  # the caller cancelled it, too
+                # It was aiosync that cancelled it.
                 raise TransportClosed("this scheme was closed while it connected") from None
             raise
         finally:

@@ -126,7 +126,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         future.set_result(SendReport(epoch=0, version=0, acked=frozenset()))
         return SendHandle(0, future)
 
-    async def receive(self, *, timeout: float | None = None) -> AppliedUpdate | None:
+    async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
         """Return ``None`` at once."""
         del timeout
         self._check_connected("receive", "receiver")

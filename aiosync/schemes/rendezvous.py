@@ -24,6 +24,7 @@ from aiosync.transports._segment import has_ended
 __all__ = ["AnyListener", "Listener", "dial", "new_address", "peer_pid"]
 
 _BACKLOG = 1024
+_PAUSE_SECONDS = 0.1
 _RETRY_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 
@@ -79,11 +80,26 @@ class Listener:
                 sock, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
+            except OSError:
+                # No descriptors, most likely. Who waits is told by the next turn, or by its own
+                # deadline; the loop would say it a hundred thousand times a second.
+                self._pause(on_connection)
+                return
             pid, uid = peer_pid(sock)
             if uid is not None and uid != os.geteuid():
                 sock.close()  # another user's process: it has no business here
                 continue
             on_connection(sock, pid)
+
+    def _pause(self, on_connection: Callable[[socket.socket, int], None]) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(self._sock.fileno())
+
+        def go_on() -> None:
+            if self._sock.fileno() >= 0:
+                self.start(on_connection)
+
+        self._loop.call_later(_PAUSE_SECONDS, go_on)
 
     def close(self) -> None:
         """Stop accepting. Idempotent."""
@@ -129,7 +145,10 @@ async def dial(address: str, *, sender_pid: int | None, timeout: float | None) -
     give_up = None if timeout is None else loop.time() + timeout
     attempt = 0
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as exc:
+            raise ConnectError(f"there is no socket to reach the trainer with: {exc}") from exc
         sock.setblocking(False)
         try:
             sock.connect(address)

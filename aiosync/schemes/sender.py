@@ -15,6 +15,7 @@ from typing import Any
 from aiosync.errors import ConfigError, PartialSyncError
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
+from aiosync.schemes._indices import as_indices
 from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._progress import Progress
@@ -163,7 +164,7 @@ class WeightSender:
             everybody = set(self.workers.unreported)
             everybody.update(idx for idx, peer in self.workers.peers.items() if peer.subscribes)
             return everybody if None in planned else {idx for idx in everybody if idx in planned}
-        named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
+        named = as_indices("worker_ids", worker_ids)
         known = self.workers.peers.keys() | self.workers.lost.keys()
         for idx in sorted(named - known):
             listed = ", ".join(map(str, sorted(known))) or "none"
@@ -180,6 +181,8 @@ class WeightSender:
         started = time.perf_counter()
         self.workers.check()
         targets = self.targets(worker_ids, planned)
+        if worker_ids is not None and not targets:
+            return self._to_nobody(started)
         # The usual case, small weights and memory that is free, without any await.
         snapshots = None if self._snapshot_lock.locked() else self.maker.take_free(planned)
         if snapshots is not None:
@@ -211,6 +214,11 @@ class WeightSender:
                 await self._copy(send.borrowed)
         self._awake.note(report.elapsed)
         return report
+
+    def _to_nobody(self, started: float) -> SendReport:
+        # A list of workers that is empty: no version is drawn that nobody would ever have.
+        elapsed = time.perf_counter() - started
+        return SendReport(self.clock.epoch, self.clock.current, frozenset(), elapsed=elapsed)
 
     async def _copy(self, borrowed: Sequence[Snapshot]) -> None:
         """Copy what belongs to the caller, for who joins later or is not done: all of it."""
@@ -251,6 +259,10 @@ class WeightSender:
         started = time.perf_counter()
         self.workers.check()
         targets = self.targets(worker_ids, planned)
+        if worker_ids is not None and not targets:
+            done = self._loop.create_future()
+            done.set_result(self._to_nobody(started))
+            return SendHandle(self.clock.current, done)
         snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if timeout is not None and not send.future.done():
@@ -277,18 +289,15 @@ class WeightSender:
         send.borrowed = [each.retain() for each in snapshots.values() if each.is_borrowed]
         for idx in sorted(targets):
             peer = workers.peers.get(idx)
-            if peer is None:
-                error = workers.lost[idx]
-                send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
-                continue
             snapshot_for = snapshots.get(idx) or snapshots.get(None)
-            if snapshot_for is None:
+            if peer is None or snapshot_for is None:
                 error = ConfigError(f"no weights were given for worker {idx}")
-                send.tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
-                continue
-            peer.offer(snapshot_for)
-            if not everybody:
-                workers.remember(idx, snapshot_for.retain())
+                outcome = Outcome(version, OutcomeKind.FAILED, error=workers.lost.get(idx, error))
+                send.tracker.resolve(idx, outcome)
+            else:
+                peer.offer(snapshot_for)
+            if not everybody and snapshot_for is not None:
+                workers.remember(idx, snapshot_for.retain())  # also for one that is to come again
         # Workers are busy with it from here on: the rest costs the sender no time.
         if everybody:
             workers.forget_all()

@@ -79,9 +79,11 @@ def flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None
     """Give each tensor the memory of its view.
 
     The loop runs in C: no other Python thread, and no signal handler, sees some of the tensors
-    flipped and others not.
+    flipped and others not. Autograd is told as of any change in place: some operations keep the
+    parameter itself for their backward pass, which would silently be that of other weights.
     """
     deque(map(_set_data, tensors, views), maxlen=0)
+    torch.autograd.graph.increment_version(tensors)
 
 
 def new_memory(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

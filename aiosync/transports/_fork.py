@@ -9,10 +9,17 @@ imports nothing from aiosync.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["close_in_child", "keep_across_fork"]
+__all__ = ["FORKING", "close_in_child", "keep_across_fork"]
+
+FORKING = threading.RLock()
+"""Held from before a fork until after it: what is copied for the child stays as it is meanwhile.
+
+Take it to begin or to end reading memory that :func:`keep_across_fork` keeps.
+"""
 
 
 class _ForkAware(Protocol):
@@ -30,21 +37,27 @@ _open: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
 _registered = False
 
 
+def _before_fork() -> None:
+    FORKING.acquire()
+    for item in list(_memory):
+        item.before_fork()
+
+
 def _after_fork_in_child() -> None:
+    FORKING.release()
     for item in list(_open):
         item.close_after_fork()
     _open.clear()
 
 
-def _before_fork() -> None:
-    for item in list(_memory):
-        item.before_fork()
-
-
 def _register() -> None:
     global _registered
     if not _registered:
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+        os.register_at_fork(
+            before=_before_fork,
+            after_in_parent=FORKING.release,
+            after_in_child=_after_fork_in_child,
+        )
         _registered = True
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiosync.errors import FrameTooLarge, RemoteProtocolError
 from aiosync.transports._channel import FramedChannel
-from aiosync.transports._fork import close_in_child, keep_across_fork
+from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
 from aiosync.transports._publishing import LEFT, LEFT_SLOT, FrameCache
 from aiosync.transports._segment import SegmentView
@@ -23,7 +23,7 @@ from aiosync.wire import Ack, Message, Release, Repeat, Segment
 
 __all__ = ["LAZY_NBYTES", "SlotReader"]
 
-_MAX_SEGMENTS = 8
+_MAX_SEGMENTS = 64  # a descriptor each, while something in this process uses one
 # The release of a slot up to this size may wait for the next message to the peer, which then
 # needs no system call of its own; senders keep one such slot more.
 LAZY_NBYTES = 8 * 2**20
@@ -52,14 +52,17 @@ class SlotReader:
         close_in_child(self)
 
     def before_fork(self) -> None:
-        """Copy what this side reads: it will leave it, but a child would go on reading it."""
+        """Copy what this side reads: it will leave it, but a child would go on reading it.
+
+        Another thread may apply updates: :data:`FORKING` keeps it from leaving a slot, or taking
+        one, before the fork.
+        """
         for view in list(self._views.values()):
             view.keep_held()
 
     def close_after_fork(self) -> None:
         """In a forked child: close its copies of the descriptors."""
         for view in self._views.values():
-            view.keep_held()  # what another thread switched to just before the fork
             view.close_descriptor()
 
     def announce(self, message: Segment) -> None:
@@ -98,11 +101,17 @@ class SlotReader:
         except RemoteProtocolError as exc:
             self._channel.fail(exc)
             raise
-        serial = view.count(index)
-        view.held.add((index, serial))
+        serial = self._hold(view, index)
         payload = view.view(index)[: ext["n"]]
         release = functools.partial(self._release, view, index, serial)
         return Received(message, [payload], payload.nbytes, release, (view.segment_id, index))
+
+    @staticmethod
+    def _hold(view: SegmentView, index: int) -> int:
+        serial = view.count(index)
+        with FORKING:
+            view.held.add((index, serial))
+        return serial
 
     def _locate(self, ext: Mapping[str, Any]) -> tuple[SegmentView, int]:
         segment_id, index, nbytes = ext.get("seg"), ext.get("slot"), ext.get("n")
@@ -135,8 +144,7 @@ class SlotReader:
         def repeat(version: int) -> None:
             if view.closed:  # dropped meanwhile
                 raise _never_announced()
-            serial = view.count(index)
-            view.held.add((index, serial))
+            serial = self._hold(view, index)
             again(version, payload, functools.partial(self._release, view, index, serial))
 
         return repeat
@@ -146,8 +154,9 @@ class SlotReader:
     def _release(self, view: SegmentView, index: int, serial: int) -> None:
         if (index, serial) not in view.held:
             return
-        view.held.discard((index, serial))
-        view.forget_writes(index)
+        with FORKING:
+            view.held.discard((index, serial))
+            view.forget_writes(index)
         if not self._channel.ended:
             self._queue(Release(view.segment_id, index, serial))
             if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:

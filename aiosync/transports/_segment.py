@@ -37,7 +37,10 @@ class Segment:
         self.segment_id: int = next(_segment_ids)
         page = mmap.ALLOCATIONGRANULARITY
         self.slot_nbytes: int = max(page, -(-slot_nbytes // page) * page)
-        self.fd: int = anonymous_file()
+        try:
+            self.fd: int = anonymous_file()
+        except OSError as exc:
+            raise ConfigError(f"no shared memory: {exc}") from exc
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
@@ -188,8 +191,20 @@ class Arena:
         return None
 
     def grow(self, nbytes: int) -> Slot:
-        """Acquire a new slot. The caller owns one reference."""
-        return self._acquire(self._segment_for(nbytes).grow(self))
+        """Acquire a new slot. The caller owns one reference.
+
+        Raises:
+            ConfigError: The system has no memory left for it; smaller ones may still be had.
+        """
+        segment = self._segment_for(nbytes)
+        try:
+            slot = segment.grow(self)
+        except ConfigError:
+            if not segment.slots:  # or every update to come would have to be as large
+                self.segment = None
+                segment.close()
+            raise
+        return self._acquire(slot)
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread."""
@@ -351,22 +366,30 @@ class SegmentView:
 class _Reservation:
     """Takes the pages of a slot to come, whatever becomes of the segment, and of the call."""
 
-    _fd = -1  # where there was no descriptor left
+    _fd = -1  # where there was no descriptor left: grow() meets that again, and says so
 
     def __init__(self, segment: Segment) -> None:
-        self._fd = os.dup(segment.fd)
+        with contextlib.suppress(OSError):
+            self._fd = os.dup(segment.fd)
         self._segment = segment
         self._offset = len(segment.slots) * segment.slot_nbytes
 
     def __call__(self) -> None:
         end = self._offset + self._segment.slot_nbytes
-        with contextlib.suppress(OSError):  # grow() meets it again, and says so
-            take_pages(self._fd, self._offset, self._segment.slot_nbytes)
-            self._segment.taken_nbytes = max(self._segment.taken_nbytes, end)
+        try:
+            with contextlib.suppress(OSError):  # of memory as of descriptors
+                take_pages(self._fd, self._offset, self._segment.slot_nbytes)
+                self._segment.taken_nbytes = max(self._segment.taken_nbytes, end)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)  # an executor may let go of a call that it never made
+        self._close()  # an executor may let go of a call that it never made
 
 
 def has_ended(pidfd: int) -> bool:

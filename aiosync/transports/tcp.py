@@ -221,7 +221,11 @@ async def _open(address: Address, keepalive: float | None, untaken: float | None
         raise ConnectError(f"{address} cannot be looked up: {exc}") from exc
     failures: list[OSError] = []
     for family, where in places:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as exc:  # no descriptors
+            failures.append(exc)
+            continue
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import io
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -116,19 +118,40 @@ async def test_what_a_worker_keeps_of_a_version_stays_as_it_was(make) -> None:
         assert arena is None or arena.num_slots <= 6
 
 
+class Scale(nn.Module):
+    """Autograd keeps its parameter itself, where it keeps a view of a linear layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 @both
-async def test_a_graph_of_an_old_version_can_still_be_differentiated(make) -> None:
-    source, target = models.linear(), models.linear()
-    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+@pytest.mark.parametrize("build", [models.linear, Scale])
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_a_graph_of_an_old_version_is_not_differentiated_with_a_new_one(
+    make, build, frozen
+) -> None:
+    source, target = build(), build().requires_grad_(not frozen)
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
         models.fill(source, 2.0)
         await sender.send()
         x = torch.ones(4, requires_grad=True)
         loss = target(x).sum()
-        for value in range(5, 10):
-            models.fill(source, float(value))
-            await sender.send()
-        loss.backward()
-        assert (x.grad == 4.0).all()  # two rows of 2.0
+        models.fill(source, 5.0)
+        await sender.send()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        async with receiver.reading():
+            loss = target(x).sum()
+            sending = asyncio.ensure_future(sender.send())
+            await asyncio.sleep(0.01)
+            loss.backward()
+        await sending
+        assert (x.grad == (10.0 if build is models.linear else 5.0)).all()
 
 
 @both

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._making import SnapshotMaker
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import ArenaStore, PrivateStore
@@ -294,6 +294,58 @@ async def test_without_slots_nothing_is_brought() -> None:
     await trainer.maker.bring(snapshot)
     assert snapshot.slot is None and snapshot.live is not None
     trainer.maker.close()
+
+
+async def test_a_copy_whose_wait_is_cancelled_again_and_again(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As anyio's cancel scopes do: what waits goes on before any callback of the copy has run."""
+    snapshot = await trainer.borrow(2.0)
+    gate = Gate(monkeypatch)
+    borrowed = []
+
+    async def end() -> None:
+        try:
+            await trainer.maker.copy(snapshot)
+        finally:
+            borrowed.append(snapshot.live)
+
+    ending = asyncio.ensure_future(end())
+    await gate.reached()
+    gate.open.set()
+    async with asyncio.timeout(PATIENCE):
+        while not ending.done():
+            ending.cancel()
+            await asyncio.sleep(0)
+    assert ending.cancelled()
+    assert borrowed == [None]
+
+
+async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker, take = trainer.maker, _segment.take_pages
+    small, large = {"a": torch.zeros(16)}, {"a": torch.zeros(COUNT)}
+
+    def limited(fd: int, offset: int, nbytes: int) -> None:
+        if nbytes > 2**20:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        take(fd, offset, nbytes)
+
+    monkeypatch.setattr(_segment, "take_pages", limited)
+    for _ in range(2):
+        first = await maker.take(maker.prepare(small))
+        with pytest.raises(ConfigError, match="no shared memory for another slot of 16777216"):
+            await maker.take(maker.prepare(large))
+        with pytest.raises(ConfigError, match="no shared memory"):
+            maker.take_nowait(maker.prepare(large))
+        second = maker.take_nowait(maker.prepare(small))
+        assert second.slot is not None and second.slot.segment.slot_nbytes < 2**20
+        first.release()
+        second.release()
+    monkeypatch.undo()
+    (await maker.take(maker.prepare(large))).release()
+    assert trainer.arena._retired == []
 
 
 async def test_two_at_once_take_the_pages_of_two_slots(

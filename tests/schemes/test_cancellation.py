@@ -253,3 +253,28 @@ async def test_every_send_has_a_deadline_of_its_own(make) -> None:
         async with asyncio.timeout(harness.PATIENCE):
             report = await patient
         assert report.acked or report.skipped
+
+
+@both
+@pytest.mark.parametrize("first", ["cancelled", "closed"])
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_a_connect_that_is_cancelled_and_closed(make, role, first) -> None:
+    """Who cancelled it sees that it was; ``TransportClosed`` is for who did not."""
+    scheme = make()
+    if role == "sender":
+        scheme.init_on_sender(model=models.linear(), num_workers=1)
+    else:
+        scheme.init_on_receiver(model=models.linear())
+    connecting = asyncio.ensure_future(scheme.connect())
+    await asyncio.sleep(0.01)
+    if first == "cancelled":
+        connecting.cancel()
+        await scheme.aclose()
+    else:
+        closing = asyncio.ensure_future(scheme.aclose())
+        await asyncio.sleep(0)
+        connecting.cancel()
+        await closing
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert connecting.cancelled()

@@ -164,8 +164,6 @@ async def test_device_map_fn(make, what) -> None:
 
     def double(idx, weights):
         asked.append(idx)
-        if isinstance(weights, nn.Module):
-            weights = TensorDict.from_module(weights)
         return weights.data * 2
 
     given = source if what == "model" else TensorDict.from_module(source)

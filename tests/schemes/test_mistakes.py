@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,36 @@ async def test_two_senders_of_one_scheme(make) -> None:
         scheme.init_on_sender(model=models.linear())
         with pytest.raises(aiosync.ConfigError, match="each sender a scheme of its own"):
             other.init_on_sender(model=models.linear())
+
+
+@both
+def test_a_context_that_cannot_be_referred_to_weakly(make) -> None:
+    """It is refused before the scheme takes a role, or its address."""
+    scheme = make()
+    context = {"policy": models.linear()}
+    for init in (scheme.init_on_sender, scheme.init_on_receiver):
+        with pytest.raises(aiosync.ConfigError, match=r"dict cannot have: pass the model itself"):
+            init(model_id="policy", context=context)
+    scheme.init_on_sender(model=models.linear())
+    scheme.abort()
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": "cpu"},
+        {"devices": torch.device("cpu")},
+        {"pipes": 3},
+        {"context": SimpleNamespace(num_workers="two"), "model_id": "policy"},
+        {"num_workers": 1.5},
+    ],
+    ids=str,
+)
+def test_wrong_kinds_of_options(make, options) -> None:
+    model = {} if "context" in options else {"model": models.linear()}
+    with pytest.raises(aiosync.ConfigError, match=r"must be (a list|an int)"):
+        make().init_on_sender(**model, **options)
 
 
 @pytest.mark.asyncio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import itertools
@@ -15,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch import distributed as dist
 
 import aiosync
@@ -380,6 +382,56 @@ async def test_room_for_large_weights_is_not_made_on_the_loop(
         slots = scheme._same_host.arena.num_slots
     assert threading.main_thread() not in threads
     assert len(threads) == slots
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_who_refuses_what_is_sent_says_so_when_it_gives_up(shared_memory: bool) -> None:
+    """And does not blame the trainer, which has no time to answer the last time it is dialled."""
+    scheme, _ = sending(models.linear)
+    limits = aiosync.Limits(max_payload_nbytes=2**20)
+    changes = {"shared_memory": shared_memory, "_limits": limits, "reconnect": 0.7}
+    receiver, _ = receiving(scheme, models.linear, **changes)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(), receiver.connect())
+        with pytest.raises(PartialSyncError):
+            await scheme.send({"weight": torch.zeros(2**20), "bias": torch.zeros(2)})
+        with pytest.raises(aiosync.PeerClosed, match="at most 1048576 are allowed"):
+            await receiver.wait_for_version(2, timeout=PATIENCE)
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_a_trainer_without_descriptors_lets_workers_in_later() -> None:
+    """And its loop does nothing else meanwhile than to look now and then."""
+
+    class Full:
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock, self.calls, self.full = sock, 0, True
+
+        def accept(self) -> Any:
+            self.calls += 1
+            if self.full:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self.sock.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.sock, name)
+
+    scheme = aiosync.SharedMemWeightSyncScheme(timeout=PATIENCE)
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    scheme.init_on_sender(model=source, num_workers=1)
+    worker = harness.twin(scheme)
+    worker.init_on_receiver(model=target)
+    scheme._listener._sock = full = Full(scheme._listener._sock)  # type: ignore[assignment, union-attr]
+    async with scheme, worker:
+        both = asyncio.gather(scheme.connect(), worker.connect())
+        await asyncio.sleep(0.5)
+        assert 1 <= full.calls <= 10
+        full.full = False
+        await both
+        assert models.filled(target, 1.0)
 
 
 # -- who meets whom ----------------------------------------------------------------------------

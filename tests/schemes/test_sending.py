@@ -6,11 +6,13 @@ import asyncio
 import gc
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 import aiosync
+from aiosync.errors import PartialSyncError
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -139,6 +141,27 @@ async def test_a_late_joiner_gets_what_was_sent_to_its_index_alone(make) -> None
 
 
 @both
+@pytest.mark.parametrize("weights", [{0: 7.0}, 7.0])
+async def test_what_was_sent_to_a_worker_while_it_was_away(make, weights) -> None:
+    """It finds that when it comes again: to send it failed, but nothing newer was sent."""
+    scheme, target = make(per_worker_weights=True), models.linear()
+    async with harness.here(scheme, target, sender={"model": models.linear()}) as (sender, worker):
+        again = harness.twin(sender)
+        await worker.aclose()
+        await harness.until(lambda: not sender._sender.peers)
+        for _ in range(2):
+            sent = {0: _weights(7.0)} if isinstance(weights, dict) else _weights(7.0)
+            with pytest.raises(PartialSyncError):
+                await sender.send(sent, worker_ids=0)
+        target = models.linear()
+        again.init_on_receiver(model=target, worker_idx=0)
+        async with again:
+            await again.connect()
+            assert models.filled(target, 7.0)
+            assert again.version == sender.version == 3
+
+
+@both
 async def test_a_worker_that_comes_back_replaces_its_old_link(make) -> None:
     source, targets = models.linear(), [models.linear() for _ in range(2)]
     scheme = make()
@@ -229,8 +252,8 @@ async def test_a_device_map_gives_each_worker_its_own(make) -> None:
     source, targets = models.linear(), [models.linear() for _ in range(3)]
     models.fill(source, 1.0)
 
-    def scaled(idx, model):
-        return TensorDict.from_module(model).data * (idx + 1)
+    def scaled(idx, weights):
+        return weights * (idx + 1)
 
     init = {"model": source, "device_map_fn": scaled}
     async with harness.crowd(make(), targets, sender=init) as (sender, others):
@@ -253,6 +276,99 @@ async def test_a_device_map_gives_each_worker_its_own(make) -> None:
             again.init_on_receiver(model=fresh, worker_idx=1)
             await again.connect()
             assert _values([fresh]) == [8.0]
+
+
+@both
+async def test_a_device_map_gets_tensors_and_no_model(make) -> None:
+    """What is usual there, such as ``.to()``, would change a module in place."""
+    source, targets, kinds = models.linear(), [models.linear() for _ in range(2)], set()
+    models.fill(source, 1.0)
+
+    def double(idx, weights):
+        kinds.add(type(weights))
+        return weights.to(torch.float64).apply(lambda x: x + idx).to(torch.float32)
+
+    options = {"model": source, "device_map_fn": double}
+    async with harness.crowd(make(), targets, sender=options) as (sender, _):
+        models.fill(source, 3.0)
+        await sender.send()
+        assert _values(targets) == [3.0, 4.0]
+    assert kinds == {TensorDict}
+    assert next(source.parameters()).dtype is torch.float32
+    assert models.filled(source, 3.0)
+
+
+@both
+async def test_another_model_takes_the_place_of_the_first(make) -> None:
+    """In the sender, as in the receiver."""
+    first, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": first}) as (sender, _):
+        second, third = models.linear(), models.linear()
+        models.fill(second, 2.0)
+        models.fill(third, 3.0)
+        sender.model = second
+        await sender.send()
+        assert models.filled(target, 2.0)
+        sender.weights = third.state_dict()
+        await sender.send()
+        assert models.filled(target, 3.0)
+        sender.model = second
+        assert float(sender.prepare_weights(None)["weight"].detach()[0, 0]) == 2.0
+        await sender.send()
+        assert models.filled(target, 2.0)
+        with pytest.raises(aiosync.ConfigError, match=r"nn\.Module"):
+            sender.model = "a name"
+        await sender.send()
+        assert models.filled(target, 2.0)
+
+
+@both
+async def test_one_model_is_not_for_workers_with_weights_of_their_own(make) -> None:
+    scheme = make(per_worker_weights=True)
+    scheme.init_on_sender(params_map={0: _weights(1.0), 1: _weights(2.0)})
+    with pytest.raises(aiosync.ConfigError, match="worker_idx: weights"):
+        scheme.model = models.linear()
+    with pytest.raises(aiosync.ConfigError, match="worker_idx: weights"):
+        scheme.weights = _weights(3.0)
+    await scheme.aclose()
+
+
+@both
+async def test_indices_of_other_libraries(make) -> None:
+    source, targets = models.linear(), [models.linear() for _ in range(2)]
+    scheme = make(per_worker_weights=True)
+    options = {"model": source, "num_workers": np.int64(2)}
+    workers = {"worker_idx": None}
+    async with harness.crowd(scheme, targets, sender=options, receiver=workers) as (sender, _):
+        value = 1.0
+        one = (np.int64(1), torch.tensor(1), [np.int64(1)], torch.tensor([1]), np.array([1]), {1})
+        for ids in one:
+            value += 1
+            models.fill(source, value)
+            assert (await sender.send(worker_ids=ids)).acked == {1}
+        assert (await sender.send({np.int64(1): _weights(9.0)})).acked == {1}
+        assert _values(targets)[1] == 9.0
+        assert (await sender.send(worker_ids=np.array([0, 1]))).acked == {0, 1}
+        for ids in ("0", 1.0, [0.0], -1, [None], object()):
+            with pytest.raises(aiosync.ConfigError, match=r"worker_ids|not registered"):
+                await sender.send(worker_ids=ids)
+    other = make()
+    for idx in ("0", -1, 1.0):
+        with pytest.raises(aiosync.ConfigError, match="worker_idx must be an int"):
+            other.init_on_receiver(model=models.linear(), worker_idx=idx)
+    other.init_on_receiver(model=models.linear(), worker_idx=np.int64(3))
+    assert type(other.worker_idx) is int
+
+
+@both
+async def test_an_empty_list_of_workers(make) -> None:
+    """No version is drawn that nobody would ever have."""
+    target = models.linear()
+    options = {"model": models.linear()}
+    async with harness.here(make(require=1), target, sender=options) as (sender, receiver):
+        for report in (await sender.send(worker_ids=[]), await sender.send_nowait(worker_ids=())):
+            assert (report.version, report.acked, report.failed) == (1, frozenset(), {})
+        assert sender.version == receiver.version == 1
 
 
 @both
@@ -339,6 +455,29 @@ async def test_wait_for_version_on_the_sender(make) -> None:
         await handle
         with pytest.raises(aiosync.RecvTimeout, match="version 9"):
             await sender.wait_for_version(9, timeout=0.01)
+
+
+@both
+async def test_nobody_has_what_nobody_is_there_to_have(make) -> None:
+    async with make() as scheme:
+        scheme.init_on_sender(model=models.linear())
+        await scheme.connect()
+        with pytest.raises(aiosync.RecvTimeout):
+            await scheme.wait_for_version(1, timeout=0.05)
+        waiting = asyncio.ensure_future(scheme.wait_for_version(2, timeout=harness.PATIENCE))
+        target = models.linear()
+        worker = harness.twin(scheme)
+        worker.init_on_receiver(model=target)
+        async with worker:
+            await worker.connect()
+        await harness.until(lambda: not scheme._sender.peers)
+        assert not waiting.done()
+        worker = harness.twin(scheme)
+        worker.init_on_receiver(model=target)
+        async with worker:
+            await worker.connect()
+            await scheme.send()
+            assert await waiting == 2
 
 
 @both

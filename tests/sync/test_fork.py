@@ -15,6 +15,7 @@ import torch
 
 import aiosync
 import aiosync.sync
+from aiosync.transports._segment import SegmentView
 from tests.sync import _tools as tools
 
 
@@ -226,3 +227,42 @@ def test_a_copy_made_before_the_fork_is_not_inherited() -> None:
     started = time.monotonic()
     assert _in_child(child) == ""
     assert time.monotonic() - started < tools.PATIENCE
+
+
+def test_a_fork_holds_up_whoever_leaves_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied for the child would be lost half-way, in the child and in the parent."""
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    keep, forget = SegmentView.keep_held, SegmentView.forget_writes
+    spans: list[tuple[float, float]] = []
+    left: list[float] = []
+
+    def slowly(view: SegmentView) -> None:
+        began = time.monotonic()
+        time.sleep(0.1)
+        keep(view)
+        spans.append((began, time.monotonic()))
+
+    def noted(view: SegmentView, index: int) -> None:
+        left.append(time.monotonic())
+        forget(view, index)
+
+    monkeypatch.setattr(SegmentView, "keep_held", slowly)
+    monkeypatch.setattr(SegmentView, "forget_writes", noted)
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            sender.send()
+
+    with tools.pair(tools.SHM, source, target) as (sender, _):
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            for _ in range(5):
+                assert _in_child(lambda: None) == ""
+                time.sleep(0.05)
+        finally:
+            stop.set()
+            sending.join()
+    assert len(spans) >= 5 and len(left) > 10
+    assert not [at for at in left for began, ended in spans if began < at < ended]

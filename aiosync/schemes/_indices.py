@@ -1,0 +1,40 @@
+"""Indices of workers, as users give them. Must not import torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from aiosync.errors import ConfigError
+
+__all__ = ["as_index", "as_indices"]
+
+
+def as_index(name: str, value: Any) -> int:
+    """A count, or the index of a worker: also one of numpy's or torch's integers.
+
+    Raises:
+        ConfigError: It is no integer of at least 0.
+    """
+    try:
+        index = operator.index(value)
+    except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
+        index = -1
+    if index < 0:
+        raise ConfigError(f"{name} must be an int of at least 0, got {value!r}")
+    return index
+
+
+def as_indices(name: str, value: int | Iterable[int]) -> set[int]:
+    """One index, or several.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    try:
+        return {operator.index(value)}  # type: ignore[arg-type]  # a list has none
+    except (TypeError, RuntimeError):
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise ConfigError(f"{name} must be an int or ints, got {value!r}") from None
+        return {as_index(f"an index in {name}", each) for each in value}
