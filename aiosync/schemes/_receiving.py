@@ -238,8 +238,10 @@ class ReceivingScheme(FollowingScheme):
 
         Raises:
             ManifestMismatch: They do not fit; nothing was changed.
-            LocalProtocolError: Not a receiver.
+            LocalProtocolError: Not a receiver, or called inside a forward pass or a
+                :meth:`reading` block, which would see two versions.
             ConfigError: There is no model.
+            SyncTimeout: Another thread's forward pass did not end.
         """
         self._check_open()
         if self._role == "sender":
@@ -251,6 +253,12 @@ class ReceivingScheme(FollowingScheme):
         target = self._resolve_target()
         if target is None:
             raise ConfigError("No model registered")
+
+        if self._guard_object.reading_here:  # which exclusively() does not wait for
+            raise LocalProtocolError(
+                "apply_weights() was called inside a forward pass or a reading() block; call it "
+                "between two of them"
+            )
 
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)

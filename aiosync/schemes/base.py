@@ -179,6 +179,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
+            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
+                is called inside a :meth:`reading` block or a forward pass.
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
