@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
-from aiosync.protocol import VersionClock, validate_require
+from aiosync.protocol import VersionClock, is_seconds, validate_require, validate_timeout
 from aiosync.schemes._context import resolve_model
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -90,7 +90,7 @@ class SchemeCore:
         if guard not in ("forward", "reading"):
             raise ConfigError(f"guard must be 'forward' or 'reading', got {guard!r}")
         validate_require(require)
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (is_seconds(timeout) and timeout > 0):
             raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
         self._strategy = get_strategy(strategy)
         self.strategy_str: str = self._strategy.extract_as
@@ -334,6 +334,8 @@ class SchemeCore:
     # -- checks --------------------------------------------------------------------------------
 
     def _limit(self, timeout: float | None) -> float | None:
+        if timeout is not None:
+            validate_timeout(timeout)
         limit = self.timeout if timeout is None else timeout
         return None if limit is None or limit == float("inf") else limit
 

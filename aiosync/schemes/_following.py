@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError, RecvTimeout
+from aiosync.protocol import validate_timeout
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._reading import is_held_by_caller
 from aiosync.schemes.handles import AppliedUpdate
@@ -34,6 +35,7 @@ class FollowingScheme(SchemeCore):
 
         Raises:
             ApplyError: ``apply="manual"`` and the staged update does not fit the model.
+            ConfigError: The timeout is no number.
             PeerClosed: The trainer went away.
             LocalProtocolError: Not a connected receiver, or it would wait inside a
                 :meth:`reading` block or a forward pass of its own, which holds the update back.
@@ -42,6 +44,8 @@ class FollowingScheme(SchemeCore):
             Class A.
         """
         receiver = self._require_receiver("receive")
+        if timeout is not None:
+            validate_timeout(timeout)
         manual = self.apply == "manual"
 
         def arrived() -> bool:
@@ -135,6 +139,7 @@ class FollowingScheme(SchemeCore):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
+            ConfigError: The timeout is no number.
             LocalProtocolError: Not a connected receiver; or something newer came that cannot be
                 applied, as this is called inside a :meth:`reading` block or a forward pass.
 

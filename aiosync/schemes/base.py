@@ -110,7 +110,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         Raises:
             ConnectTimeout: Somebody did not come in time; the message says who.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently, or a live worker has the index.
+            ConfigError: The two sides are set up differently, a live worker has the index, or the
+                timeout is no number.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
@@ -136,9 +137,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             raise LocalProtocolError(
                 "Cannot specify weights on receiver side during synchronization."
             )
+        limit = self._limit(timeout)
         self._loop = asyncio.get_running_loop()
         self._connecting = asyncio.current_task()
-        limit = self._limit(timeout)
         try:
             if self._role == "sender":
                 await self._connect_sender(weights, limit, processes)
@@ -179,6 +180,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
+            ConfigError: The timeout is no number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.
         """
@@ -209,6 +211,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the update was refused.
             PartialSyncError: Sender: a worker refused ``version``, or died before it had it.
+            ConfigError: The timeout is no number.
 
         Cancellation:
             Class A.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,3 +361,49 @@ def test_without_uvloop() -> None:
         check=False,
     )
     assert done.stdout == "good\n", done.stderr
+
+
+_NO_TIMEOUTS = [float("nan"), np.float32("nan"), "5", True, [1], 1j]
+
+
+@pytest.mark.parametrize("timeout", _NO_TIMEOUTS, ids=repr)
+@both
+def test_a_timeout_of_a_scheme_that_is_no_number(make, timeout) -> None:
+    with pytest.raises(aiosync.ConfigError, match="timeout must be positive seconds or None"):
+        make(timeout=timeout)
+    for module in (aiosync, aiosync.sync):
+        with pytest.raises(aiosync.ConfigError, match="timeout must be"):
+            getattr(module, make.__name__)(timeout=timeout)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("timeout", _NO_TIMEOUTS, ids=repr)
+@both
+async def test_a_timeout_of_a_call_that_is_no_number(make, timeout) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        receiver,
+    ):
+        for call in (
+            sender.send,
+            lambda timeout: sender.send_nowait(timeout=timeout),
+            lambda timeout: sender.wait_for_version(9, timeout=timeout),
+            lambda timeout: sender.wait_staged(9, timeout=timeout),
+            lambda timeout: receiver.wait_for_version(9, timeout=timeout),
+            lambda timeout: receiver.wait_staged(9, timeout=timeout),
+            lambda timeout: receiver.pull(min_version=9, timeout=timeout),
+            receiver.receive,
+            sender.ready.wait,
+        ):
+            with pytest.raises(aiosync.ConfigError, match="timeout is .*: pass seconds"):
+                await call(timeout=timeout)
+        assert (sender.version, receiver.version) == (1, 1)  # nothing was sent
+        for good in (None, 30, np.float32(30), np.int64(30), float("inf")):
+            await sender.send(timeout=good)
+        assert receiver.version == 6
+    scheme = make()
+    scheme.init_on_sender(model=models.linear())
+    with pytest.raises(aiosync.ConfigError, match="timeout is"):
+        await scheme.connect(timeout=timeout)
+    await scheme.connect(timeout=0.01)  # nothing had begun
+    await scheme.aclose()
