@@ -20,6 +20,7 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
+    SyncTimeout,
     TransportClosed,
 )
 from aiosync.schemes._receiving import ReceivingScheme
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["WeightSyncScheme"]
+
+_PATIENCE_SECONDS = 30.0
 
 
 class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
@@ -253,8 +256,14 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded.
 
         A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
-        see ``PeerClosed``.
+        see ``PeerClosed``. Called on another loop while the scheme's own runs, it has that one
+        close, and waits; cancelling it then ends only the wait.
+
+        Raises:
+            SyncTimeout: The scheme's own loop, in another thread, did not turn.
         """
+        if await self._closed_elsewhere():
+            return
         if self._pid != os.getpid():
             self.abort()  # forked: the tasks are the parent's, and nothing runs them here
             return
@@ -270,6 +279,35 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 await self._receiver.aclose()
         finally:
             self._abort_unused_links()
+
+    async def _closed_elsewhere(self) -> bool:
+        """Have the scheme's own loop close it, if that runs and is not this one.
+
+        Its tasks and links belong to that loop, which another thread's calls would confuse.
+        """
+        loop = self._loop
+        if loop is None or self._closed or self._pid != os.getpid():
+            return False
+        if loop is asyncio.get_running_loop() or not loop.is_running():
+            return False
+        closing = self.aclose()
+        try:
+            done = asyncio.run_coroutine_threadsafe(closing, loop)
+        except RuntimeError:  # it was closed this moment
+            closing.close()
+            return False
+        # wait() does not cancel what it waits for: nothing stays half closed.
+        waiting = asyncio.wrap_future(done)
+        if not (await asyncio.wait([waiting], timeout=_PATIENCE_SECONDS))[0]:
+            raise SyncTimeout(
+                "the event loop of this scheme, in another thread, did not close it within "
+                f"{_PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
+            )
+        if waiting.cancelled():  # that loop has ended, and its tasks with it
+            self.abort()
+        else:
+            waiting.result()
+        return True
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
