@@ -19,6 +19,7 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, is_seconds, validate_require, validate_timeout
 from aiosync.schemes._context import resolve_model
+from aiosync.schemes._guard_hooks import takes_hooks
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
@@ -375,11 +376,13 @@ class SchemeCore:
             )
 
     def _check_guard(self, target: Any) -> None:
-        if target is None or isinstance(target, nn.Module):
+        module = isinstance(target, nn.Module)
+        if target is None or (module and takes_hooks(target)):
             return
         if self.apply == "auto" and self.guard == "forward":
+            lacks = "takes no forward hooks" if module else "has no forward pass to guard"
             raise ConfigError(
-                f"a {type(target).__name__} has no forward pass to guard: construct the scheme "
+                f"a {type(target).__name__} {lacks}: construct the scheme "
                 "with guard='reading' and read inside `with scheme.reading():`, or with "
                 "apply='manual' and call apply_pending()"
             )

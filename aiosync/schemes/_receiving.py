@@ -10,6 +10,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from torch import nn
+
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -88,7 +90,8 @@ class ReceivingScheme(FollowingScheme):
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target
-                without forward hooks needs ``guard="reading"`` or ``apply="manual"``.
+                without forward hooks, such as a scripted module, needs ``guard="reading"``
+                or ``apply="manual"``.
             LocalProtocolError: This object has a role already.
         """
         self._check_role("init_on_receiver")
@@ -118,6 +121,8 @@ class ReceivingScheme(FollowingScheme):
         started = self._loop.time()
         if worker_idx is not None:
             self._worker_idx = worker_idx
+        if isinstance(model := self._resolve_target(), nn.Module):  # may be the context's
+            self._check_guard(model)
         transport = await self._reach(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,

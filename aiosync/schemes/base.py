@@ -113,8 +113,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         Raises:
             ConnectTimeout: Somebody did not come in time; the message says who.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently, a live worker has the index, or the
-                timeout is no number.
+            ConfigError: The two sides are set up differently, a live worker has the index, the
+                timeout is no number, or the context's model takes no forward hooks.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.

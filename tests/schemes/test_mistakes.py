@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -407,3 +408,62 @@ async def test_a_timeout_of_a_call_that_is_no_number(make, timeout) -> None:
         await scheme.connect(timeout=timeout)
     await scheme.connect(timeout=0.01)  # nothing had begun
     await scheme.aclose()
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants torch.compile to be used
+        return torch.jit.script(models.linear())
+
+
+class _Owner:
+    def __init__(self, policy) -> None:
+        self.policy = policy
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_scripted_model_takes_no_forward_hooks(make, scripted) -> None:
+    scheme = make()
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+        scheme.init_on_receiver(model=scripted)
+    scheme.init_on_receiver(model_id="policy", context=(owner := _Owner(scripted)))
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+        await scheme.connect(timeout=0.5)
+    await scheme.aclose()
+    del owner
+    for options in ({"guard": "reading"}, {"apply": "manual"}):
+        source = models.linear()
+        models.fill(source, 3.0)
+        target = copy.deepcopy(scripted)
+        async with harness.here(make(**options), target, sender={"model": source}) as (
+            sender,
+            receiver,
+        ):
+            assert target(torch.ones(4)).tolist() == [15.0, 15.0]
+            models.fill(source, 1.0)
+            handle = sender.send_nowait()
+            await receiver.receive(timeout=harness.PATIENCE)
+            await handle
+            assert target(torch.ones(4)).tolist() == [5.0, 5.0]
+            receiver.model = copy.deepcopy(scripted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch wants torch.compile to be used
+@pytest.mark.asyncio
+@both
+async def test_a_traced_model_is_guarded(make) -> None:
+    source = models.linear()
+    target = torch.jit.trace(models.linear(), torch.zeros(4))
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        seen = []
+        hook = target.register_forward_pre_hook(
+            lambda *_: seen.append(receiver._guard_object.reading_here)
+        )
+        target(torch.zeros(4))
+        hook.remove()
+        assert seen == [True]
+        models.fill(source, 1.0)
+        await sender.send()
+        assert target(torch.ones(4)).tolist() == [5.0, 5.0]
