@@ -467,3 +467,25 @@ async def test_a_traced_model_is_guarded(make) -> None:
         models.fill(source, 1.0)
         await sender.send()
         assert target(torch.ones(4)).tolist() == [5.0, 5.0]
+
+
+@pytest.mark.asyncio
+async def test_a_timeout_that_is_no_number_without_synchronisation() -> None:
+    sender, receiver = (aiosync.NoWeightSyncScheme() for _ in range(2))
+    sender.init_on_sender(model=models.linear())
+    receiver.init_on_receiver(model=models.linear())
+    for scheme in (sender, receiver):
+        with pytest.raises(aiosync.ConfigError, match="timeout is"):
+            await scheme.connect(timeout="5")
+        await scheme.connect()
+    for call in (
+        sender.send,
+        lambda timeout: sender.send_nowait(timeout=timeout),
+        receiver.receive,
+        lambda timeout: receiver.wait_for_version(0, timeout=timeout),
+        lambda timeout: receiver.wait_staged(0, timeout=timeout),
+    ):
+        with pytest.raises(aiosync.ConfigError, match="timeout is"):
+            await call(timeout=float("nan"))
+    await sender.aclose()
+    await receiver.aclose()
