@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from aiosync.protocol.aggregate import SendTracker, validate_require
 from aiosync.protocol.chunks import Assembly, ChunkPlan, Verdict
-from aiosync.protocol.deadline import Deadline
+from aiosync.protocol.deadline import Deadline, is_seconds, validate_timeout
 from aiosync.protocol.outbox import Outbox, Outcome, OutcomeKind
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
 
@@ -25,6 +25,8 @@ __all__ = [
     "SendTracker",
     "Verdict",
     "VersionClock",
+    "is_seconds",
     "new_epoch",
     "validate_require",
+    "validate_timeout",
 ]

@@ -5,11 +5,33 @@ This module must never import asyncio, anyio or torch, and reads no clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "is_seconds", "validate_timeout"]
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether this is a real number that deadlines can be made of; infinity is one, too."""
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def validate_timeout(timeout: Any) -> None:
+    """Check what a call was given as its timeout, before it does anything.
+
+    A NaN is neither before nor after any time: it would wait for ever.
+
+    Raises:
+        ConfigError: It is no real number.
+    """
+    if not is_seconds(timeout):
+        raise ConfigError(
+            f"timeout is {timeout!r}: pass seconds as a number, math.inf to wait for ever, or None"
+        )
 
 
 @dataclass(frozen=True, slots=True)

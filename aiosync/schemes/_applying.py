@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.protocol import Inbox
+from aiosync.schemes._guard_hooks import takes_hooks
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
@@ -300,7 +301,7 @@ class Applying(abc.ABC):
         self._guard_forwards(model)
 
     def _guard_forwards(self, model: Any) -> None:
-        if self._install_hooks and hasattr(model, "register_forward_hook"):
+        if self._install_hooks and takes_hooks(model):
             self.guard.install(model)
         else:
             self.guard.uninstall()

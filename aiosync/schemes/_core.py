@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
-from aiosync.protocol import VersionClock, validate_require
+from aiosync.protocol import VersionClock, is_seconds, validate_require, validate_timeout
 from aiosync.schemes._context import resolve_model
+from aiosync.schemes._guard_hooks import takes_hooks
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
@@ -90,7 +91,7 @@ class SchemeCore:
         if guard not in ("forward", "reading"):
             raise ConfigError(f"guard must be 'forward' or 'reading', got {guard!r}")
         validate_require(require)
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (is_seconds(timeout) and timeout > 0):
             raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
         self._strategy = get_strategy(strategy)
         self.strategy_str: str = self._strategy.extract_as
@@ -344,6 +345,8 @@ class SchemeCore:
     # -- checks --------------------------------------------------------------------------------
 
     def _limit(self, timeout: float | None) -> float | None:
+        if timeout is not None:
+            validate_timeout(timeout)
         limit = self.timeout if timeout is None else timeout
         return None if limit is None or limit == float("inf") else limit
 
@@ -383,11 +386,13 @@ class SchemeCore:
             )
 
     def _check_guard(self, target: Any) -> None:
-        if target is None or isinstance(target, nn.Module):
+        module = isinstance(target, nn.Module)
+        if target is None or (module and takes_hooks(target)):
             return
         if self.apply == "auto" and self.guard == "forward":
+            lacks = "takes no forward hooks" if module else "has no forward pass to guard"
             raise ConfigError(
-                f"a {type(target).__name__} has no forward pass to guard: construct the scheme "
+                f"a {type(target).__name__} {lacks}: construct the scheme "
                 "with guard='reading' and read inside `with scheme.reading():`, or with "
                 "apply='manual' and call apply_pending()"
             )

@@ -295,6 +295,8 @@ class EngineScheme(StreamReceiving):
 
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`."""
+        if await self._closed_elsewhere():
+            return
         links = list(self._beside_links)
         try:
             await super().aclose()

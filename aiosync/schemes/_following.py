@@ -6,9 +6,12 @@ Must not import the sender's half.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError, RecvTimeout
+from aiosync.protocol import validate_timeout
 from aiosync.schemes._core import SchemeCore
+from aiosync.schemes._reading import is_held_by_caller
 from aiosync.schemes.handles import AppliedUpdate
 from aiosync.schemes.receiver import WeightReceiver
 
@@ -32,13 +35,17 @@ class FollowingScheme(SchemeCore):
 
         Raises:
             ApplyError: ``apply="manual"`` and the staged update does not fit the model.
+            ConfigError: The timeout is no number.
             PeerClosed: The trainer went away.
-            LocalProtocolError: Not a connected receiver.
+            LocalProtocolError: Not a connected receiver, or it would wait inside a
+                :meth:`reading` block or a forward pass of its own, which holds the update back.
 
         Cancellation:
             Class A.
         """
         receiver = self._require_receiver("receive")
+        if timeout is not None:
+            validate_timeout(timeout)
         manual = self.apply == "manual"
 
         def arrived() -> bool:
@@ -57,6 +64,7 @@ class FollowingScheme(SchemeCore):
                     receiver.check()
                     return None
             else:
+                self._check_not_inside("receive", receiver, arrived)
                 await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
         except RecvTimeout:
             return None
@@ -83,6 +91,8 @@ class FollowingScheme(SchemeCore):
                 raise apply_error(*receiver.refused) from receiver.refused[1]
             return False
 
+        if limit is None or limit > 0:
+            self._check_not_inside("wait_for_version", receiver, reached)
         await receiver.wait_until(reached, timeout=limit, late=late)
         return receiver.inbox.version
 
@@ -129,7 +139,9 @@ class FollowingScheme(SchemeCore):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
-            LocalProtocolError: Not a connected receiver.
+            ConfigError: The timeout is no number.
+            LocalProtocolError: Not a connected receiver; or something newer came that cannot be
+                applied, as this is called inside a :meth:`reading` block or a forward pass.
 
         Cancellation:
             Class A; the update may still come.
@@ -141,6 +153,8 @@ class FollowingScheme(SchemeCore):
         inbox, manual = receiver.inbox, self.apply == "manual"
         before, answers = (inbox.epoch, inbox.version), receiver.wishes.answers
         receiver.refused = None
+        if least > inbox.version:
+            self._check_not_inside("pull", receiver, lambda: False)
         receiver.wishes.add(least)
 
         def arrived() -> bool:
@@ -148,12 +162,25 @@ class FollowingScheme(SchemeCore):
                 receiver.apply_soon()
             if receiver.refused is not None:
                 raise apply_error(*receiver.refused) from receiver.refused[1]
+            if receiver.has_staged:
+                self._check_not_inside("pull", receiver, lambda: False)
             if inbox.version < least or receiver.has_staged or inbox.lag:
                 return False
             return receiver.wishes.answers != answers or (inbox.epoch, inbox.version) != before
 
         await receiver.wait_until(arrived, timeout=limit, late=late)
         return inbox.version
+
+    def _check_not_inside(
+        self, method: str, receiver: WeightReceiver, condition: Callable[[], bool]
+    ) -> None:
+        """Raise if ``condition`` needs an update that the caller's own read holds back."""
+        if is_held_by_caller(self._guard_object) and not condition():
+            receiver.check()
+            raise LocalProtocolError(
+                f"{method}() was called inside a reading() block or a forward pass, which keeps "
+                "updates from being applied: it would wait for ever. Call it after the block"
+            )
 
     def _require_receiver(self, method: str) -> WeightReceiver:
         self._check_open()

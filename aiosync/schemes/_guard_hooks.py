@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiosync.schemes.guard import Guard
 
-__all__ = ["EnterHook", "LeaveHook", "never_traced"]
+__all__ = ["EnterHook", "LeaveHook", "never_traced", "takes_hooks"]
 
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
 
@@ -42,6 +42,12 @@ def never_traced(function: _F) -> _F:
             strategy = frames._FrameExecStrategy(skip, skip)
             frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def takes_hooks(model: object) -> bool:
+    """Whether a guard can be told of the forward passes of this; a scripted module has no hooks."""
+    kind = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
+    return hasattr(model, "register_forward_hook") and not isinstance(model, kind)
 
 
 class _Hook:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiosync.schemes.guard import Guard
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "is_held_by_caller", "on_behalf_of_reader"]
 
 _reading: ContextVar[tuple[int, ...]] = ContextVar("aiosync_reading", default=())
+_waiting_readers: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting_readers", default=())
 
 
 class Reading:
@@ -32,6 +35,7 @@ class Reading:
 
     def __enter__(self) -> None:
         self._guard.enter()
+        _note_task(self._guard)
 
     def __exit__(
         self,
@@ -39,6 +43,7 @@ class Reading:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        _forget_task(self._guard)
         self._guard.leave()
 
     async def __aenter__(self) -> None:
@@ -46,6 +51,7 @@ class Reading:
         if id(self._guard) not in _reading.get():
             await self._let_update_go_first()
         self._guard.enter()
+        _note_task(self._guard)
         _reading.set((*_reading.get(), id(self._guard)))
 
     async def __aexit__(
@@ -58,6 +64,7 @@ class Reading:
         with contextlib.suppress(ValueError):  # left in another context than it was entered in
             reads.remove(id(self._guard))
         _reading.set(tuple(reads))
+        _forget_task(self._guard)
         self._guard.leave()
 
     async def _let_update_go_first(self) -> None:
@@ -76,3 +83,53 @@ class Reading:
             finally:
                 self._guard.unwatch(wake)
             applied.clear()
+
+
+# -- whose read it is ---------------------------------------------------------------------------
+
+# The guard counts the reads of threads. Of two tasks on one loop, one may wait for an update that
+# the read of the other holds back; but a task that waits inside of its own read waits for ever.
+
+
+def is_held_by_caller(guard: Guard) -> bool:
+    """Whether this very task holds a read, or the thread does that waits for this task.
+
+    What is not certain is not said: a read that one task began and another ended is nobody's.
+    """
+    if id(guard) in _waiting_readers.get():
+        return True
+    tasks = guard.tasks.get(threading.get_ident())
+    return tasks is not None and _current_task() in tasks
+
+
+@contextlib.contextmanager
+def on_behalf_of_reader(guard: Guard) -> Iterator[None]:
+    """What is started inside runs for this thread, which reads and waits for it to end."""
+    token = _waiting_readers.set((*_waiting_readers.get(), id(guard)))
+    try:
+        yield
+    finally:
+        _waiting_readers.reset(token)
+
+
+def _note_task(guard: Guard) -> None:
+    task = _current_task()
+    if task is not None:
+        guard.tasks.setdefault(threading.get_ident(), []).append(task)
+
+
+def _forget_task(guard: Guard) -> None:
+    thread = threading.get_ident()
+    tasks = guard.tasks.get(thread)
+    if tasks is None:
+        return
+    try:
+        tasks.remove(_current_task())  # type: ignore[arg-type]  # None is in no list
+    except ValueError:
+        tasks.clear()  # another one began it, and nobody knows which
+    if not tasks:
+        guard.tasks.pop(thread, None)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from torch import nn
+
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -89,7 +91,8 @@ class ReceivingScheme(FollowingScheme):
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target
-                without forward hooks needs ``guard="reading"`` or ``apply="manual"``.
+                without forward hooks, such as a scripted module, needs ``guard="reading"``
+                or ``apply="manual"``.
             LocalProtocolError: This object has a role already.
         """
         self._check_role("init_on_receiver")
@@ -120,6 +123,8 @@ class ReceivingScheme(FollowingScheme):
         started = self._loop.time()
         if worker_idx is not None:
             self._worker_idx = as_index("worker_idx", worker_idx)
+        if isinstance(model := self._resolve_target(), nn.Module):  # may be the context's
+            self._check_guard(model)
         transport = await self._reach(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,
@@ -240,8 +245,10 @@ class ReceivingScheme(FollowingScheme):
 
         Raises:
             ManifestMismatch: They do not fit; nothing was changed.
-            LocalProtocolError: Not a receiver.
+            LocalProtocolError: Not a receiver, or called inside a forward pass or a
+                :meth:`reading` block, which would see two versions.
             ConfigError: There is no model.
+            SyncTimeout: Another thread's forward pass did not end.
         """
         self._check_open()
         if self._role == "sender":
@@ -253,6 +260,12 @@ class ReceivingScheme(FollowingScheme):
         target = self._resolve_target()
         if target is None:
             raise ConfigError("No model registered")
+
+        if self._guard_object.reading_here:  # which exclusively() does not wait for
+            raise LocalProtocolError(
+                "apply_weights() was called inside a forward pass or a reading() block; call it "
+                "between two of them"
+            )
 
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)

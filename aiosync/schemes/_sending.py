@@ -200,17 +200,18 @@ class SendingScheme(SchemeCore):
                 says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
                 ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
                 others have the new version.
-            ConfigError: A worker is named that never connected, or the weights cannot travel.
+            ConfigError: A worker is named that never connected, the weights cannot travel, or
+                the timeout is no number.
             LocalProtocolError: Not a connected sender.
 
         Cancellation:
             Class C: the transfer goes on in the background, from the sender's own snapshot.
         """
-        sender = self._require_sender("send")
+        sender, limit = self._require_sender("send"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)
         if weights is not None and worker_ids is None and _is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
-        return await sender.send(planned, worker_ids, self._limit(timeout))
+        return await sender.send(planned, worker_ids, limit)
 
     def send_nowait(
         self,
@@ -233,11 +234,11 @@ class SendingScheme(SchemeCore):
         Returns:
             Await it for the report; it raises what :meth:`send` raises.
         """
-        sender = self._require_sender("send_nowait")
+        sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)
         if worker_ids is None and _is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
-        return sender.send_nowait(planned, worker_ids, self._limit(timeout))
+        return sender.send_nowait(planned, worker_ids, limit)
 
     def _plan(
         self, weights: Any, worker_ids: int | Iterable[int] | None, *, initial: bool = False

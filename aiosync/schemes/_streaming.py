@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiosync.errors import AckTimeout, AiosyncError, ConfigError, RemoteProtocolError
-from aiosync.protocol import ChunkPlan
+from aiosync.protocol import ChunkPlan, is_seconds
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
@@ -42,7 +42,8 @@ class Streaming:
 
     def __post_init__(self) -> None:
         ChunkPlan(0, self.chunk_nbytes)
-        if self.stall_timeout is not None and not self.stall_timeout > 0:
+        stall = self.stall_timeout
+        if stall is not None and not (is_seconds(stall) and stall > 0):
             raise ConfigError(
                 f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}"
             )

@@ -9,6 +9,7 @@ of aiosync.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -50,7 +51,11 @@ class TaskOwner:
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
     def abort(self) -> None:
-        """Cancel every task without waiting."""
-        for task in self._tasks:
-            if not task.get_loop().is_closed():
+        """Cancel every task without waiting. May be called from any thread."""
+        for task in tuple(self._tasks):
+            loop = task.get_loop()
+            if loop.is_running() and asyncio._get_running_loop() is not loop:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: so are the tasks
+                    loop.call_soon_threadsafe(task.cancel)
+            elif not loop.is_closed():
                 task.cancel()

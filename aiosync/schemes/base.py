@@ -20,6 +20,7 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
+    SyncTimeout,
     TransportClosed,
 )
 from aiosync.schemes._receiving import ReceivingScheme
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["WeightSyncScheme"]
+
+_PATIENCE_SECONDS = 30.0
 
 
 class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
@@ -110,7 +113,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         Raises:
             ConnectTimeout: Somebody did not come in time; the message says who.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently, or a live worker has the index.
+            ConfigError: The two sides are set up differently, a live worker has the index, the
+                timeout is no number, or the context's model takes no forward hooks.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
@@ -136,11 +140,11 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             raise LocalProtocolError(
                 "Cannot specify weights on receiver side during synchronization."
             )
+        limit = self._limit(timeout)
         self._loop = asyncio.get_running_loop()
         self._connecting = task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()
-        limit = self._limit(timeout)
         try:
             if self._role == "sender":
                 await self._connect_sender(weights, limit, processes)
@@ -181,6 +185,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
+            ConfigError: The timeout is no number.
+            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
+                is called inside a :meth:`reading` block or a forward pass.
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
@@ -209,6 +216,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the update was refused.
             PartialSyncError: Sender: a worker refused ``version``, or died before it had it.
+            ConfigError: The timeout is no number.
 
         Cancellation:
             Class A.
@@ -250,8 +258,14 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded.
 
         A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
-        see ``PeerClosed``.
+        see ``PeerClosed``. Called on another loop while the scheme's own runs, it has that one
+        close, and waits; cancelling it then ends only the wait.
+
+        Raises:
+            SyncTimeout: The scheme's own loop, in another thread, did not turn.
         """
+        if await self._closed_elsewhere():
+            return
         if self._pid != os.getpid():
             self.abort()  # forked: the tasks are the parent's, and nothing runs them here
             return
@@ -267,6 +281,35 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 await self._receiver.aclose()
         finally:
             self._abort_unused_links()
+
+    async def _closed_elsewhere(self) -> bool:
+        """Have the scheme's own loop close it, if that runs and is not this one.
+
+        Its tasks and links belong to that loop, which another thread's calls would confuse.
+        """
+        loop = self._loop
+        if loop is None or self._closed or self._pid != os.getpid():
+            return False
+        if loop is asyncio.get_running_loop() or not loop.is_running():
+            return False
+        closing = self.aclose()
+        try:
+            done = asyncio.run_coroutine_threadsafe(closing, loop)
+        except RuntimeError:  # it was closed this moment
+            closing.close()
+            return False
+        # wait() does not cancel what it waits for: nothing stays half closed.
+        waiting = asyncio.wrap_future(done)
+        if not (await asyncio.wait([waiting], timeout=_PATIENCE_SECONDS))[0]:
+            raise SyncTimeout(
+                "the event loop of this scheme, in another thread, did not close it within "
+                f"{_PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
+            )
+        if waiting.cancelled():  # that loop has ended, and its tasks with it
+            self.abort()
+        else:
+            waiting.result()
+        return True
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""

@@ -67,6 +67,7 @@ class Guard:
         self._sleepers = 0  # threads that wait on _changed
         # Open reads of each thread: the frame of a forward, or None for a reading() block.
         self._open: dict[int, list[FrameType | None]] = {}
+        self.tasks: dict[int, list[asyncio.Task[Any]]] = {}  # those in reading() blocks
         # Thread and frame that apply, and what they took from _pending.
         self._applying: tuple[int, FrameType, Callable[[], None] | None] | None = None
         self._pending: Callable[[], None] | None = None

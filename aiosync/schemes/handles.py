@@ -87,6 +87,7 @@ class Ready:
 
         Raises:
             RecvTimeout: Not in time.
+            ConfigError: The timeout is no number.
             PeerClosed: The trainer went away.
             LocalProtocolError: The scheme is not connected.
         """

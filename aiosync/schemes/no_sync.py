@@ -85,10 +85,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             ConfigError: A receiver's model lies on the meta device: nobody would ever give it
-                memory.
+                memory. Or the timeout is no number.
             LocalProtocolError: Before ``init_on_*``.
         """
-        del weights, timeout, processes
+        del weights, processes
+        self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._check_open()
         if self._role is None:
             raise LocalProtocolError(
@@ -108,7 +109,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
     ) -> SendReport:
         """Send nothing."""
-        del weights, worker_ids, timeout
+        del weights, worker_ids
+        self._limit(timeout)
         self._check_connected("send", "sender")
         return SendReport(epoch=0, version=0, acked=frozenset())
 
@@ -120,7 +122,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
     ) -> SendHandle:
         """Send nothing."""
-        del weights, worker_ids, timeout
+        del weights, worker_ids
+        self._limit(timeout)
         self._check_connected("send_nowait", "sender")
         future = asyncio.get_running_loop().create_future()
         future.set_result(SendReport(epoch=0, version=0, acked=frozenset()))
@@ -128,7 +131,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
         """Return ``None`` at once."""
-        del timeout
+        self._limit(timeout)
         self._check_connected("receive", "receiver")
         return None
 
@@ -136,9 +139,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return 0, the only version there is.
 
         Raises:
-            ConfigError: A version above 0 is asked for, which never comes.
+            ConfigError: A version above 0 is asked for, which never comes, or the timeout is no
+                number.
         """
-        del timeout
+        self._limit(timeout)
         if version > 0:
             raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
         return 0

@@ -297,6 +297,8 @@ class RayWeightSyncScheme(EngineScheme):
 
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`."""
+        if await self._closed_elsewhere():
+            return
         if self._pid != os.getpid():
             await super().aclose()  # forked: the rest is the parent's
             return

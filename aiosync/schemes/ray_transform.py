@@ -143,6 +143,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`; the receiver in the actor ends, too."""
+        if await self._closed_elsewhere():
+            return
         remote, self._remote = self._remote, None
         try:
             await super().aclose()

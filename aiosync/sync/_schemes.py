@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.schemes._reading import on_behalf_of_reader
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._attributes import Attributes
 from aiosync.sync._blocking import blocking, direct, initialising, on_loop, option
@@ -180,7 +181,11 @@ class WeightSyncScheme(Attributes):
                 self._tenant = _Tenant(self._scheme, self._owner)
                 self._lease = held = lease(self._tenant)
             self._calls += 1
+        guard = self._scheme._guard_object
         try:
+            if guard.reading_here:  # what waits for an update has to know
+                with on_behalf_of_reader(guard):
+                    return held.call(coroutine)
             return held.call(coroutine)
         finally:
             self._after_call(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
 
@@ -241,3 +242,111 @@ async def test_closing_right_after_another_thread_applied(make) -> None:
         for parameter in target.parameters():
             assert not flat.address <= parameter.data_ptr() < flat.address + flat.nbytes
         assert (await handle).acked == {0}  # it says so before it goes
+
+
+@pytest.mark.parametrize("kind", ["reading", "forward"])
+@pytest.mark.asyncio
+async def test_weights_are_not_changed_by_hand_inside_a_read(kind) -> None:
+    target = _Inside()
+    async with harness.here(
+        aiosync.SharedMemWeightSyncScheme(), target, sender={"model": _Inside()}
+    ) as (_, receiver):
+
+        def change() -> None:
+            for inplace in (True, False):
+                with pytest.raises(aiosync.LocalProtocolError, match="between two of them"):
+                    receiver.apply_weights({"weight": torch.full((1,), 7.0)}, inplace=inplace)
+            assert target.weight.item() == 1.0
+
+        if kind == "forward":
+            target(change)
+        else:
+            with receiver.reading():
+                change()
+        receiver.apply_weights({"weight": torch.full((1,), 7.0)})
+        assert target.weight.item() == 7.0
+
+
+class _Inside(torch.nn.Module):
+    """Calls in its forward what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, call):
+        return call()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_nobody_waits_for_an_update_that_its_own_read_holds_back(asynchronous) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(
+        aiosync.SharedMemWeightSyncScheme(), target, sender={"model": source}
+    ) as (sender, receiver):
+        async with contextlib.AsyncExitStack() as stack:
+            if asynchronous:
+                await stack.enter_async_context(receiver.reading())
+            else:
+                stack.enter_context(receiver.reading())
+            assert (await receiver.receive(timeout=0)) is None
+            assert (await receiver.wait_for_version(1)) == 1
+            assert (await receiver.pull(timeout=harness.PATIENCE)) == 1  # there is nothing newer
+            async with receiver.reading():
+                pass  # a nested block ends nothing
+            handle = sender.send_nowait()
+            async with asyncio.timeout(harness.PATIENCE):
+                for call in (
+                    receiver.receive,
+                    lambda: receiver.receive(timeout=harness.PATIENCE),
+                    lambda: receiver.wait_for_version(2),
+                    lambda: receiver.pull(min_version=2),
+                    receiver.pull,
+                ):
+                    with pytest.raises(aiosync.LocalProtocolError, match="after the block"):
+                        await call()
+            assert (await receiver.receive(timeout=0)) is None
+            with pytest.raises(aiosync.RecvTimeout):
+                await receiver.wait_for_version(2, timeout=0)
+        await handle
+        update = await receiver.receive(timeout=harness.PATIENCE)
+        assert update is not None
+        assert update.version == 2
+
+
+@pytest.mark.asyncio
+async def test_another_task_waits_for_the_end_of_a_read() -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(
+        aiosync.SharedMemWeightSyncScheme(), target, sender={"model": source}
+    ) as (sender, receiver):
+        async with receiver.reading():
+            handle = sender.send_nowait()
+            # One that was started inside of the block knows of it, but does not hold it.
+            waiting = [
+                asyncio.ensure_future(receiver.receive()),
+                asyncio.ensure_future(receiver.wait_for_version(2)),
+                asyncio.ensure_future(receiver.pull(min_version=2)),
+            ]
+            await receiver.wait_staged(2)
+            await asyncio.sleep(0.01)
+            assert not any(task.done() for task in waiting)
+        await asyncio.gather(handle, *waiting)
+
+
+@pytest.mark.asyncio
+async def test_a_read_that_another_task_ended_keeps_nobody_from_waiting() -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(
+        aiosync.SharedMemWeightSyncScheme(), target, sender={"model": source}
+    ) as (sender, receiver):
+        reading = receiver.reading()
+        await reading.__aenter__()
+        await asyncio.create_task(reading.__aexit__(None, None, None))
+        other = receiver.reading()
+        await asyncio.create_task(other.__aenter__())
+        handle = sender.send_nowait()
+        waiting = asyncio.create_task(other.__aexit__(None, None, None))
+        assert (await receiver.wait_for_version(2, timeout=harness.PATIENCE)) == 2
+        await asyncio.gather(handle, waiting)

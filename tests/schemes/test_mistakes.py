@@ -9,8 +9,10 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -391,3 +393,130 @@ def test_without_uvloop() -> None:
         check=False,
     )
     assert done.stdout == "good\n", done.stderr
+
+
+_NO_TIMEOUTS = [float("nan"), np.float32("nan"), "5", True, [1], 1j]
+
+
+@pytest.mark.parametrize("timeout", _NO_TIMEOUTS, ids=repr)
+@both
+def test_a_timeout_of_a_scheme_that_is_no_number(make, timeout) -> None:
+    with pytest.raises(aiosync.ConfigError, match="timeout must be positive seconds or None"):
+        make(timeout=timeout)
+    for module in (aiosync, aiosync.sync):
+        with pytest.raises(aiosync.ConfigError, match="timeout must be"):
+            getattr(module, make.__name__)(timeout=timeout)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("timeout", _NO_TIMEOUTS, ids=repr)
+@both
+async def test_a_timeout_of_a_call_that_is_no_number(make, timeout) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        receiver,
+    ):
+        for call in (
+            sender.send,
+            lambda timeout: sender.send_nowait(timeout=timeout),
+            lambda timeout: sender.wait_for_version(9, timeout=timeout),
+            lambda timeout: sender.wait_staged(9, timeout=timeout),
+            lambda timeout: receiver.wait_for_version(9, timeout=timeout),
+            lambda timeout: receiver.wait_staged(9, timeout=timeout),
+            lambda timeout: receiver.pull(min_version=9, timeout=timeout),
+            receiver.receive,
+            sender.ready.wait,
+        ):
+            with pytest.raises(aiosync.ConfigError, match="timeout is .*: pass seconds"):
+                await call(timeout=timeout)
+        assert (sender.version, receiver.version) == (1, 1)  # nothing was sent
+        for good in (None, 30, np.float32(30), np.int64(30), float("inf")):
+            await sender.send(timeout=good)
+        assert receiver.version == 6
+    scheme = make()
+    scheme.init_on_sender(model=models.linear())
+    with pytest.raises(aiosync.ConfigError, match="timeout is"):
+        await scheme.connect(timeout=timeout)
+    await scheme.connect(timeout=0.01)  # nothing had begun
+    await scheme.aclose()
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants torch.compile to be used
+        return torch.jit.script(models.linear())
+
+
+class _Owner:
+    def __init__(self, policy) -> None:
+        self.policy = policy
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_scripted_model_takes_no_forward_hooks(make, scripted) -> None:
+    scheme = make()
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+        scheme.init_on_receiver(model=scripted)
+    scheme.init_on_receiver(model_id="policy", context=(owner := _Owner(scripted)))
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+        await scheme.connect(timeout=0.5)
+    await scheme.aclose()
+    del owner
+    for options in ({"guard": "reading"}, {"apply": "manual"}):
+        source = models.linear()
+        models.fill(source, 3.0)
+        target = copy.deepcopy(scripted)
+        async with harness.here(make(**options), target, sender={"model": source}) as (
+            sender,
+            receiver,
+        ):
+            assert target(torch.ones(4)).tolist() == [15.0, 15.0]
+            models.fill(source, 1.0)
+            handle = sender.send_nowait()
+            await receiver.receive(timeout=harness.PATIENCE)
+            await handle
+            assert target(torch.ones(4)).tolist() == [5.0, 5.0]
+            receiver.model = copy.deepcopy(scripted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch wants torch.compile to be used
+@pytest.mark.asyncio
+@both
+async def test_a_traced_model_is_guarded(make) -> None:
+    source = models.linear()
+    target = torch.jit.trace(models.linear(), torch.zeros(4))
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        seen = []
+        hook = target.register_forward_pre_hook(
+            lambda *_: seen.append(receiver._guard_object.reading_here)
+        )
+        target(torch.zeros(4))
+        hook.remove()
+        assert seen == [True]
+        models.fill(source, 1.0)
+        await sender.send()
+        assert target(torch.ones(4)).tolist() == [5.0, 5.0]
+
+
+@pytest.mark.asyncio
+async def test_a_timeout_that_is_no_number_without_synchronisation() -> None:
+    sender, receiver = (aiosync.NoWeightSyncScheme() for _ in range(2))
+    sender.init_on_sender(model=models.linear())
+    receiver.init_on_receiver(model=models.linear())
+    for scheme in (sender, receiver):
+        with pytest.raises(aiosync.ConfigError, match="timeout is"):
+            await scheme.connect(timeout="5")
+        await scheme.connect()
+    for call in (
+        sender.send,
+        lambda timeout: sender.send_nowait(timeout=timeout),
+        receiver.receive,
+        lambda timeout: receiver.wait_for_version(0, timeout=timeout),
+        lambda timeout: receiver.wait_staged(0, timeout=timeout),
+    ):
+        with pytest.raises(aiosync.ConfigError, match="timeout is"):
+            await call(timeout=float("nan"))
+    await sender.aclose()
+    await receiver.aclose()

@@ -8,6 +8,7 @@ import copy
 import pytest
 
 import aiosync
+from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.guard import Guard
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -184,3 +185,72 @@ async def test_before_the_next_read() -> None:
     guard.enter()
     guard.leave()
     assert calls == ["called"]
+
+
+@both
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_closing_from_another_loop_leaves_this_one_alone(make, side) -> None:
+    asyncio.get_running_loop().set_debug(True)  # calls of another thread's raise then
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as pair:
+        scheme = pair[side == "receiver"]
+        tasks = asyncio.all_tasks()
+
+        def elsewhere() -> None:
+            with asyncio.Runner() as runner:
+                runner.run(scheme.aclose())
+                runner.run(scheme.aclose())
+
+        async with asyncio.timeout(harness.PATIENCE):
+            await asyncio.to_thread(elsewhere)
+            with pytest.raises(aiosync.TransportClosed):
+                scheme._check_open()
+            await pair[side != "receiver"].aclose()
+            await harness.until(lambda: asyncio.all_tasks() <= tasks)
+        assert models.filled(target, -1.0)
+
+
+@both
+async def test_who_gives_up_closing_from_another_loop_leaves_nothing_half_closed(make) -> None:
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (_, receiver):
+        began, go_on = asyncio.Event(), asyncio.Event()
+        aclose = receiver._receiver.aclose
+
+        async def slowly() -> None:
+            began.set()
+            await go_on.wait()
+            await aclose()
+
+        receiver._receiver.aclose = slowly
+
+        async def cancelled() -> None:
+            closing = asyncio.ensure_future(receiver.aclose())
+            await asyncio.wait([closing], timeout=0.05)
+            closing.cancel()
+            await asyncio.wait([closing])
+            assert closing.cancelled()
+
+        await asyncio.to_thread(asyncio.run, cancelled())
+        assert began.is_set()
+        assert not receiver._receiver._closed
+        go_on.set()
+        await harness.until(lambda: receiver._receiver._closed)
+
+
+async def test_tasks_are_cancelled_from_another_thread() -> None:
+    asyncio.get_running_loop().set_debug(True)
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    owner = TaskOwner(lambda error: None)
+    owner.start(work(), "work")
+    await asyncio.sleep(0)
+    await asyncio.to_thread(owner.abort)
+    async with asyncio.timeout(harness.PATIENCE):
+        await ended.wait()

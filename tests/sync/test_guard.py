@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import aiosync
 from aiosync.schemes.guard import Guard, Reading
 from tests.sync import _tools as tools
 
@@ -645,3 +646,54 @@ def test_a_compiled_module_is_guarded(backend: str, how: str) -> None:
     assert compiled(x).unique().item() == (4 * 2 + 2) * 4 * 2 + 2
     assert guard._open == {}
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["reading", "forward"])
+def test_nobody_waits_for_an_update_that_its_own_thread_holds_back(kind: str) -> None:
+    source, target = Probe(), Probe()
+    for module in (source, target):
+        module.weight = torch.nn.Parameter(torch.ones(1))
+    sender, receiver = tools.roles(tools.SHM, source, target)
+    with sender, receiver:
+        tools.join(sender, receiver)
+
+        def inside() -> None:
+            sender.send_async()
+            assert receiver.receive(timeout=0) is None
+            assert receiver.wait_for_version(1) == 1
+            assert receiver.wait_staged(2) == 2
+            for call in (
+                receiver.receive,
+                lambda: receiver.wait_for_version(2),
+                lambda: receiver.pull(min_version=2),
+                receiver.pull,
+            ):
+                with pytest.raises(aiosync.LocalProtocolError, match="after the block"):
+                    call()
+            with pytest.raises(aiosync.LocalProtocolError, match="between two of them"):
+                receiver.apply_weights({"weight": torch.zeros(1)})
+
+        if kind == "forward":
+            target.inside = inside
+            target()
+        else:
+            with receiver.reading():
+                inside()
+        sender.wait_async()
+        assert receiver.receive().version == 2
+
+
+def test_another_thread_waits_for_the_end_of_a_read() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    sender, receiver = tools.roles(tools.SHM, source, target)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        versions: list[int] = []
+        with receiver.reading():
+            sender.send_async()
+            thread = tools.in_thread(lambda: versions.append(receiver.wait_for_version(2)))
+            receiver.wait_staged(2)
+            assert not versions
+        thread.join(tools.PATIENCE)
+        assert versions == [2]
+        sender.wait_async()

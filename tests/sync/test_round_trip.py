@@ -200,3 +200,24 @@ def test_back_ends_by_name() -> None:
         assert type(aiosync.sync.WeightSyncScheme.from_backend(name)) is twin
     with pytest.raises(aiosync.ConfigError):
         aiosync.sync.WeightSyncScheme.from_backend("carrier pigeon")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "5", True], ids=repr)
+def test_a_timeout_that_is_no_number(timeout: Any) -> None:
+    model = tools.filled(1.0)
+    sender, receiver = tools.roles(tools.SHM, model, tools.filled(0.0))
+    with sender, receiver:
+        tools.join(sender, receiver)
+        for call in (
+            sender.send,
+            sender.send_async,
+            receiver.receive,
+            lambda timeout: receiver.wait_for_version(9, timeout=timeout),
+            lambda timeout: receiver.pull(timeout=timeout),
+            sender.ready.wait,
+        ):
+            with pytest.raises(aiosync.ConfigError, match="timeout is .*: pass seconds"):
+                call(timeout=timeout)
+        assert sender.version == 1
+        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+            sender.wait_async()
