@@ -112,7 +112,7 @@ def replacement(old: torch.Tensor, source: torch.Tensor, *, view: bool) -> torch
 
 
 def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a tensor subclass or a sparse tensor; whatever that raises comes out."""
+    """Copy into any kind of tensor, also a subclass or a sparse one; what that raises comes out."""
     if tensor.layout is not torch.strided:
         source = source.to_sparse(layout=tensor.layout)
     tensor.copy_(source)

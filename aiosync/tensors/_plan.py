@@ -58,7 +58,8 @@ class Plan:
         installs: Tensors that are replaced; the flag says that they become views.
         small: Copied together by torch; below the size at which it uses its thread pool.
         large: Copied byte by byte without the GIL.
-        risky: Tensor subclasses and the like, whose ``copy_()`` may raise.
+        risky: Tensor subclasses and the like, whose ``copy_()`` may raise, and conjugate or
+            negative views, which only ``copy_()`` can write.
         equal: Assignments of which several leaves must be the same.
     """
 
@@ -160,5 +161,7 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.owns.append((tensor, leaf))
         elif tensor.nbytes >= LARGE_NBYTES and same_dtype and is_plain_cpu(tensor):
             plan.large.append((tensor, leaf))
+        elif tensor.is_conj() or tensor.is_neg():
+            plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))

@@ -102,7 +102,10 @@ class Found:
 
 
 class Signature:
-    """Type, dtype, shape, strides and device of a list of tensors, to be compared again."""
+    """Type, dtype, shape, strides and device of a list of tensors, to be compared again.
+
+    Also whether each is a conjugate or negative view, whose memory holds other numbers.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._facts = _facts(tensors)
@@ -123,8 +126,15 @@ class Signature:
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
     getters = attrgetter("dtype", "shape", "device", "layout")
+    # A conjugate view differs from its base in nothing but its flag, not even in its address.
     return [
-        (type(tensor), getters(tensor), tensor.stride() if _is_strided(tensor) else None)
+        (
+            type(tensor),
+            getters(tensor),
+            tensor.stride() if _is_strided(tensor) else None,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         for tensor in tensors
     ]
 

@@ -345,5 +345,6 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = tensor.detach().to(dtype).contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    cast = plain.to(dtype).contiguous().reshape(-1)
     return cast.view(torch.uint8) if cast.numel() else cast

@@ -34,6 +34,19 @@ def test_signature(guarded: bool) -> None:
     assert not look([torch.ones(2, 3), parameter, parameter])
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+def test_signature_of_a_view_that_stands_for_other_numbers(view: Any, guarded: bool) -> None:
+    tensor = torch.randn(3, dtype=torch.complex64)
+    signature, other = Signature([tensor]), Signature([view(tensor)])
+    if not guarded:
+        signature._guards = other._guards = None
+    assert not signature.same([view(tensor)])
+    assert signature.same([tensor])
+    assert other.same([view(tensor)])
+    assert not other.same([tensor])
+
+
 def test_signature_of_nothing() -> None:
     assert Signature([]).same([])
     assert not Signature([]).same([torch.ones(1)])
