@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.tensors._plain import as_bytes
+from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._tensordict import (
     is_tensor_collection,
     is_tensordict,
@@ -129,7 +129,16 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], pool: CopyPool | None) -> None:
-    """Copy plain contiguous CPU tensors of the same dtype without the GIL and without OpenMP."""
+    """Copy into plain contiguous CPU tensors of the same dtype without the GIL, without OpenMP.
+
+    Sources that are not plain (strided, on another device, a conjugate view) are left to torch.
+    """
+    # A buffer's views are plain, but apply_tensors() takes tensors from anywhere: the bytes of
+    # those are in another order, or not in this memory at all.
+    for target, source in pairs:
+        if not is_plain_cpu(source):
+            target.copy_(source)
+    pairs = [pair for pair in pairs if is_plain_cpu(pair[1])]
     if pool is not None:
         pool.copy([(as_bytes(target), as_bytes(source)) for target, source in pairs])
     else:

@@ -112,6 +112,25 @@ def test_large_tensors_are_copied(pool: CopyPool | None) -> None:
     assert all_bits(target) == all_bits(source)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(600, 300).t(),
+        torch.randn(300, 1).expand(300, 600),
+        torch.randn(300, 1200)[:, ::2],
+        torch.randn(300, 600, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(300, 600)),
+        torch.randn(300, 600).as_subclass(Fragile),
+    ],
+    ids=["t", "expand", "step", "conj", "neg", "subclass"],
+)
+def test_large_tensors_of_any_kind_are_copied_from(tensor: torch.Tensor) -> None:
+    leaves = collect({"w": tensor})
+    target = {"w": torch.zeros(300, 600, dtype=tensor.dtype)}
+    Target(target).apply_tensors(Layout.plan(leaves), [tensor], {})
+    assert torch.equal(target["w"], tensor)
+
+
 def test_gradients_and_optimizer_state_are_untouched(copy: bool) -> None:
     source, target = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.Adam(target.parameters())
