@@ -41,6 +41,7 @@ __all__ = [
     "put_value",
     "replacement",
     "storage_of",
+    "write_through",
 ]
 
 Undo: TypeAlias = "list[Callable[[], object]]"
@@ -116,6 +117,14 @@ def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         source = source.to_sparse(layout=tensor.layout)
     tensor.copy_(source)
+
+
+def write_through(place: Place, source: torch.Tensor, undo: Undo) -> None:
+    """Write a tensor of a TensorDict that makes it anew whenever it is asked for it."""
+    owner, key = place.owner, place.key
+    old = owner.get(key).detach().clone()
+    undo.append(lambda: owner.set_(key, old))
+    owner.set_(key, source.to(old.device, old.dtype))  # some write no other dtype
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -26,7 +26,8 @@ from aiosync.tensors._matching import (
     survey,
 )
 from aiosync.tensors._plain import LARGE_NBYTES, is_plain_cpu
-from aiosync.tensors._tree import Signature
+from aiosync.tensors._signature import Signature
+from aiosync.tensors._tree import Place
 from aiosync.tensors.buffer import in_flat_memory
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Plan:
         large: Copied byte by byte without the GIL.
         risky: Tensor subclasses and the like, whose ``copy_()`` may raise, and conjugate or
             negative views, which only ``copy_()`` can write.
+        through: Written through their owners, which make them anew whenever they are asked.
         equal: Assignments of which several leaves must be the same.
     """
 
@@ -75,6 +77,7 @@ class Plan:
     large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    through: list[tuple[Place, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
     layout: Layout | None = None
     only_flips: bool = False
@@ -114,6 +117,7 @@ def make_plan(
         or plan.large
         or plan.inference
         or plan.risky
+        or plan.through
         or plan.equal
         or plan.has_values
     )
@@ -132,6 +136,9 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
         same_dtype = tensor.dtype is layout.dtypes[leaf]
         if assignment.equal:
             plan.equal.append(assignment)
+        if spot.places[0].through:
+            plan.through += [(place, leaf) for place in spot.places]
+            continue
         if tensor.is_meta or mode is Mode.REPLACE:
             view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
             view = view and flipped.setdefault(leaf, spot) is spot

@@ -161,7 +161,9 @@ class Target:
         plan = self._plan
         if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
             return False
-        if plan.risky or plan.inference or plan.equal or plan.has_values or not plan.valid():
+        if plan.risky or plan.through or plan.inference or plan.equal or plan.has_values:
+            return False
+        if not plan.valid():
             return False
         copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
         return copied <= _QUICK_NBYTES
@@ -244,6 +246,8 @@ class Target:
         for tensor, leaf in plan.risky:
             changes.back_up(tensor, undo)
             changes.copy_risky(tensor, sources[leaf])
+        for place, leaf in plan.through:
+            changes.write_through(place, sources[leaf], undo)
         for spot, tensor in new:
             for place in spot.places:
                 changes.put(self.target, place, tensor, undo)
@@ -321,6 +325,8 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spo
 
 def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy sources that lie in memory of the target, where an earlier copy may write."""
+    if plan.through:  # nobody knows where those owners write to
+        return [source.clone() for source in sources]
     written = {changes.storage_of(assignment.spot.tensor) for assignment in plan.match.assignments}
     written.discard(0)
     return [

@@ -17,8 +17,9 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
 from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
+from aiosync.tensors._signature import Signature
 from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, Signature, outline
+from aiosync.tensors._tree import Found, ModuleTree, outline
 from aiosync.tensors.copying import CopyPool, copy_blocks
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves

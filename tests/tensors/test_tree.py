@@ -10,7 +10,8 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from aiosync.tensors import FlatBuffer, buffer
-from aiosync.tensors._tree import ModuleTree, Signature, find_nested, outline
+from aiosync.tensors._signature import Signature
+from aiosync.tensors._tree import ModuleTree, find_nested, outline
 from tests.tensors._models import Everything, packed
 
 
