@@ -90,6 +90,11 @@ class Plan:
         """Whether the target is still what it was when the plan was made. Cheap."""
         return self.survey.unchanged() and self.signature.same(self.survey.tensors)
 
+    def valid_for(self, values: Mapping[str, Any]) -> bool:
+        """The same, and whether the values that must be equal on both sides were sent so again."""
+        equal = self.match.equal_values
+        return self.valid() and all(values[name] == value for name, value in equal.items())
+
 
 def make_plan(
     target: nn.Module | TensorDictBase | dict[str, Any],

@@ -74,7 +74,7 @@ class Target:
         """
         plan = self._plan
         facts = self._facts(layout, values)
-        if plan is None or self._key is None or self._key[1] != facts or not plan.valid():
+        if plan is None or self._key is None or self._key[1] != facts or not plan.valid_for(values):
             match(survey(self.target), layout, values, strict=self.strict)
 
     def apply_(
@@ -193,7 +193,7 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid():
+        if plan is not None and self._key == key and plan.valid_for(values):
             return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
