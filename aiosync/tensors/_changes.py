@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.tensors._plain import as_bytes
+from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._tensordict import (
     is_tensor_collection,
     is_tensordict,
@@ -41,6 +41,7 @@ __all__ = [
     "put_value",
     "replacement",
     "storage_of",
+    "write_through",
 ]
 
 Undo: TypeAlias = "list[Callable[[], object]]"
@@ -114,10 +115,18 @@ def replacement(old: torch.Tensor, source: torch.Tensor, *, view: bool) -> torch
 
 
 def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a tensor subclass or a sparse tensor; whatever that raises comes out."""
+    """Copy into any kind of tensor, also a subclass or a sparse one; what that raises comes out."""
     if tensor.layout is not torch.strided:
         source = source.to_sparse(layout=tensor.layout)
     tensor.copy_(source)
+
+
+def write_through(place: Place, source: torch.Tensor, undo: Undo) -> None:
+    """Write a tensor of a TensorDict that makes it anew whenever it is asked for it."""
+    owner, key = place.owner, place.key
+    old = owner.get(key).detach().clone()
+    undo.append(lambda: owner.set_(key, old))
+    owner.set_(key, source.to(old.device, old.dtype))  # some write no other dtype
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -131,7 +140,16 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], pool: CopyPool | None) -> None:
-    """Copy plain contiguous CPU tensors of the same dtype without the GIL and without OpenMP."""
+    """Copy into plain contiguous CPU tensors of the same dtype without the GIL, without OpenMP.
+
+    Sources that are not plain (strided, on another device, a conjugate view) are left to torch.
+    """
+    # A buffer's views are plain, but apply_tensors() takes tensors from anywhere: the bytes of
+    # those are in another order, or not in this memory at all.
+    for target, source in pairs:
+        if not is_plain_cpu(source):
+            target.copy_(source)
+    pairs = [pair for pair in pairs if is_plain_cpu(pair[1])]
     if pool is not None:
         pool.copy([(as_bytes(target), as_bytes(source)) for target, source in pairs])
     else:

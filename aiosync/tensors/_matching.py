@@ -5,7 +5,7 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.tensors._finding import group_tied
+from aiosync.tensors._finding import group_tied, memory_key
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Place, find_nested, is_extra_state, unwrap
 from aiosync.tensors._values import referenced
 from aiosync.tensors.layout import Layout
+from aiosync.wire import encode_values
 
 __all__ = ["Assignment", "Match", "Spot", "Survey", "match", "survey"]
 
@@ -141,11 +142,13 @@ class Match:
         assignments: For the tensors.
         values: (place, name) for each value that is applied.
         tensor_values: (place, leaf index) for extra states of modules that are bare tensors.
+        equal_values: Values that nothing can put into the target, and that it has as well.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     values: list[tuple[Place, str]] = field(default_factory=list)
     tensor_values: list[tuple[Place, int]] = field(default_factory=list)
+    equal_values: dict[str, Any] = field(default_factory=dict)
 
 
 _STRICT_HINT = (
@@ -156,6 +159,9 @@ _STRICT_HINT = (
 
 def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: bool) -> Match:
     """Decide what goes where.
+
+    A module whose ``state_dict()`` is not the standard one is also found by the names that it
+    has there. Values that a hook adds there are accepted if they are the same on both sides.
 
     Args:
         found: What the target has.
@@ -172,15 +178,19 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
         for alias in leaf.aliases:
             index[alias] = position
     result = Match()
+    inner = inner_names(values)
+    sent = index.keys() | values.keys()
+    aliases, own_values = _state_dict_names(found, sent - inner)
     missing: list[str] = []
     mismatched: dict[str, str] = {}
     taken: set[str] = set()
     for spot in found.spots:
-        names = [place.name for place in spot.places]
+        own = [place.name for place in spot.places]
+        names = own + aliases.get(id(spot), [])
         positions = list(dict.fromkeys(index[name] for name in names if name in index))
         if not positions:
             if not spot.optional:
-                missing.extend(names)
+                missing.extend(own)
             continue
         taken.update(names)
         for position in positions:
@@ -201,7 +211,10 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing.append(name)
             continue
         taken.add(name)
-    inner = inner_names(values)
+    for name in own_values.keys() & values.keys() - taken:
+        if own_values[name] == values[name]:
+            result.equal_values[name] = values[name]
+            taken.add(name)
     unexpected = [name for name in [*index, *values] if name not in taken and name not in inner]
     lost = sorted(inner - index.keys())
     if mismatched or lost or (strict and (missing or unexpected)):
@@ -216,6 +229,43 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing=missing, unexpected=unexpected, hint="They have no name in common."
         )
     return result
+
+
+def _state_dict_names(found: Survey, sent: Set[str]) -> tuple[dict[int, list[str]], dict[str, Any]]:
+    """Return what a module calls its tensors in its ``state_dict()`` only, and the values there.
+
+    Empty where there are no hooks, and where what was sent has no unknown names: calling
+    ``state_dict()`` may be slow.
+
+    Returns:
+        Names by the id of the spot, and values, packed, by name.
+    """
+    tree = found.tree
+    known = {place.name for place in found.found.places} | found.values.keys()
+    if tree is None or sent <= known or tree.standard_state_dict():
+        return {}, {}
+    try:
+        own = find_nested(_own_state_dict(tree.root))
+        own_values = encode_values(own.values) if own.values else {}
+    except ConfigError:  # holds what cannot travel; then nobody has sent it either
+        return {}, {}
+    # By memory as well: without keep_vars, the tensors are other objects.
+    by_object = {id(spot.tensor): spot for spot in found.spots}
+    by_memory = {memory_key(spot.tensor): spot for spot in found.spots}
+    by_memory.pop(None, None)
+    names: dict[int, list[str]] = {}
+    for place, tensor in zip(own.places, own.tensors, strict=True):
+        spot = by_object.get(id(tensor)) or by_memory.get(memory_key(tensor))
+        if spot is not None and place.name not in known:
+            names.setdefault(id(spot), []).append(place.name)
+    return names, own_values
+
+
+def _own_state_dict(module: nn.Module) -> Any:
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # overridden, without the argument
+        return module.state_dict()
 
 
 def inner_names(values: Mapping[str, Any]) -> frozenset[str]:

@@ -26,7 +26,8 @@ from aiosync.tensors._matching import (
     survey,
 )
 from aiosync.tensors._plain import LARGE_NBYTES, is_plain_cpu
-from aiosync.tensors._tree import Signature
+from aiosync.tensors._signature import Signature
+from aiosync.tensors._tree import Place
 from aiosync.tensors.buffer import in_flat_memory
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class Plan:
         installs: Tensors that are replaced; the flag says that they become views.
         small: Copied together by torch; below the size at which it uses its thread pool.
         large: Copied byte by byte without the GIL.
-        risky: Tensor subclasses and the like, whose ``copy_()`` may raise.
+        risky: Tensor subclasses and the like, whose ``copy_()`` may raise, and conjugate or
+            negative views, which only ``copy_()`` can write.
+        through: Written through their owners, which make them anew whenever they are asked.
         equal: Assignments of which several leaves must be the same.
     """
 
@@ -74,6 +77,7 @@ class Plan:
     large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    through: list[tuple[Place, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
     layout: Layout | None = None
     only_flips: bool = False
@@ -85,6 +89,11 @@ class Plan:
     def valid(self) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""
         return self.survey.unchanged() and self.signature.same(self.survey.tensors)
+
+    def valid_for(self, values: Mapping[str, Any]) -> bool:
+        """The same, and whether the values that must be equal on both sides were sent so again."""
+        equal = self.match.equal_values
+        return self.valid() and all(values[name] == value for name, value in equal.items())
 
 
 def make_plan(
@@ -113,6 +122,7 @@ def make_plan(
         or plan.large
         or plan.inference
         or plan.risky
+        or plan.through
         or plan.equal
         or plan.has_values
     )
@@ -131,6 +141,9 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
         same_dtype = tensor.dtype is layout.dtypes[leaf]
         if assignment.equal:
             plan.equal.append(assignment)
+        if spot.places[0].through:
+            plan.through += [(place, leaf) for place in spot.places]
+            continue
         if tensor.is_meta or mode is Mode.REPLACE:
             view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
             view = view and flipped.setdefault(leaf, spot) is spot
@@ -160,5 +173,7 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.owns.append((tensor, leaf))
         elif tensor.nbytes >= LARGE_NBYTES and same_dtype and is_plain_cpu(tensor):
             plan.large.append((tensor, leaf))
+        elif tensor.is_conj() or tensor.is_neg():
+            plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))

@@ -7,7 +7,7 @@ re-created, moved or replaced since the last walk takes a tenth of one. Private 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,18 +20,14 @@ from aiosync.tensors._tensordict import (
     is_non_tensor,
     is_plain_tensordict,
     is_tensor_collection,
+    makes_anew,
 )
 from aiosync.tensors._values import EXTRA_STATE, pack_value
 
-__all__ = ["Found", "ModuleTree", "Place", "Signature", "find_nested", "unwrap"]
-
-_new_guards: Callable[..., Any] | None
-try:  # C++ comparison of type, dtype, shape, strides and device: 0.1 us a tensor. Private API.
-    from torch._C._dynamo.guards import TensorGuards as _new_guards
-except ImportError:  # pragma: no cover - depends on the version of torch
-    _new_guards = None
+__all__ = ["Found", "ModuleTree", "Place", "find_nested", "unwrap"]
 
 Kind: TypeAlias = Literal["param", "buffer"]
+_Above: TypeAlias = tuple[Any, tuple[str, ...]]  # a container that makes anew, and a path in it
 
 
 class Place(NamedTuple):
@@ -40,16 +36,19 @@ class Place(NamedTuple):
     Attributes:
         name: Dotted name from the root.
         owner: Module, TensorDict or mapping that holds it directly.
-        key: Key in the owner.
+        key: Key in the owner; a path of keys where ``through`` is true.
         kind: ``"param"`` or ``"buffer"``.
         persistent: Part of ``state_dict()``.
+        through: The owner makes the tensor anew whenever it is asked: what is written into it is
+            lost, and the owner has to be told.
     """
 
     name: str
     owner: Any
-    key: str
+    key: Any
     kind: Kind
     persistent: bool = True
+    through: bool = False
 
 
 _name = attrgetter("name")
@@ -99,47 +98,6 @@ class Found:
             and list(map(_persistent, self.places)) == list(map(_persistent, other.places))
             and self.value_places.keys() == other.value_places.keys()
         )
-
-
-class Signature:
-    """Type, dtype, shape, strides and device of a list of tensors, to be compared again."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._facts = _facts(tensors)
-        self._guards = _make_guards(tensors)
-
-    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether other (or the same) tensor objects still look the same. Cheap."""
-        if len(tensors) != len(self._facts):
-            return False
-        if self._guards is not None and self._guards.check(*tensors):
-            return True
-        # The guards also look at things that do not matter here (requires_grad, autocast).
-        if _facts(tensors) != self._facts:
-            return False
-        self._guards = _make_guards(tensors)
-        return True
-
-
-def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    getters = attrgetter("dtype", "shape", "device", "layout")
-    return [
-        (type(tensor), getters(tensor), tensor.stride() if _is_strided(tensor) else None)
-        for tensor in tensors
-    ]
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _make_guards(tensors: Sequence[torch.Tensor]) -> Any:
-    if _new_guards is None or not tensors:
-        return None
-    try:
-        return _new_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (RuntimeError, TypeError, ValueError):  # pragma: no cover - private API, may change
-        return None
 
 
 _tables = itemgetter("_parameters", "_buffers", "_modules")
@@ -286,8 +244,8 @@ def find_nested(source: Any, *, pack: bool = True) -> Found:
     Args:
         source: What to walk.
         pack: Pack values that are no tensors into ``values``. Otherwise ``value_places`` says
-            where they are, and extra states are values even when they are tensors inside
-            containers.
+            where they are, extra states are values even when they are tensors inside
+            containers, and places say through what has to be written.
 
     Raises:
         ConfigError: A key is not a string, or a value cannot travel.
@@ -297,27 +255,32 @@ def find_nested(source: Any, *, pack: bool = True) -> Found:
     return found
 
 
-def _walk(source: Any, prefix: str, found: Found, pack: bool) -> None:
+def _walk(source: Any, prefix: str, found: Found, pack: bool, above: _Above | None = None) -> None:
+    if above is None and not pack and makes_anew(source):
+        above = (source, ())  # its inner containers are made anew as well
     for key, value in _items(source):
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
+        inner = None if above is None else (above[0], (*above[1], key))
+        owner, at = inner or (source, key)
         if isinstance(value, torch.Tensor):
             name = prefix + key if key != "__extra_state__" else prefix + EXTRA_STATE
             kind: Kind = "buffer" if is_extra_state(name) or _is_buffer(value) else "param"
-            found.add(Place(_clean(name), source, key, kind), value)
+            place = Place(_clean(name), owner, at, kind, through=above is not None)
+            found.add(place, value)
         elif key == "__extra_state__" or is_extra_state(key):
             stem = key.removesuffix("__extra_state__").removesuffix(EXTRA_STATE)
             name = _clean(f"{prefix}{stem}{EXTRA_STATE}")
             if key == "__extra_state__" and is_nested_tensordict(value):
                 value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
-            _value(found, name, source, key, value, pack)
+            _value(found, name, owner, at, value, pack)
         elif isinstance(value, Mapping) or is_nested_tensordict(value):
-            _walk(value, f"{prefix}{key}.", found, pack)
+            _walk(value, f"{prefix}{key}.", found, pack, inner)
         else:
-            _value(found, _clean(prefix + key), source, key, value, pack)
+            _value(found, _clean(prefix + key), owner, at, value, pack)
 
 
-def _value(found: Found, name: str, owner: Any, key: str, value: Any, pack: bool) -> None:
+def _value(found: Found, name: str, owner: Any, key: Any, value: Any, pack: bool) -> None:
     if pack:
         found.add_value(name, value)
     else:

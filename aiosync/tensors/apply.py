@@ -74,7 +74,7 @@ class Target:
         """
         plan = self._plan
         facts = self._facts(layout, values)
-        if plan is None or self._key is None or self._key[1] != facts or not plan.valid():
+        if plan is None or self._key is None or self._key[1] != facts or not plan.valid_for(values):
             match(survey(self.target), layout, values, strict=self.strict)
 
     def apply_(
@@ -161,7 +161,9 @@ class Target:
         plan = self._plan
         if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
             return False
-        if plan.risky or plan.inference or plan.equal or plan.has_values or not plan.valid():
+        if plan.risky or plan.through or plan.inference or plan.equal or plan.has_values:
+            return False
+        if not plan.valid():
             return False
         copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
         return copied <= _QUICK_NBYTES
@@ -191,7 +193,7 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid():
+        if plan is not None and self._key == key and plan.valid_for(values):
             return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
@@ -244,6 +246,8 @@ class Target:
         for tensor, leaf in plan.risky:
             changes.back_up(tensor, undo)
             changes.copy_risky(tensor, sources[leaf])
+        for place, leaf in plan.through:
+            changes.write_through(place, sources[leaf], undo)
         for spot, tensor in new:
             for place in spot.places:
                 changes.put(self.target, place, tensor, undo)
@@ -321,6 +325,8 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spo
 
 def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy sources that lie in memory of the target, where an earlier copy may write."""
+    if plan.through:  # nobody knows where those owners write to
+        return [source.clone() for source in sources]
     written = {changes.storage_of(assignment.spot.tensor) for assignment in plan.match.assignments}
     written.discard(0)
     return [
@@ -345,5 +351,6 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = tensor.detach().to(dtype).contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    cast = plain.to(dtype).contiguous().reshape(-1)
     return cast.view(torch.uint8) if cast.numel() else cast

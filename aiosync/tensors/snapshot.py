@@ -17,8 +17,9 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
 from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
+from aiosync.tensors._signature import Signature
 from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, Signature, outline
+from aiosync.tensors._tree import Found, ModuleTree, outline
 from aiosync.tensors.copying import CopyPool, copy_blocks
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves
@@ -46,11 +47,13 @@ class Prepared:
         layout: Where each leaf goes. The same object for as long as nothing changes.
         tensors: The live tensors, one for each leaf, in order.
         values: Non-tensor values by dotted name, of plain msgpack types.
+        signature: How the tensors look, apart from where they are. Kept as ``layout`` is.
     """
 
     layout: Layout
     tensors: Sequence[torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
+    signature: Signature | None = field(default=None, kw_only=True)
 
 
 class _Plan:
@@ -170,7 +173,8 @@ class Flattener:
         plan = self._plan
         if plan is not None and keys is not None and plan.outline == keys:
             if plan.fits_tensors(tensors):
-                return Prepared(plan.layout, [tensors[first] for first in plan.firsts])
+                unique = [tensors[first] for first in plan.firsts]
+                return Prepared(plan.layout, unique, signature=plan.signature)
         found, tree = find(source, self.extract_as)
         if self._plan is not None and self._plan.fits(found):
             prepared = self._reuse(self._plan, found)
@@ -181,7 +185,9 @@ class Flattener:
                 layout = self._plan.layout
             self._plan = _Plan(found, leaves, layout)
             self._program = None
-            prepared = Prepared(layout, self._plan.tensors, leaves.values)
+            prepared = Prepared(
+                layout, self._plan.tensors, leaves.values, signature=self._plan.signature
+            )
         self._plan.outline = keys
         standard = self.extract_as == "tensordict" or (tree and tree.standard_state_dict())
         self._tree = tree if standard else None
@@ -197,7 +203,7 @@ class Flattener:
         values = found.values
         if values:
             values = to_leaves(_only_values(found)).values
-        return Prepared(plan.layout, tensors, values)
+        return Prepared(plan.layout, tensors, values, signature=plan.signature)
 
     def copy_into(
         self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
@@ -229,6 +235,8 @@ class Flattener:
         program = self._program
         if program is None or program.layout is not layout:
             program = None
+        elif program.signature is not prepared.signature:
+            program = None  # another view, prepared before this one was copied
         elif program.addresses != addresses:
             # Preparing pays only for tensors that stay where they are.
             if self._addresses != addresses:
@@ -237,7 +245,7 @@ class Flattener:
                 return
             program = None
         if program is None:
-            program = self._program = _Program(layout, tensors, addresses)
+            program = self._program = _Program(prepared, addresses)
         program.run(tensors, flat, pool)
 
 
@@ -257,10 +265,10 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 class _Program:
     """The copies of one snapshot, for tensors that stay where they are in memory."""
 
-    def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: list[int]
-    ) -> None:
-        self.layout = layout
+    def __init__(self, prepared: Prepared, addresses: list[int]) -> None:
+        self.layout = layout = prepared.layout
+        self.signature = prepared.signature
+        tensors = prepared.tensors
         self.addresses = addresses
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []

@@ -13,7 +13,15 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Target, torch_dtype
+from aiosync.tensors import (
+    CopyPool,
+    FlatBuffer,
+    Flattener,
+    Layout,
+    Target,
+    collect,
+    torch_dtype,
+)
 from aiosync.tensors.buffer import in_flat_memory
 from aiosync.wire import DTYPE_NBYTES
 from tests.tensors._models import (
@@ -102,6 +110,25 @@ def test_large_tensors_are_copied(pool: CopyPool | None) -> None:
     layout, flat, values = packed(source)
     Target(target).apply_(layout, flat, values, copy=True, pool=pool)
     assert all_bits(target) == all_bits(source)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(600, 300).t(),
+        torch.randn(300, 1).expand(300, 600),
+        torch.randn(300, 1200)[:, ::2],
+        torch.randn(300, 600, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(300, 600)),
+        torch.randn(300, 600).as_subclass(Fragile),
+    ],
+    ids=["t", "expand", "step", "conj", "neg", "subclass"],
+)
+def test_large_tensors_of_any_kind_are_copied_from(tensor: torch.Tensor) -> None:
+    leaves = collect({"w": tensor})
+    target = {"w": torch.zeros(300, 600, dtype=tensor.dtype)}
+    Target(target).apply_tensors(Layout.plan(leaves), [tensor], {})
+    assert torch.equal(target["w"], tensor)
 
 
 def test_gradients_and_optimizer_state_are_untouched(copy: bool) -> None:
@@ -206,6 +233,44 @@ def test_target_is_resolved_at_every_apply(
         with torch.no_grad():
             for tensor in [*source.parameters(), *source.buffers()]:
                 tensor.add_(1)
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+@pytest.mark.parametrize("size", [4, 200_000])
+def test_a_target_that_became_a_conjugate_or_negative_view(
+    size: int, view: Callable[[torch.Tensor], torch.Tensor], copy: bool
+) -> None:
+    source, target, buffer = nn.Module(), nn.Module(), torch.zeros(size, dtype=torch.complex64)
+    source.w = nn.Parameter(torch.randn(size, dtype=torch.complex64))
+    target.w = nn.Parameter(torch.zeros(size, dtype=torch.complex64))
+    source.register_buffer("b", torch.randn(size, dtype=torch.complex64))
+    target.register_buffer("b", buffer)
+    receiver = Target(target)
+    layout, flat, values = packed(source)
+    receiver.apply_(layout, flat, values, copy=copy)
+    target.w.data = view(target.w.data.clone())
+    target.b = view(buffer)
+    for _ in range(2):
+        with torch.no_grad():
+            source.w.add_(1)
+            source.b.add_(1)
+        layout, flat, values = packed(source)
+        receiver.apply_(layout, flat, values, copy=copy)
+        assert torch.equal(target.w, source.w)
+        assert torch.equal(target.b, source.b)
+        assert torch.equal(view(buffer), source.b)  # written through, not replaced
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+def test_conjugate_and_negative_views_for_tied_tensors(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    target, tensor = nn.Module(), view(torch.randn(3, dtype=torch.complex64))
+    target.a = target.b = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    leaves = collect({"a": tensor, "b": tensor.resolve_conj().resolve_neg()})
+    tensors = [leaf.tensor for leaf in leaves.leaves]
+    Target(target).apply_tensors(Layout.plan(leaves), tensors, {})
+    assert torch.equal(target.b, tensor)
 
 
 def test_a_cast_target_is_refused_unless_casts_are_allowed(copy: bool) -> None:

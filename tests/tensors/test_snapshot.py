@@ -241,6 +241,40 @@ def test_mappings_and_tensordicts_are_read_anew() -> None:
     assert changed.layout is not first.layout
 
 
+@pytest.mark.parametrize("of_module", [False, True], ids=["mapping", "module"])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+@pytest.mark.parametrize("size", [4, 200_000])
+def test_a_conjugate_or_negative_view_of_known_memory_is_seen(
+    size: int, view: Callable[[torch.Tensor], torch.Tensor], of_module: bool
+) -> None:
+    tensor = torch.randn(size, dtype=torch.complex64)
+    module, flattener = nn.Module(), Flattener()
+    module.w = nn.Parameter(tensor)
+
+    def got(data: torch.Tensor) -> bytes:
+        module.w.data = data
+        return contents(flattener, module if of_module else {"w": data})["w"]
+
+    for _ in range(3):
+        assert got(tensor) == bits(tensor)
+    for _ in range(3):
+        assert got(view(tensor)) == bits(view(tensor).resolve_conj().resolve_neg())
+    assert got(tensor) == bits(tensor)
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view, torch.Tensor.t])
+def test_two_views_of_the_same_memory_that_were_prepared_before_either_was_copied(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    tensor, flattener = torch.randn(3, 3, dtype=torch.complex64), Flattener()
+    sources = [tensor, view(tensor)]
+    prepared = [flattener.prepare({"w": source}) for source in sources]
+    for source, each in zip(sources, prepared, strict=True):
+        flat = FlatBuffer(each.layout.nbytes)
+        flattener.copy_into(each, flat)
+        assert torch.equal(flat.views(each.layout)[0], source)
+
+
 def test_values_are_taken_when_prepared() -> None:
     model, flattener = Stateful({"steps": [1]}), Flattener()
     first = flattener.prepare(model)

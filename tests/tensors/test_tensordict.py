@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictParams, tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictParams,
+    tensorclass,
+)
 
 from aiosync.tensors import _tensordict as asked
 
@@ -18,6 +25,7 @@ QUESTIONS = [
     asked.is_tensor_collection,
     asked.is_non_tensor,
     asked.is_non_tensor_stack,
+    asked.makes_anew,
 ]
 
 
@@ -40,6 +48,7 @@ def _values() -> dict[str, tuple[Any, set[Any]]]:
             NonTensorStack(NonTensorData("a"), NonTensorData("b")),
             anything | wrapped | {asked.is_non_tensor_stack},
         ),
+        "lazy": (LazyStackedTensorDict(plain, plain), anything | {asked.makes_anew}),
         "dict": ({"a": torch.zeros(2)}, set()),
         "tensor": (torch.zeros(2), set()),
         "module": (torch.nn.Linear(1, 1), set()),

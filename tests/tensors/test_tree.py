@@ -10,7 +10,8 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from aiosync.tensors import FlatBuffer, buffer
-from aiosync.tensors._tree import ModuleTree, Signature, find_nested, outline
+from aiosync.tensors._signature import Signature
+from aiosync.tensors._tree import ModuleTree, find_nested, outline
 from tests.tensors._models import Everything, packed
 
 
@@ -32,6 +33,19 @@ def test_signature(guarded: bool) -> None:
     assert not look([torch.ones(2, 3), torch.ones(4)])
     assert not look([torch.ones(2, 3)])
     assert not look([torch.ones(2, 3), parameter, parameter])
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+def test_signature_of_a_view_that_stands_for_other_numbers(view: Any, guarded: bool) -> None:
+    tensor = torch.randn(3, dtype=torch.complex64)
+    signature, other = Signature([tensor]), Signature([view(tensor)])
+    if not guarded:
+        signature._guards = other._guards = None
+    assert not signature.same([view(tensor)])
+    assert signature.same([tensor])
+    assert other.same([view(tensor)])
+    assert not other.same([tensor])
 
 
 def test_signature_of_nothing() -> None:
