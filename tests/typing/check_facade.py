@@ -66,7 +66,7 @@ def wrong_calls(scheme: aiosync.sync.WeightSyncScheme) -> None:
     scheme.send(wait=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     scheme.wait_for_version()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     scheme.wait_for_version("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    scheme.receive(1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    scheme.receive("soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     scheme.nothing()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     aiosync.sync.WeightSyncScheme("neither")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     aiosync.sync.WeightSyncScheme(apply="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

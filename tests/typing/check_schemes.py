@@ -17,7 +17,7 @@ async def sender(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
     assert_type(await handle, aiosync.SendReport)
     assert_type(scheme.worker_versions, dict[int, int])
     await scheme.send(wait=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    await scheme.receive(1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    await scheme.receive("soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     scheme.timeout = "soon"  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
     await scheme.send(timeout="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
