@@ -70,7 +70,7 @@ class Snapshot:
         self.live: LiveBytes | None = None
         self.planned: Planned | None = None
         self.copying: asyncio.Future[None] | None = None  # while links send already
-        self.never_copied = False  # a carrier keeps the bytes, and the tensors may have changed
+        self.never_copied: bool = False  # a carrier keeps the bytes, and the tensors may have changed
         self.lost: AiosyncError | None = None  # why that carrier does not have them any more
         self.bringing: asyncio.Lock | None = None
         # What carriers made of it, for all links.
@@ -167,7 +167,7 @@ class SnapshotStore(Protocol):
 class PrivateStore:
     """Snapshots in private memory. Keeps at most two idle buffers of the size last used."""
 
-    has_slots = False
+    has_slots: bool = False
 
     def __init__(self) -> None:
         self._idle: list[FlatBuffer] = []
@@ -214,7 +214,7 @@ class ArenaStore:
         leaving: Whether every reader of a slot has moved on, so that it becomes free at once.
     """
 
-    has_slots = True
+    has_slots: bool = True
 
     def __init__(self, arena: Arena, leaving: Callable[[Slot], bool]) -> None:
         self.arena = arena
