@@ -70,7 +70,7 @@ class Snapshot:
         self.live: LiveBytes | None = None
         self.planned: Planned | None = None
         self.copying: asyncio.Future[None] | None = None  # while links send already
-        self.never_copied: bool = False  # a carrier keeps the bytes, and the tensors may have changed
+        self.never_copied: bool = False  # a carrier has the bytes, and nobody else
         self.lost: AiosyncError | None = None  # why that carrier does not have them any more
         self.bringing: asyncio.Lock | None = None
         # What carriers made of it, for all links.
