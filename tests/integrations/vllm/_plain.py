@@ -1,7 +1,7 @@
 """A program: vLLM alone, without aiosync, on the model of the tests. Fails where vLLM does.
 
-Some processors announce instructions that end a process on their virtual machines: vLLM's worker
-then dies at its first token, with SIGILL, and no test of a plug-in can say anything.
+On some machines vLLM's worker dies at its first token, with SIGILL, and no test of a plug-in can
+say anything. With ``tiles`` in ``PYTHONPATH``, as the tests have it, that has not been seen.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
 
 START_SECONDS = 180.0
 ROOT = Path(__file__).parents[3]
+TILES = Path(__file__).with_name("tiles")
 
 
 def _environment() -> dict[str, str]:
@@ -35,7 +36,7 @@ def _environment() -> dict[str, str]:
         "AIOSYNC_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",  # spinning threads are slow where cores are shared
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TILES), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
