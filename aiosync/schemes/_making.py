@@ -220,13 +220,19 @@ class SnapshotMaker:
                     await _completed(snapshot.copying)
                 return
             try:
-                place = await self._store.acquire(snapshot.nbytes, self._in_thread)
+                await self._bring_into_slot(snapshot)
+            except LocalProtocolError:
+                raise
             except (ConfigError, OSError, RuntimeError, MemoryError) as exc:
+                # No descriptors, memory or threads: that must not end the sender.
                 raise LocalProtocolError(f"there is no room for the weights: {exc}") from exc
-            try:
-                await self._fill_slot(place, snapshot)
-            finally:
-                place.release()
+
+    async def _bring_into_slot(self, snapshot: Snapshot) -> None:
+        place = await self._store.acquire(snapshot.nbytes, self._in_thread)
+        try:
+            await self._fill_slot(place, snapshot)
+        finally:
+            place.release()
 
     async def _fill_slot(self, place: Snapshot, snapshot: Snapshot) -> None:
         copying, planned = snapshot.copying, snapshot.planned

@@ -248,6 +248,27 @@ async def test_without_room_that_update_fails_and_the_next_one_works(
     assert await bring(trainer, snapshot) == {2.0}
 
 
+@pytest.mark.parametrize("copied", [True, False])
+async def test_without_a_thread_that_update_fails_too(
+    trainer: Trainer, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room, but nobody to copy: the sender goes on."""
+    (await trainer.maker.take(trainer.maker.prepare(trainer.weights))).release()
+    snapshot = await trainer.borrow(2.0)
+    if copied:
+        await trainer.end_send(snapshot)
+
+    def fails(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotMaker, "_start_executor", fails)
+        with pytest.raises(LocalProtocolError, match="can't start new thread"):
+            await trainer.maker.bring(snapshot)
+    assert await bring(trainer, snapshot) == {2.0}
+    assert trainer.arena.num_slots == 1
+
+
 @pytest.mark.parametrize("state", ["live", "copied", "kept"])
 async def test_cut_in_any_wait(
     trainer: Trainer, state: str, monkeypatch: pytest.MonkeyPatch
