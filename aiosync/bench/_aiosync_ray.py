@@ -18,6 +18,7 @@ from aiosync.bench._aiosync_local import AsyncTrainer
 from aiosync.bench._cluster import ActorHandle, end_actors, join_cluster, start_actors
 from aiosync.bench._contender import PATIENCE, Desk, Handle
 from aiosync.bench._results import Case
+from aiosync.bench._worker import LoopDesk
 from aiosync.bench._workloads import WORKLOADS, fill
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _AsyncActor:
     def __init__(self, idx: int, workload: str) -> None:
         torch.set_num_threads(1)
         self._idx = idx
-        self._desk = Desk(WORKLOADS[workload].build())
+        self._desk = LoopDesk(WORKLOADS[workload].build())
 
     async def join(self, scheme: Any) -> None:
         self._scheme = scheme

@@ -11,27 +11,34 @@ from dataclasses import dataclass
 
 __all__ = ["Tick", "Ticker"]
 
-_INTERVAL = 0.002
-
 
 @dataclass(frozen=True, slots=True)
 class Tick:
     """One timer.
 
     Attributes:
+        began: When it was set, on :func:`time.perf_counter`, which is the same in all processes.
         late: Seconds after its time at which it came.
         held: The part of it that the loop's thread spent computing, at most: the rest, the
             thread waited for a core.
     """
 
+    began: float
     late: float
     held: float
 
 
 class Ticker:
-    """Sleeps 2 ms at a time on the loop that asks for it, and notes how late it wakes up."""
+    """Sleeps again and again on the loop that asks for it, and notes how late it wakes up.
 
-    def __init__(self) -> None:
+    Args:
+        interval: Seconds of one sleep.
+    """
+
+    INTERVAL = 0.002
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
         self._ticks: list[Tick] = []
         self._task: asyncio.Task[None] | None = None
         self._began = (0.0, 0.0)
@@ -55,7 +62,7 @@ class Ticker:
     async def _run(self) -> None:
         while True:
             self._begin()
-            await asyncio.sleep(_INTERVAL)
+            await asyncio.sleep(self._interval)
             self._note()
 
     def _begin(self) -> None:
@@ -63,5 +70,5 @@ class Ticker:
 
     def _note(self) -> None:
         now, cpu = time.perf_counter(), time.thread_time()
-        late = max(0.0, now - self._began[0] - _INTERVAL)
-        self._ticks.append(Tick(late, min(late, cpu - self._began[1])))
+        late = max(0.0, now - self._began[0] - self._interval)
+        self._ticks.append(Tick(self._began[0], late, min(late, cpu - self._began[1])))

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from aiosync.bench._contender import Desk, PipeHandle
-from aiosync.bench._lag import Ticker
+from aiosync.bench._lag import Tick, Ticker
 from aiosync.bench._workloads import WORKLOADS
 
-__all__ = ["Crew", "answer_async", "work_async", "work_facade", "work_late"]
+__all__ = ["Crew", "LoopDesk", "answer_async", "work_async", "work_facade", "work_late"]
 
 
 class Crew:
@@ -67,6 +67,32 @@ class Crew:
         self._pipes.clear()
 
 
+class LoopDesk(Desk):
+    """What a worker with an event loop answers; see :class:`Desk`.
+
+    Besides: ``"lag start"`` starts a ticker on the loop on which it is asked, ``"lag stop"``
+    returns its ticks.
+    """
+
+    _ticker: Ticker | None = None
+
+    def answer(self, question: str, argument: Any) -> Any:
+        """See above. On the loop."""
+        match question:
+            case "lag start":
+                self._ticker = Ticker()
+                self._ticker.start()
+                return None
+            case "lag stop":
+                return self.leave()
+        return super().answer(question, argument)
+
+    def leave(self) -> list[Tick]:
+        """Start nothing more, and end what was started: return the ticks."""
+        ticker, self._ticker = self._ticker, None
+        return [] if ticker is None else ticker.stop()
+
+
 def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
     """A worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
     torch.set_num_threads(1)
@@ -91,7 +117,7 @@ async def _work(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect()
-        await answer_async(Desk(model), pipe)
+        await answer_async(LoopDesk(model), pipe)
 
 
 def work_late(
@@ -113,18 +139,13 @@ async def _work_late(idx: int, pipe: Connection, scheme: Any, model: nn.Module) 
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect()
         pipe.send((True, time.perf_counter() - started))
-        await answer_async(Desk(model), pipe)
+        await answer_async(LoopDesk(model), pipe)
 
 
-async def answer_async(desk: Desk, pipe: Connection) -> None:
-    """Answer what comes through a pipe, with forwards meanwhile if busy, until it says end.
-
-    Besides what a desk answers: ``"lag start"`` starts a ticker on this loop, ``"lag stop"``
-    returns its ticks.
-    """
+async def answer_async(desk: LoopDesk, pipe: Connection) -> None:
+    """Answer what comes through a pipe, with forwards meanwhile if busy, until it says end."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
-    ticker = Ticker()
     loop.add_reader(pipe.fileno(), asked.set)
     try:
         while True:
@@ -141,13 +162,7 @@ async def answer_async(desk: Desk, pipe: Connection) -> None:
                 return
             if question == "end":
                 return
-            if question == "lag start":
-                ticker.start()
-                pipe.send((True, None))
-            elif question == "lag stop":
-                pipe.send((True, ticker.stop()))
-            else:
-                pipe.send(desk.reply(question, argument))
+            pipe.send(desk.reply(question, argument))
     finally:
-        ticker.stop()
+        desk.leave()
         loop.remove_reader(pipe.fileno())

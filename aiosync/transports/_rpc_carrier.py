@@ -27,7 +27,7 @@ __all__ = ["RPCCarrier"]
 # A call costs about a millisecond, whatever it carries. The memory that RPC makes for a chunk is
 # used again for the next one as long as it is below glibc's largest threshold of 32 MiB.
 _CHUNK_NBYTES = 16 * 2**20
-_WINDOW = 4  # chunks on their way at a time
+_WINDOW = 3  # chunks on their way at a time; with more, they take turns on the same cores
 _PATIENCE_SECONDS = 30.0
 _CHUNK, _NAME, _OFFER = "chunk", "name", "offer"
 

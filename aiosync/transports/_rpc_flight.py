@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,12 +94,16 @@ class Flight:
             tensors.append(torch.from_numpy(np.asarray(_Lent(array, self._on_let_go))))
         args = (key, index, *tensors)
         self.calls += 1
-        call(self._loop, self._name, deliver, args, self._patience, self._answered)
+        # Kept until the answer is here: what Python does on a thread of RPC, which lets go of
+        # them else, maps and unmaps memory, and the GIL waits with it for who reads this process.
+        answered = functools.partial(self._answered, tensors)
+        call(self._loop, self._name, deliver, args, self._patience, answered)
 
     def _on_let_go(self) -> None:
         from_thread(self._loop, self._let_go)
 
-    def _answered(self, error: Exception | None) -> None:
+    def _answered(self, tensors: list[torch.Tensor], error: Exception | None) -> None:
+        tensors.clear()
         self.calls -= 1
         if error is not None and self.error is None:
             self.error = error

@@ -74,8 +74,33 @@ async def calm(group: Group) -> None:
     await many_updates(group)
     await copies_made_before(group)
     await links_of_a_tuple(group)
+    await the_loop_lets_go(group)
     assert await group.all(group_module.payloads_awaited) == [0, 0, 0]
     assert group_module.offered() == 0
+
+
+async def the_loop_lets_go(group: Group) -> None:
+    """Whatever Python does on RPC's own threads, the loop waits for: it needs the GIL."""
+    from aiosync.transports._rpc_flight import Flight
+
+    threads: list[int] = []
+    let_go = Flight._on_let_go
+
+    def noted(flight: Flight) -> None:
+        threads.append(threading.get_ident())
+        let_go(flight)
+
+    Flight._on_let_go = noted  # type: ignore[method-assign]
+    try:
+        scheme, model = await joined(group, "quiet", by_rpc(), num_workers=3)
+        for version in range(2, 6):
+            fill(model, float(version))
+            await scheme.send()
+        await leave(group, "quiet", scheme)
+    finally:
+        Flight._on_let_go = let_go  # type: ignore[method-assign]
+    assert len(threads) >= 5 * 3 * 3  # chunks
+    assert set(threads) == {threading.get_ident()}
 
 
 async def on_one_host(group: Group) -> None:
