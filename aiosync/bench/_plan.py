@@ -16,7 +16,7 @@ __all__ = ["ALL_CASES", "WORKLOAD_NAMES", "Plan", "cases_of"]
 WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "64MiB", "512MiB")
 """Models, by number and size of their tensors; built in ``_workloads``."""
 
-_SENDS = {"4x2": 300, "1MB": 100, "1000x4KiB": 15, "64MiB": 8, "512MiB": 3}
+_SENDS = {"4x2": 3000, "1MB": 200, "1000x4KiB": 30, "64MiB": 8, "512MiB": 3}
 _MAIN = ("aiosync", "aiosync/network", "torchrl")
 
 

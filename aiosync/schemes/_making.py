@@ -26,7 +26,7 @@ from aiosync.tensors import (
     copy_bytes,
     sharded_names,
 )
-from aiosync.transports._carrier import COPYING, KEPT, Progress
+from aiosync.transports._carrier import COPYING, KEPT, Progress, outlast
 from aiosync.transports._link import without_frames
 
 __all__ = ["Planned", "SnapshotMaker"]
@@ -189,7 +189,7 @@ class SnapshotMaker:
                 snapshot.never_copied = True
                 return
             copying = self._start_filling(snapshot, planned, snapshot.buffer)
-        cancelled = await _outlast(copying)
+        cancelled = await outlast(copying)
         snapshot.live = None  # a task that is cancelled again and again is quicker than callbacks
         copying.result()
         snapshot.planned = snapshot.copying = None
@@ -334,19 +334,8 @@ def _join(pieces: Sequence[memoryview], flat: FlatBuffer) -> None:
         at += piece.nbytes
 
 
-async def _outlast(copying: asyncio.Future[None]) -> asyncio.CancelledError | None:
-    """Wait until a copy has ended, also when cancelled: returns that, to be raised then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not copying.done():
-        try:
-            await asyncio.wait({copying})
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    return cancelled
-
-
 async def _completed(copying: asyncio.Future[None]) -> None:
-    cancelled = await _outlast(copying)
+    cancelled = await outlast(copying)
     if cancelled is not None:
         copying.exception()  # seen by nobody, on purpose
         raise cancelled

@@ -5,6 +5,7 @@ Must not import torch, asyncio, or anything above ``transports``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from aiosync.errors import LocalProtocolError
@@ -12,7 +13,7 @@ from aiosync.transports.base import Lender
 from aiosync.types import Limits
 from aiosync.wire import Message
 
-__all__ = ["flat_view", "take_buffers"]
+__all__ = ["chunks_of", "flat_view", "take_buffers"]
 
 
 def flat_view(buffer: object) -> memoryview:
@@ -33,3 +34,21 @@ def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Lim
             f"{limits.max_buffer_nbytes} bytes itself (Limits.max_buffer_nbytes)"
         )
     return [bytearray(nbytes)]
+
+
+def chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
+    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
+    chunk: list[memoryview] = []
+    room = chunk_nbytes
+    for piece in pieces:
+        offset = 0
+        while offset < piece.nbytes:
+            step = min(room, piece.nbytes - offset)
+            chunk.append(piece[offset : offset + step])
+            offset += step
+            room -= step
+            if not room:
+                yield chunk
+                chunk, room = [], chunk_nbytes
+    if chunk:
+        yield chunk

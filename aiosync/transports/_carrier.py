@@ -6,6 +6,7 @@ Must not import torch, ray, schemes or a concrete transport.
 from __future__ import annotations
 
 import abc
+import asyncio
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ from aiosync.errors import LocalProtocolError, RemoteProtocolError
 from aiosync.transports._channel import FramedChannel
 from aiosync.wire import ExtValue, Setup, encode_frame
 
-__all__ = ["COPYING", "KEPT", "Carrier", "Fetched", "Progress", "SharedPayload", "handed_over"]
+__all__ = [
+    "COPYING",
+    "KEPT",
+    "Carrier",
+    "Fetched",
+    "Progress",
+    "SharedPayload",
+    "handed_over",
+    "outlast",
+]
 
 _T = TypeVar("_T")
 
@@ -42,6 +52,29 @@ def handed_over(call: Callable[[], _T]) -> Callable[[], _T]:
         return calls.pop()()
 
     return make
+
+
+async def outlast(
+    running: asyncio.Future[Any], on_cancel: Callable[[], object] | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until ``running`` has ended, as it uses memory of others, also when cancelled.
+
+    Args:
+        running: Not cancelled by this.
+        on_cancel: Called at once whenever this is cancelled.
+
+    Returns:
+        What cancelled this, for the caller to raise.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+            if on_cancel is not None:
+                on_cancel()
+    return cancelled
 
 
 class SharedPayload(list[memoryview]):

@@ -1,21 +1,20 @@
-"""Payloads cut into chunks, and chunks as tensors on the memory of the payload.
+"""Chunks of a payload on their way, and as tensors on the memory of the payload.
 
 Drives torch; must not import asyncio or schemes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Chunk", "chunks_of", "tensor_of"]
+__all__ = ["CHUNK_NBYTES", "Chunk", "tensor_of"]
 
 # A few on their way beat one big one, and many small ones too: see docs/benchmarks.md.
-_CHUNK_NBYTES = 4 * 2**20
+CHUNK_NBYTES = 4 * 2**20
 
 
 class Chunk:
@@ -37,24 +36,6 @@ class Chunk:
             for view in self._target:
                 np.copyto(np.frombuffer(view, np.uint8), source[offset : offset + view.nbytes])
                 offset += view.nbytes
-
-
-def chunks_of(pieces: list[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
-    chunk: list[memoryview] = []
-    room = min(_CHUNK_NBYTES, nbytes)
-    for piece in pieces:
-        offset = 0
-        while offset < piece.nbytes:
-            step = min(room, piece.nbytes - offset)
-            chunk.append(piece[offset : offset + step])
-            offset += step
-            room -= step
-            if not room:
-                yield chunk
-                chunk, room = [], _CHUNK_NBYTES
-    if chunk:
-        yield chunk
 
 
 def tensor_of(chunk: list[memoryview]) -> torch.Tensor:

@@ -23,9 +23,10 @@ import torch
 from torch import distributed as dist
 
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
-from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress, handed_over
+from aiosync.transports._buffers import chunks_of
+from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress, handed_over, outlast
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._group_chunks import Chunk, chunks_of, tensor_of
+from aiosync.transports._group_chunks import CHUNK_NBYTES, Chunk, tensor_of
 from aiosync.transports._link_store import LinkStore
 from aiosync.wire import ExtValue, Setup
 
@@ -218,7 +219,7 @@ class GroupCarrier(Carrier):
         await self._going
         self.say(_NOW)
         copying, self._copying = self._copying, None
-        await self._in_thread(lambda: self._move(payload, nbytes, self._post_send, copying))
+        await self._in_thread(lambda: self._move(payload, self._post_send, copying))
         await self._taken
 
     async def fetch(
@@ -231,7 +232,7 @@ class GroupCarrier(Carrier):
         self._coming = self._loop.create_future()
         self.say(_GO)
         await self._coming  # the peer's loop may be busy for long: no thread waits for that
-        await self._in_thread(lambda: self._move(buffers, nbytes, self._post_recv))
+        await self._in_thread(lambda: self._move(buffers, self._post_recv))
         self.say(_GOT)
         return Fetched(buffers)
 
@@ -250,15 +251,13 @@ class GroupCarrier(Carrier):
     async def _in_thread(self, call: Callable[[], None]) -> None:
         """Run in a thread; when cancelled, still wait until it has ended."""
         running = self._start(call)
-        cancelled: asyncio.CancelledError | None = None
-        while not running.done():
-            try:
-                await asyncio.wait({running})
-            except asyncio.CancelledError as exc:
-                cancelled, self._stop = exc, True
+        cancelled = await outlast(running, self._stop_soon)
         if cancelled is not None:
             raise cancelled
         running.result()
+
+    def _stop_soon(self) -> None:
+        self._stop = True
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
@@ -277,14 +276,13 @@ class GroupCarrier(Carrier):
     def _move(
         self,
         pieces: list[memoryview],
-        nbytes: int,
         post: Callable[[list[memoryview]], Chunk],
         copying: Progress | None = None,
     ) -> None:
         waiting: deque[Chunk] = deque()
         sent = 0
         try:
-            for chunk in chunks_of(pieces, nbytes):
+            for chunk in chunks_of(pieces, CHUNK_NBYTES):
                 if self._stop:
                     break
                 if copying is not None:

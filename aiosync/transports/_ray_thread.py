@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiosync.errors import TransportBroken
-from aiosync.transports._carrier import handed_over
+from aiosync.transports._carrier import handed_over, outlast
 
 __all__ = ["OneThread"]
 
@@ -44,12 +44,7 @@ class OneThread:
 
     async def result_of(self, running: asyncio.Future[_T]) -> _T:
         """Its result. When this is cancelled, it still waits, and is cancelled then."""
-        cancelled: asyncio.CancelledError | None = None
-        while not running.done():
-            try:
-                await asyncio.wait({running})
-            except asyncio.CancelledError as exc:
-                cancelled = exc
+        cancelled = await outlast(running)
         if cancelled is not None:
             running.exception()
             raise cancelled

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
+from aiosync.transports._buffers import chunks_of
 from aiosync.transports._carrier import Carrier, Fetched
-from aiosync.transports._rpc_flight import LINGER_SECONDS, Flight, call, chunks_of, from_thread
+from aiosync.transports._rpc_flight import LINGER_SECONDS, Flight, call, from_thread
 from aiosync.transports._rpc_landing import ID_NBYTES, Landing, landings
 from aiosync.wire import ExtValue, Setup
 

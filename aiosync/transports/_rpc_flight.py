@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from aiosync.errors import TransportBroken
 from aiosync.transports._rpc_landing import deliver
 
-__all__ = ["LINGER_SECONDS", "Flight", "call", "chunks_of", "from_thread"]
+__all__ = ["LINGER_SECONDS", "Flight", "call", "from_thread"]
 
 _PIECE_NBYTES = 2**20  # a smaller piece is copied together with its neighbours
 LINGER_SECONDS = 2.0
@@ -189,21 +189,3 @@ def _joined(pieces: list[memoryview]) -> Iterator[np.ndarray[Any, np.dtype[np.ui
         yield array
     if small:
         yield np.concatenate(small)
-
-
-def chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
-    """Cut a payload into chunks, each a list of views."""
-    chunk: list[memoryview] = []
-    room = chunk_nbytes
-    for piece in pieces:
-        offset = 0
-        while offset < piece.nbytes:
-            step = min(room, piece.nbytes - offset)
-            chunk.append(piece[offset : offset + step])
-            offset += step
-            room -= step
-            if not room:
-                yield chunk
-                chunk, room = [], chunk_nbytes
-    if chunk:
-        yield chunk
