@@ -320,6 +320,7 @@ class PartialSyncError(AiosyncError):
             f"worker {idx}: {type(error).__name__}: {error}"
             for idx, error in sorted(self.failed.items())
         )
+        listed = listed.rstrip(".")
         have = ", ".join(map(str, sorted(self.acked))) or "none"
         super().__init__(
             f"version {version} did not reach every worker. {listed}. Workers that have it: {have}"

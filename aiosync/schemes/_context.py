@@ -12,7 +12,7 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["has_path", "resolve_model", "resolve_path"]
+__all__ = ["as_model_id", "has_path", "resolve_model", "resolve_path"]
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
 
@@ -83,3 +83,17 @@ def resolve_model(context: object, model_id: str) -> Any:
     if model is None:
         raise AttributeError(f"Model {model_id} was `None` in context")
     return model
+
+
+def as_model_id(value: Any) -> str:
+    """The name of a model, as it is told to the other side.
+
+    Raises:
+        ConfigError: It is no text.
+    """
+    try:
+        if isinstance(value, str) and value.encode():
+            return value
+    except UnicodeEncodeError:  # half of a surrogate pair
+        pass
+    raise ConfigError(f"model_id must be a str of valid Unicode, got {value!r}")

@@ -18,7 +18,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, is_seconds, validate_require, validate_timeout
-from aiosync.schemes._context import resolve_model
+from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import takes_hooks
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -194,7 +194,7 @@ class SchemeCore:
     def model_id(self, value: str) -> None:
         if self._connected:
             raise LocalProtocolError("model_id cannot be changed once connected")
-        self._model_id = value
+        self._model_id = as_model_id(value)
 
     @property
     def worker_idx(self) -> int | None:
@@ -366,7 +366,7 @@ class SchemeCore:
 
     def _check_loop(self) -> None:
         self._check_process()
-        if self._loop is not asyncio.get_running_loop():
+        if self._loop is not asyncio._get_running_loop():
             raise LocalProtocolError(
                 "this scheme belongs to another event loop; connect and use it on one loop, or "
                 "use aiosync.sync from threads"

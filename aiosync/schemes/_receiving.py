@@ -19,6 +19,7 @@ from aiosync.errors import (
     LocalProtocolError,
     SyncTimeout,
 )
+from aiosync.schemes._context import as_model_id
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
 from aiosync.schemes._indices import as_index
@@ -107,7 +108,7 @@ class ReceivingScheme(FollowingScheme):
         loader = None if load is None else LoadTarget(load)
         target = model if model is not None else weights if weights is not None else load
         self._check_guard(target)
-        self._model_id = model_id or self._model_id or "policy"
+        self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
         self._loader, self._transform = loader, transform
         self.context = context

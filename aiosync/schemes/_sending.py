@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
-from aiosync.schemes._context import resolve_model, resolve_path
+from aiosync.schemes._context import as_model_id, resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
@@ -130,7 +130,7 @@ class SendingScheme(SchemeCore):
             self._links = dict(transports)
         if sources.pipes is None and transports is None:
             self._listener = self._make_listener(sources)
-        self._model_id = model_id or self._model_id or "policy"
+        self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._sources = sources
         self._model, self._weights = model, weights
         self._role = "sender"
@@ -277,7 +277,8 @@ class SendingScheme(SchemeCore):
             )
         if self._sources.device_map is not None:
             given = weights
-            if hasattr(weights, "register_forward_hook"):  # .to() and such change a module itself
+            # A module is changed itself by .to() and such, and a state dict has no such methods.
+            if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
                 given = self._strategy.extract_weights(weights)
             mapped = {
                 idx: self._sources.device_map(idx, given)
@@ -346,6 +347,11 @@ class SendingScheme(SchemeCore):
         ):
             return sender
         self._check_open()
+        if self._role is None and method == "wait_for_version":
+            raise LocalProtocolError(
+                f"{method}(): this scheme has no role: call init_on_sender() or "
+                "init_on_receiver(), and connect(), first"
+            )
         if self._role != "sender":
             raise LocalProtocolError(
                 f"{method}(): Must be initialized on sender before sending weights: call "

@@ -23,6 +23,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.schemes._answering import Answering
+from aiosync.schemes._awake import Alert
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
@@ -116,6 +117,7 @@ class WeightReceiver(Answering):
         self._changed = asyncio.Event()
         self._waited_for = False
         self._tasks = tasks
+        self._alert = Alert(self._loop)
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -215,6 +217,7 @@ class WeightReceiver(Answering):
         flat = self._staging.map(key, payload)
         link = self.transport
         self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back, link))
+        self._alert.came()
 
     def _stage(self, staged: Staged) -> None:
         if staged.epoch != self.inbox.newest_epoch:

@@ -329,6 +329,8 @@ class WeightSender:
             report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost)
         except PartialSyncError as exc:
             send.future.set_exception(exc)
+            if self.workers.closed:
+                send.future.exception()  # whoever closed this knows it, where nobody waits
         else:
             send.future.set_result(report)
 

@@ -9,7 +9,6 @@ must not import schemes. See ``docs/topics/clusters.md``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import secrets
 import zlib
@@ -36,6 +35,9 @@ _WINDOW = 8  # chunks on their way at a time
 _PATIENCE_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0  # once the peer said where it is
 _CLOSE_SECONDS = 1.0
+# Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
+# some of those who wait.
+_CLOSED = timedelta(milliseconds=10)
 _GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
 """Keys of the messages of a side that is ready to receive, that sends now, that has received all,
 or that has a key of the store; never keys of a store themselves."""
@@ -280,7 +282,7 @@ class GroupCarrier(Carrier):
         copying: Progress | None = None,
     ) -> None:
         waiting: deque[Chunk] = deque()
-        sent = 0
+        sent, patience = 0, self._patience
         try:
             for chunk in chunks_of(pieces, CHUNK_NBYTES):
                 if self._stop:
@@ -293,10 +295,15 @@ class GroupCarrier(Carrier):
                 waiting.append(post(chunk))
             while waiting:
                 waiting.popleft().wait(self._patience)
-        finally:  # the memory is theirs until then; where one failed, so do the others at once
+        except RuntimeError:
+            patience = _CLOSED
+            raise
+        finally:  # the memory is theirs until then
             for each in waiting:
-                with contextlib.suppress(RuntimeError):
-                    each.wait(self._patience)
+                try:
+                    each.wait(patience)
+                except RuntimeError:
+                    patience = _CLOSED
         if self._stop:
             raise TransportBroken("the link has ended")
 

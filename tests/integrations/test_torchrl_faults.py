@@ -427,3 +427,32 @@ def test_the_constructor_raises_what_a_worker_raised(
         assert time.monotonic() - started < 3.0
     finally:
         scheme.shutdown()
+
+
+# -- a collector without workers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+def test_weights_for_a_collector_of_one_process_are_for_its_own_policy(make: Any) -> None:
+    from torchrl.collectors import Collector
+
+    def values() -> set[float]:
+        return {float(each.detach()) for each in collector.policy.parameters()}
+
+    learner = worlds.make_policy(2.0)
+    collector = Collector(
+        worlds.World,
+        policy=worlds.make_policy(1.0),
+        frames_per_batch=8,
+        total_frames=16,
+        weight_sync_schemes={"policy": make()},
+    )
+    try:
+        collector.update_policy_weights_(learner)
+        assert values() == {2.0}
+        with pytest.raises(aiosync.ManifestMismatch, match="nonsense"):
+            collector.update_policy_weights_({"nonsense": torch.zeros(1)})
+        worlds.set_value(learner, 3.0)
+        assert values() == {2.0}
+    finally:
+        collector.shutdown()

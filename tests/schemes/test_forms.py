@@ -178,6 +178,17 @@ async def test_device_map_fn(make, what) -> None:
 
 @pytest.mark.asyncio
 @both
+async def test_device_map_fn_gets_a_tensordict_of_a_state_dict(make) -> None:
+    source, target = models.linear(), models.linear()
+    init = {"model": source, "device_map_fn": lambda idx, weights: weights.to("cpu") * 2}
+    async with harness.here(make(), target, sender=init) as (sender, _):
+        models.fill(source, 3.0)
+        assert (await sender.send(source.state_dict())).acked == {0}
+        assert models.filled(target, 6.0)
+
+
+@pytest.mark.asyncio
+@both
 async def test_params_map(make) -> None:
     source, target = models.linear(), models.linear()
     models.fill(source, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import multiprocessing
 import pickle
 import subprocess
@@ -520,3 +521,56 @@ async def test_a_timeout_that_is_no_number_without_synchronisation() -> None:
             await call(timeout=float("nan"))
     await sender.aclose()
     await receiver.aclose()
+
+
+@pytest.mark.parametrize("value", [3, b"policy", "\ud800"])
+def test_a_model_id_that_cannot_be_told_to_the_other_side(value) -> None:
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:1")
+    with pytest.raises(aiosync.ConfigError, match="model_id must be a str"):
+        scheme.init_on_receiver(model_id=value, model=models.linear())
+    with pytest.raises(aiosync.ConfigError, match="model_id must be a str"):
+        scheme.init_on_sender(model_id=value, model=models.linear())
+    with pytest.raises(aiosync.ConfigError, match="model_id must be a str"):
+        scheme.model_id = value
+
+
+@pytest.mark.asyncio
+@both
+async def test_calls_from_a_thread_without_a_loop(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
+        sender,
+        _,
+    ):
+        with pytest.raises(aiosync.LocalProtocolError, match="belongs to another event loop"):
+            await asyncio.to_thread(sender.send_nowait)
+
+
+@pytest.mark.asyncio
+@both
+async def test_wait_for_version_without_a_role(make) -> None:
+    async with make() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match=r"init_on_receiver\(\)"):
+            await scheme.wait_for_version(1)
+
+
+@pytest.mark.asyncio
+@both
+async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    source = models.linear()
+    async with harness.here(make(apply="manual"), models.linear(), sender={"model": source}) as (
+        sender,
+        _,
+    ):
+        handle = sender.send_nowait()
+        kept = sender.send_nowait()
+        await asyncio.sleep(0.05)
+        del handle
+        await sender.aclose()
+        with pytest.raises(aiosync.PartialSyncError, match="this scheme was closed"):
+            await kept
+        del kept
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not told

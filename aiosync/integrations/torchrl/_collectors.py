@@ -166,6 +166,13 @@ class CollectorOwner:
         worker_ids = kwargs.get("worker_ids")
         if isinstance(worker_ids, int) and _is_rank(sys._getframe(1)):
             kwargs = {**kwargs, "worker_ids": worker_ids - 1}
+        weights = kwargs.get("weights", args[0] if args else None)
+        if weights is not None and _acts_itself(scheme, collector):
+            # It has no workers: what it is given is for its own policy.
+            model = find_model(collector, scheme.model_id or "policy")
+            if isinstance(model, nn.Module) and model is not weights:
+                strategy = scheme._scheme._strategy
+                strategy.apply_weights(model, strategy.extract_weights(weights))
         try:
             return proceed(*args, **kwargs)
         finally:
@@ -290,6 +297,15 @@ def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
     found = scheme()
     if found is not None:
         found.abort()
+
+
+def _acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
+    """Whether this is the scheme of a collector that steps its environments itself."""
+    if isinstance(scheme, NoWeightSyncScheme):
+        return False
+    torchrl: Any = sys.modules.get("torchrl.collectors")
+    single = getattr(torchrl, "Collector", None) or getattr(torchrl, "SyncDataCollector", None)
+    return single is not None and isinstance(collector, single)
 
 
 def _own_idx(collector: Any) -> int | None:
