@@ -82,9 +82,8 @@ class LeaveHook(_Hook):
         self.guard.leave(forward=True)
 
 
-@never_traced
 def _no_guard(*_args: object) -> None:
-    """Stand-in for the hooks in copies of a guarded module."""
+    """Stand-in for the hooks in copies of a guarded module. May be traced: it does nothing."""
 
 
 def _copied_hook() -> Callable[..., None]:

@@ -156,6 +156,19 @@ def test_a_copied_module_is_not_guarded() -> None:
     guard.uninstall()
 
 
+def test_a_copy_can_be_compiled_and_exported_as_a_whole() -> None:
+    guard = Guard()
+    module = models.linear()
+    guard.install(module)
+    twin = copy.deepcopy(module)
+    guard.uninstall()
+    given = torch.ones(1, 4)
+    compiled = torch.compile(twin, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(given), module(given))
+    exported = torch.export.export(twin, (given,), strict=True)
+    assert torch.equal(exported.module()(given), module(given))
+
+
 # -- updates applied by another thread than the loop's ------------------------------------------
 
 
