@@ -22,7 +22,7 @@ from aiosync.testing import assert_no_leaks
 
 
 def _measure(*cases: Case, contenders: list[str] | None = None, figures: bool = False) -> Results:
-    plan = Plan("test", cases, blocks=1, scale=0.02, contenders=contenders, figures=figures)
+    plan = Plan("test", cases, blocks=1, scale=0.002, contenders=contenders, figures=figures)
     results = Results(machine(), plan.name)
     bench_run.run(plan, results, lambda *_: None)
     return results
@@ -210,7 +210,7 @@ def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
         "test",
         [Case("shm", "4x2", 1), Case("shm", "1MB", 1)],
         blocks=1,
-        scale=0.02,
+        scale=0.002,
         contenders=["aiosync"],
         figures=False,
     )
