@@ -110,6 +110,7 @@ class SendingScheme(SchemeCore):
         """
         del ctx
         self._check_role("init_on_sender")
+        name = as_model_id(model_id or self._model_id or "policy")
         sources = resolve_sources(
             context=context,
             model_id=model_id,
@@ -130,7 +131,7 @@ class SendingScheme(SchemeCore):
             self._links = dict(transports)
         if sources.pipes is None and transports is None:
             self._listener = self._make_listener(sources)
-        self._model_id = as_model_id(model_id or self._model_id or "policy")
+        self._model_id = name
         self._sources = sources
         self._model, self._weights = model, weights
         self._role = "sender"

@@ -84,6 +84,7 @@ class Flight:
         self.memory = 0
         self.error: Exception | None = None
         self._cut = False
+        self._kept: dict[int, list[torch.Tensor]] = {}  # by chunk
         self._changed = asyncio.Event()
 
     def launch(self, key: bytes, index: int, pieces: list[memoryview]) -> None:
@@ -96,14 +97,15 @@ class Flight:
         self.calls += 1
         # Kept until the answer is here: what Python does on a thread of RPC, which lets go of
         # them else, maps and unmaps memory, and the GIL waits with it for who reads this process.
-        answered = functools.partial(self._answered, tensors)
+        self._kept[index] = tensors
+        answered = functools.partial(self._answered, index)
         call(self._loop, self._name, deliver, args, self._patience, answered)
 
     def _on_let_go(self) -> None:
         from_thread(self._loop, self._let_go)
 
-    def _answered(self, tensors: list[torch.Tensor], error: Exception | None) -> None:
-        tensors.clear()
+    def _answered(self, index: int, error: Exception | None) -> None:
+        self._kept.pop(index, None)
         self.calls -= 1
         if error is not None and self.error is None:
             self.error = error
@@ -144,6 +146,7 @@ class Flight:
         It always has where the peer lives or is dead; one that stands still may keep it for
         longer. Nobody takes what it reads then.
         """
+        self._kept.clear()  # an answer may never come: RPC alone decides
         give_up = self._loop.time() + LINGER_SECONDS
         cancelled: asyncio.CancelledError | None = None
         while self.memory and (left := give_up - self._loop.time()) > 0:

@@ -532,6 +532,8 @@ def test_a_model_id_that_cannot_be_told_to_the_other_side(value) -> None:
         scheme.init_on_sender(model_id=value, model=models.linear())
     with pytest.raises(aiosync.ConfigError, match="model_id must be a str"):
         scheme.model_id = value
+    assert scheme.model_id is None
+    assert scheme._listener is None
 
 
 @pytest.mark.asyncio

@@ -167,12 +167,13 @@ class CollectorOwner:
         if isinstance(worker_ids, int) and _is_rank(sys._getframe(1)):
             kwargs = {**kwargs, "worker_ids": worker_ids - 1}
         weights = kwargs.get("weights", args[0] if args else None)
-        if weights is not None and _acts_itself(scheme, collector):
+        if not isinstance(weights, str | None) and _acts_itself(scheme, collector):
             # It has no workers: what it is given is for its own policy.
             model = find_model(collector, scheme.model_id or "policy")
             if isinstance(model, nn.Module) and model is not weights:
-                strategy = scheme._scheme._strategy
-                strategy.apply_weights(model, strategy.extract_weights(weights))
+                core = scheme._scheme
+                given = core._strategy.extract_weights(weights)
+                core._strategy.apply_weights(model, given, strict=core.strict)
         try:
             return proceed(*args, **kwargs)
         finally:
