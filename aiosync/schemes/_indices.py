@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from aiosync.errors import ConfigError
+from aiosync.wire import MAX_WORKER_IDX
 
 __all__ = ["as_index", "as_indices"]
 
@@ -15,14 +16,15 @@ def as_index(name: str, value: Any) -> int:
     """A count, or the index of a worker: also one of numpy's or torch's integers.
 
     Raises:
-        ConfigError: It is no integer of at least 0.
+        ConfigError: It is no integer of at least 0, or none that can travel.
     """
     try:
         index = operator.index(value)
     except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
         index = -1
-    if index < 0:
-        raise ConfigError(f"{name} must be an int of at least 0, got {value!r}")
+    if not 0 <= index <= MAX_WORKER_IDX:
+        bound = "of at least 0" if index < 0 else f"of at most {MAX_WORKER_IDX}"
+        raise ConfigError(f"{name} must be an int {bound}, got {value!r}")
     return index
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
+from aiosync.protocol import validate_require
 from aiosync.schemes._context import as_model_id, resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
@@ -346,6 +347,9 @@ class SendingScheme(SchemeCore):
             and self._loop is asyncio._get_running_loop()
             and self._pid == os.getpid()
         ):
+            if self.require is not sender.require:  # assigned since
+                validate_require(self.require)
+                sender.require = self.require
             return sender
         self._check_open()
         if self._role is None and method == "wait_for_version":

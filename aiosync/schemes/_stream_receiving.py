@@ -15,6 +15,7 @@ from aiosync.errors import (
     AuthError,
     ConfigError,
     ConnectTimeout,
+    LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
     TransportBroken,
@@ -195,15 +196,21 @@ class StreamReceiving(WeightSyncScheme):
             left = None if give_up is None else max(0.0, give_up - loop.time())
             try:
                 return await super()._introduce(receiver, left)
-            except (AuthError, ConfigError, ConnectTimeout):
+            except (AuthError, ConfigError, ConnectTimeout, LocalProtocolError):
                 raise
-            except AiosyncError:
+            except AiosyncError as exc:
                 if self._pipe is not None or left == 0.0:
                     raise
+                lost = str(exc)
                 receiver.transport.abort()
             await backoff.wait()
             left = None if give_up is None else max(0.0, give_up - loop.time())
-            receiver.use_link(await self._reach(left))
+            try:
+                receiver.use_link(await self._reach(left))
+            except ConnectTimeout as exc:
+                raise ConnectTimeout(
+                    f"{lost}, and the trainer was not reached again in time"
+                ) from exc
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""

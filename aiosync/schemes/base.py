@@ -62,7 +62,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             floating dtypes are cast.
         require: How many workers have to apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
-            soon as that many have.
+            soon as that many have. Like ``timeout`` it may be assigned between two sends; the
+            other options count as they are when ``connect()`` is called.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
             ``None`` waits for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or

@@ -8,6 +8,7 @@ import asyncio, anyio or torch, and pickles nothing. Its specification is
 from __future__ import annotations
 
 from aiosync.wire._counted import CountedFrame, Repeat
+from aiosync.wire._specs import MAX_WORKER_IDX
 from aiosync.wire.auth import DialerAuth, ListenerAuth
 from aiosync.wire.checksum import (
     CHECKSUM_NBYTES,
@@ -76,6 +77,7 @@ __all__ = [
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "MAX_OBJECTS",
+    "MAX_WORKER_IDX",
     "PREFIX_NBYTES",
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",

@@ -48,6 +48,7 @@ __all__ = [
     "MAX_CHECKSUM_NBYTES",
     "MAX_MAC_NBYTES",
     "MAX_SETUP_NBYTES",
+    "MAX_WORKER_IDX",
     "NONCE_NBYTES",
     "SESSION_NBYTES",
     "SPECS",
@@ -69,8 +70,10 @@ SESSION_NBYTES = 16
 MAX_SETUP_NBYTES = 32768
 """Bytes of one step of a set-up."""
 
+MAX_WORKER_IDX = 2**31 - 1
+"""The highest index of a worker, and number of workers."""
+
 _U32 = 2**32 - 1
-_IDX = 2**31 - 1
 _SLOTS = 65535
 
 _EPOCH = int_field("epoch", 1)
@@ -89,7 +92,7 @@ FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
             str_field("role"),
             str_field("model_id", empty=True),
             int_field("pid", 0, _U32),
-            int_field("worker_idx", 0, _IDX, default=None),
+            int_field("worker_idx", 0, MAX_WORKER_IDX, default=None),
             str_field("strategy", "tensordict"),
             bool_field("has_target", True),
             int_field("epoch", 1, default=None),
@@ -106,8 +109,8 @@ FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
         (
             _EPOCH,
             int_field("version", 0),
-            int_field("worker_idx", 0, _IDX),
-            int_field("num_workers", 0, _IDX, default=None),
+            int_field("worker_idx", 0, MAX_WORKER_IDX),
+            int_field("num_workers", 0, MAX_WORKER_IDX, default=None),
         ),
     ),
     Refuse: (

@@ -286,6 +286,7 @@ EXCLUDED = {
     },
     "no such device": {"model": models.linear(), "devices": ["abacus"]},
     "negative num_workers": {"model": models.linear(), "num_workers": -1},
+    "more workers than can be numbered": {"model": models.linear(), "num_workers": 2**31},
     "a model that is none": {"model": lambda x: x},
     "weights that are none": {"weights": [1, 2]},
 }
@@ -309,6 +310,8 @@ def test_receiver_forms_that_exclude_each_other(make) -> None:
         scheme.init_on_receiver(model=models.linear(), weights=_weights(0.0))
     with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
         scheme.init_on_receiver(weights=_weights(0.0))
+    with pytest.raises(aiosync.ConfigError, match="worker_idx must be an int of at most"):
+        scheme.init_on_receiver(model=models.linear(), worker_idx=2**40)
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,23 @@ async def test_require(make, require, enough) -> None:
 
 
 @both
+async def test_require_may_change_between_two_sends(make) -> None:
+    source, targets = models.linear(), [models.linear(), models.wide()]
+    async with harness.crowd(make(require=1), targets, sender={}) as (sender, _):
+        assert (await sender.send(source)).acked == {0}
+        sender.require = 2
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send(source)
+        sender.require = 0.5
+        assert (await sender.send(source)).acked == {0}
+        sender.require = "most"
+        with pytest.raises(aiosync.ConfigError, match="most"):
+            await sender.send(source)
+        sender.require = 1
+        assert (await sender.send(source)).acked == {0}
+
+
+@both
 async def test_send_nowait_takes_its_snapshot_at_once(make) -> None:
     source, target = models.linear(), models.linear()
     async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):

@@ -30,7 +30,8 @@ def free_address() -> str:
 
 
 def make(address: str, **options: Any) -> aiosync.TCPWeightSyncScheme:
-    return aiosync.TCPWeightSyncScheme([address], dial="sender", **{"timeout": PATIENCE, **options})
+    defaults: dict[str, Any] = {"dial": "sender", "timeout": PATIENCE}
+    return aiosync.TCPWeightSyncScheme([address], **{**defaults, **options})
 
 
 @contextlib.asynccontextmanager
@@ -292,6 +293,33 @@ async def test_links_of_no_use_are_dialled_ever_more_slowly(monkeypatch) -> None
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
     assert pauses[:6] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64]
+
+
+# -- the worker's side ---------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_worker_does_not_dial_again_after_a_mistake_of_its_own() -> None:
+    async with make("tcp://127.0.0.1:0", dial="receiver") as sender:
+        sender.init_on_sender(model=models.linear())
+        await sender.connect()
+        async with make(sender.address, dial="receiver") as receiver:
+            receiver.init_on_receiver(model_id="policy" * 1000, model=models.linear())
+            with pytest.raises(aiosync.LocalProtocolError, match="model_id"):
+                async with asyncio.timeout(PATIENCE / 2):
+                    await receiver.connect(timeout=PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_says_what_became_of_its_links_when_time_is_up() -> None:
+    async def leave(link: TCPTransport) -> None:
+        await link.recv(timeout=PATIENCE)
+
+    async with answering(leave) as (url, count), make(url, dial="receiver") as receiver:
+        receiver.init_on_receiver(model=models.linear())
+        with pytest.raises(aiosync.ConnectTimeout, match="before it answered, and .* in time"):
+            await receiver.connect(timeout=0.5)
+        assert count
 
 
 def _dialling_tasks() -> list[asyncio.Task[Any]]:
