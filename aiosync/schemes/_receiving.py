@@ -191,6 +191,14 @@ class ReceivingScheme(FollowingScheme):
         sock = await dial(self._address, sender_pid=self._sender_pid, timeout=timeout)
         return self._transport_over(sock, "the trainer")
 
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
+
+        To look at: the scheme sends and receives on it, on its event loop.
+        """
+        return None if self._receiver is None else self._receiver.transport
+
     def _resolve_target(self) -> Any:
         if self._loader is not None:
             return self._loader

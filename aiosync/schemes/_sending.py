@@ -338,6 +338,15 @@ class SendingScheme(SchemeCore):
             return weights
         return strategy.extract_weights(weights)
 
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """The link to each connected worker, by index; empty on a receiver.
+
+        To look at: the scheme sends and receives on them, on its event loop.
+        """
+        peers = {} if self._sender is None else self._sender.peers
+        return {idx: peer.transport for idx, peer in sorted(peers.items())}
+
     def _require_sender(self, method: str) -> WeightSender:
         sender = self._sender
         if (

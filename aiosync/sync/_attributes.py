@@ -11,6 +11,7 @@ import aiosync.schemes as aio
 from aiosync.errors import AiosyncError
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import option
+from aiosync.transports.base import Transport
 from aiosync.types import Require
 
 __all__ = ["Attributes"]
@@ -127,6 +128,22 @@ class Attributes:
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied."""
         return self._scheme.worker_versions
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """The link to each connected worker, by index; empty on a receiver.
+
+        To look at: the scheme sends and receives on them, on its event loop.
+        """
+        return self._scheme.sender_transports
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
+
+        To look at: the scheme sends and receives on it, on its event loop.
+        """
+        return self._scheme.receiver_transport
 
     @property
     def staged_version(self) -> int:

@@ -418,6 +418,24 @@ async def test_require(make, require, enough) -> None:
 
 
 @both
+async def test_the_links_can_be_looked_at(make) -> None:
+    source = models.linear()
+    targets = [models.linear(), models.linear()]
+    scheme = make()
+    assert (scheme.sender_transports, scheme.receiver_transport) == ({}, None)
+    async with harness.crowd(scheme, targets, sender={"model": source}) as (sender, receivers):
+        links = sender.sender_transports
+        assert list(links) == [0, 1]
+        assert all(isinstance(link, aiosync.Transport) for link in links.values())
+        assert sender.receiver_transport is None
+        link = receivers[1].receiver_transport
+        assert link.capabilities == links[1].capabilities
+        assert receivers[1].sender_transports == {}
+        await receivers[0].aclose()
+        await harness.until(lambda: list(sender.sender_transports) == [1])
+
+
+@both
 async def test_require_may_change_between_two_sends(make) -> None:
     source, targets = models.linear(), [models.linear(), models.wide()]
     async with harness.crowd(make(require=1), targets, sender={}) as (sender, _):

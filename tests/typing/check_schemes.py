@@ -16,6 +16,8 @@ async def sender(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
     assert_type(handle.version, int)
     assert_type(await handle, aiosync.SendReport)
     assert_type(scheme.worker_versions, dict[int, int])
+    assert_type(scheme.sender_transports, dict[int, aiosync.Transport])
+    assert_type(scheme.receiver_transport, aiosync.Transport | None)
     await scheme.send(wait=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     await scheme.receive("soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     scheme.timeout = "soon"  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
