@@ -158,9 +158,9 @@ class SendingScheme(SchemeCore):
         )
         planned = self._plan(weights, None, initial=True)
         for idx, link in self._links.items():
-            self._sender.welcome(link, idx)
+            self._sender.workers.welcome(link, idx, given=True)
         for idx, pipe in enumerate(self._sources.pipes or ()):
-            self._sender.welcome(self.create_transport(pipe), idx)
+            self._sender.workers.welcome(self.create_transport(pipe), idx, given=True)
         self._start_listening(self._sender)
         await self._sender.connect(planned, timeout=timeout, processes=processes)
 

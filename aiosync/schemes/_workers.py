@@ -114,14 +114,27 @@ class Workers:
             raise TransportClosed("this scheme was closed")
 
     def welcome(
-        self, transport: Transport, worker_idx: int | None = None, hello: Hello | None = None
+        self,
+        transport: Transport,
+        worker_idx: int | None = None,
+        hello: Hello | None = None,
+        *,
+        given: bool = False,
     ) -> None:
-        """Start the handshake on a new link, in the background; ``hello`` was read already."""
+        """Start the handshake on a new link, in the background.
+
+        Args:
+            transport: The link.
+            worker_idx: Whose link it is.
+            hello: What was read from it already.
+            given: There will be no other link to that worker.
+        """
         self._arriving[transport] = -1
-        self.tasks.start(self._welcome(transport, worker_idx, hello), "aiosync handshake")
+        coroutine = self._welcome(transport, worker_idx, hello, given=given)
+        self.tasks.start(coroutine, "aiosync handshake")
 
     async def _welcome(
-        self, transport: Transport, expected_idx: int | None, hello: Hello | None
+        self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
     ) -> None:
         try:
             hello, worker_idx = await admit(
@@ -140,8 +153,8 @@ class Workers:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
             self._arriving.pop(transport, None)
             self._refused = [*self._refused[-2:], str(exc)]  # the last ones, for the error
-            if isinstance(exc, ConfigError) and expected_idx is not None:
-                self.not_reached(expected_idx, exc)  # it was dialled, and refused for good
+            if expected_idx is not None and (given or isinstance(exc, ConfigError)):
+                self.not_reached(expected_idx, exc)  # for good
             await transport.aclose()
             self.notify()
             return
@@ -229,7 +242,7 @@ class Workers:
         return 0 if snapshot is None else snapshot.version
 
     def not_reached(self, worker_idx: int, error: AiosyncError) -> None:
-        """A worker that this side dials cannot be reached any more."""
+        """A worker that cannot come by itself cannot be reached any more."""
         if worker_idx not in self.peers:
             self._failures.setdefault(worker_idx, error)
             self.lost[worker_idx] = error

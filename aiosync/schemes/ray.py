@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
+from aiosync.errors import ConfigError, ConnectTimeout
+from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
 from aiosync.schemes._same_host import available
 from aiosync.schemes._sources import DeviceMap
@@ -32,7 +31,6 @@ __all__ = ["RayWeightSyncScheme"]
 
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
-_KV_NAMESPACE = b"aiosync"
 # Larger weights go out from the tensors themselves, which only the object store copies at once.
 _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
 
@@ -264,22 +262,16 @@ class RayWeightSyncScheme(EngineScheme):
 
     async def _publish(self, address: Address) -> None:
         self._published = str(address).encode()
-        put = functools.partial(_key_values()._internal_kv_put, namespace=_KV_NAMESPACE)
-        try:
-            await asyncio.to_thread(put, self._key, self._published, True)
-        except Exception as exc:  # of Ray, of many types; connect() and send() raise it
-            raise ConnectError(
-                f"the Ray cluster did not take the trainer's address: {type(exc).__name__}: {exc}"
-            ) from exc
+        await asyncio.to_thread(notes.put, self._key, self._published)
 
     async def _look_up(self, timeout: float | None) -> None:
         need_cluster()
         try:
             async with asyncio.timeout(timeout):
-                found = await asyncio.to_thread(_found, self._key)
+                found = await asyncio.to_thread(notes.find, self._key)
                 while found is None and not self._knows_address:
                     await asyncio.sleep(_LOOK_SECONDS)
-                    found = await asyncio.to_thread(_found, self._key)
+                    found = await asyncio.to_thread(notes.find, self._key)
         except TimeoutError as exc:
             raise ConnectTimeout(
                 f"no trainer announced itself in the Ray cluster within {timeout or 0:g} s: it has "
@@ -287,7 +279,7 @@ class RayWeightSyncScheme(EngineScheme):
                 "from, and the same model_id"
             ) from exc
         if found is not None:
-            self._addresses = [Address.parse(bytes(found).decode())]
+            self._addresses = [Address.parse(found.decode())]
 
     @property
     def _knows_address(self) -> bool:
@@ -315,7 +307,7 @@ class RayWeightSyncScheme(EngineScheme):
                     await objects.aclose()
             finally:
                 if published is not None and connected and load_ray().is_initialized():
-                    withdrawing = asyncio.to_thread(_withdraw, self._key, published)
+                    withdrawing = asyncio.to_thread(notes.forget, self._key, published)
                     with contextlib.suppress(TimeoutError):  # workers find nobody there then
                         await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
@@ -324,22 +316,3 @@ class RayWeightSyncScheme(EngineScheme):
         super().abort()
         if self._objects is not None:
             self._objects.abort()
-
-
-def _key_values() -> Any:
-    return importlib.import_module("ray.experimental.internal_kv")
-
-
-def _found(key: bytes) -> Any:
-    """What is kept under a key; nothing where the cluster cannot say so now."""
-    try:
-        return _key_values()._internal_kv_get(key, namespace=_KV_NAMESPACE)
-    except Exception:  # noqa: BLE001 - of Ray, of many types; ConnectTimeout says that none came
-        return None
-
-
-def _withdraw(key: bytes, published: bytes) -> None:
-    """Take the address back, unless another sender has announced itself since."""
-    store = _key_values()
-    if store._internal_kv_get(key, namespace=_KV_NAMESPACE) == published:
-        store._internal_kv_del(key, namespace=_KV_NAMESPACE)

@@ -9,15 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    RecvTimeout,
+)
+from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes._sources import DeviceMap
-from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.transports._carrier import outlast
 from aiosync.transports._ray_objects import landed, need_cluster
 from aiosync.transports.base import Transport
 
@@ -28,8 +36,7 @@ __all__ = [
 ]
 
 _CLOSE_SECONDS = 5.0
-_RECEIVERS = "_aiosync_receivers"
-_T = TypeVar("_T")
+_LOOK_SECONDS = 0.2  # between two looks whether the trainer still waits
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -38,19 +45,20 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     There is one worker: the actor of the transform, an object with an attribute ``module``.
     :meth:`connect` makes a receiver inside it, so the actor needs no code of aiosync, and its
     methods may block: updates are received in a thread beside them and applied between two
-    forward passes.
+    forward passes. Where the actor replaces its module, the new one gets the next update. The
+    receiver ends with the scheme, and when it has given up a trainer that was lost
+    (``reconnect``).
 
     Args are those of :class:`RayWeightSyncScheme`.
     """
 
-    _ray_transform: Any
-    _remote: RayModuleTransformSender | None
-    _not_pickled = (*RayWeightSyncScheme._not_pickled, "_ray_transform", "_remote")
+    _not_pickled = (*RayWeightSyncScheme._not_pickled, "_ray_transform", "_remote", "_inside")
 
     def _reset(self) -> None:
         super()._reset()
-        self._ray_transform = None
-        self._remote = None
+        self._ray_transform: Any = None
+        self._remote: RayModuleTransformSender | None = None
+        self._inside: Any = None  # the transform, where this is the receiver in its actor
 
     def _set_transform(self, ray_transform: Any) -> None:
         """Name the transform; TorchRL's ``RayModuleTransform`` does so with itself."""
@@ -141,6 +149,24 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 task.cancel()
             await asyncio.gather(starting, meeting, return_exceptions=True)
 
+    # -- inside of the actor -------------------------------------------------------------------
+
+    def _receive_for(self, transform: Any, model_id: str) -> None:
+        self.init_on_receiver(model_id=model_id, model=transform.module, worker_idx=0)
+        self._inside = transform
+
+    def _resolve_target(self) -> Any:
+        if self._inside is not None:
+            return getattr(self._inside, "module", None)
+        return super()._resolve_target()
+
+    async def _follow(self) -> None:
+        """Receive until the trainer is given up; raises why."""
+        receiver = self._require_receiver("receive")
+        await receiver.wait_until(lambda: False, timeout=None, late=RecvTimeout())
+
+    # -- closing -------------------------------------------------------------------------------
+
     async def aclose(self) -> None:
         """See :meth:`WeightSyncScheme.aclose`; the receiver in the actor ends, too."""
         if await self._closed_elsewhere():
@@ -163,8 +189,13 @@ class RayModuleTransformSender:
     def __init__(self, ray_transform: Any) -> None:
         self._ray = need_cluster()
         self.actor: Any = getattr(ray_transform, "_actor", ray_transform)
+        # What it made is its own to end. In the cluster while it waits for the actor, whose calls
+        # cannot be called off: the actor does not join any more once this is gone.
+        self._ticket = f"aiosync:transform:{secrets.token_hex(16)}".encode()
 
-    async def start(self, scheme: WeightSyncScheme, model_id: str, timeout: float | None) -> None:
+    async def start(
+        self, scheme: RayModuleTransformScheme, model_id: str, timeout: float | None
+    ) -> None:
         """Have the actor join.
 
         Args:
@@ -175,8 +206,26 @@ class RayModuleTransformSender:
         Raises:
             ConnectError: The actor has died, or what it did raised an error.
             ConnectTimeout: Not in time; a call that the actor is busy with may be the reason.
+
+        Cancellation:
+            The actor stops to join, or does not begin.
         """
-        called = self.actor.__ray_call__.remote(_join, scheme, model_id, timeout)
+        put = asyncio.ensure_future(asyncio.to_thread(notes.put, self._ticket, b"waits"))
+        try:
+            cancelled = await outlast(put)
+            if cancelled is not None:
+                raise cancelled
+            put.result()
+            await self._start(scheme, model_id, timeout)
+        finally:
+            if self._ray.is_initialized():
+                forgetting = asyncio.ensure_future(asyncio.to_thread(notes.forget, self._ticket))
+                await asyncio.wait({forgetting}, timeout=_CLOSE_SECONDS)
+
+    async def _start(
+        self, scheme: RayModuleTransformScheme, model_id: str, timeout: float | None
+    ) -> None:
+        called = self.actor.__ray_call__.remote(_join, scheme, model_id, timeout, self._ticket)
         answer = landed(called, asyncio.get_running_loop())
         done, _ = await asyncio.wait({answer}, timeout=timeout)
         if not done:
@@ -193,10 +242,13 @@ class RayModuleTransformSender:
             ) from error
 
     async def stop(self, model_id: str) -> None:
-        """Have the actor's receiver end, if the actor is alive. Waits for 5 seconds at most."""
+        """Have the receiver end that this made, if the actor is alive and it has not ended.
+
+        Waits for 5 seconds at most.
+        """
         if not self._ray.is_initialized():
             return
-        called = self.actor.__ray_call__.remote(_leave, model_id)
+        called = self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
         await asyncio.wait({landed(called, asyncio.get_running_loop())}, timeout=_CLOSE_SECONDS)
 
 
@@ -205,61 +257,117 @@ class RayModuleTransformReceiver:
 
     Args:
         scheme: A copy of the sender's scheme, without a role.
-        module: What to keep up to date.
+        transform: Object whose attribute ``module`` is kept up to date.
         model_id: Name of the model.
+        ticket: Names the sender that wanted it.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, module: Any, model_id: str) -> None:
-        self.scheme = scheme
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="aiosync-transform", daemon=True
-        )
-        scheme.init_on_receiver(model_id=model_id, model=module, worker_idx=0)
+    def __init__(
+        self, scheme: RayModuleTransformScheme, transform: Any, model_id: str, ticket: bytes
+    ) -> None:
+        scheme._receive_for(transform, model_id)
+        self.ticket = ticket
+        self._scheme = scheme
+        self._key = (id(transform), model_id)
+        self._joined: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None  # None when it ends by itself
+        self._closed = False
+        self._thread: threading.Thread | None = None
 
     def start(self, timeout: float | None) -> Future[None]:
         """Begin to connect; the future says how that ended."""
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(timeout)), name="aiosync-transform", daemon=True
+        )
+        _receivers[self._key] = self
         self._thread.start()
-        return self._submit(self.scheme.connect(timeout=timeout))
+        return self._joined
 
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    async def _live(self, timeout: float | None) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            async with self._scheme:
+                try:
+                    await self._connect(timeout)
+                    self._joined.set_result(None)
+                    await self._scheme._follow()
+                finally:
+                    self._task = None
+        except (AiosyncError, asyncio.CancelledError) as exc:
+            # Afterwards it is the end: the trainer has gone, or close() was called.
+            if not self._joined.done():
+                self._joined.set_exception(exc)
+        except BaseException as exc:  # a bug: whoever waits sees it, and so does stderr
+            if not self._joined.done():
+                self._joined.set_exception(exc)
+            raise
+        finally:
+            if _receivers.get(self._key) is self:
+                del _receivers[self._key]
+
+    async def _connect(self, timeout: float | None) -> None:
+        connecting = asyncio.ensure_future(self._scheme.connect(timeout=timeout))
+        try:
+            while not connecting.done():
+                await asyncio.wait({connecting}, timeout=_LOOK_SECONDS)
+                if self._closed:
+                    raise ConnectError("the receiver was closed")
+                if not connecting.done() and not await asyncio.to_thread(notes.has, self.ticket):
+                    raise _not_wanted()
+        finally:
+            connecting.cancel()
+            await asyncio.wait({connecting})
+        connecting.result()
 
     def close(self) -> None:
         """End; the module keeps its weights. Idempotent, bounded."""
-        if self._loop.is_closed():
-            return
-        with contextlib.suppress(TimeoutError):
-            self._submit(self.scheme.aclose()).result(_CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._closed = True
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(self._cancel)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
-def _join(transform: Any, scheme: WeightSyncScheme, model_id: str, timeout: float | None) -> None:
+_receivers: dict[tuple[int, str], RayModuleTransformReceiver] = {}
+"""The receivers of this process, which is an actor. Not kept in the actor's object: it has to
+stay as picklable as it is."""
+
+
+def _not_wanted() -> ConnectError:
+    return ConnectError("the trainer does not wait for this actor any more")
+
+
+def _join(
+    transform: Any,
+    scheme: RayModuleTransformScheme,
+    model_id: str,
+    timeout: float | None,
+    ticket: bytes,
+) -> None:
     """Inside of the actor: receive for its module."""
-    module = getattr(transform, "module", None)
-    if module is None:
+    if not notes.has(ticket):
+        raise _not_wanted()  # it has waited behind other calls
+    if getattr(transform, "module", None) is None:
         raise ConfigError(f"{type(transform).__name__} has no attribute 'module'")
-    receivers: dict[str, RayModuleTransformReceiver] = vars(transform).setdefault(_RECEIVERS, {})
-    old = receivers.pop(model_id, None)
+    old = _receivers.pop((id(transform), model_id), None)
     if old is not None:
         old.close()
-    receiver = RayModuleTransformReceiver(scheme, module, model_id)
-    connecting = receiver.start(timeout)
-    receivers[model_id] = receiver
+    receiver = RayModuleTransformReceiver(scheme, transform, model_id, ticket)
+    joined = receiver.start(timeout)
     if asyncio._get_running_loop() is not None:
         return  # an asynchronous actor goes on serving; the trainer notices if it fails
-    try:
-        connecting.result()
-    except BaseException:  # raised again: the trainer sees it
-        receivers.pop(model_id).close()
-        raise
+    joined.result()
 
 
-def _leave(transform: Any, model_id: str) -> None:
-    """Inside of the actor: end the receiver."""
-    receiver = vars(transform).get(_RECEIVERS, {}).pop(model_id, None)
-    if receiver is not None:
+def _leave(transform: Any, model_id: str, ticket: bytes) -> None:
+    """Inside of the actor: end the receiver that was made with this ticket."""
+    receiver = _receivers.get((id(transform), model_id))
+    if receiver is not None and receiver.ticket == ticket:
         receiver.close()

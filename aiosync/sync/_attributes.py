@@ -11,6 +11,7 @@ import aiosync.schemes as aio
 from aiosync.errors import AiosyncError
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import option
+from aiosync.sync._discovery import discover
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 
@@ -97,6 +98,7 @@ class Attributes:
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
+        discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
         return self._scheme.initialized_on_sender
 
     @property

@@ -43,7 +43,9 @@ class RayActorTransport(Transport):
     Each update is one call of a method of the actor, with a dict of tensors by dotted name. The
     call's return is the acknowledgement, its exception the refusal. The tensors are views of
     Ray's object store, which every actor of a node shares: they are read-only, and writing to
-    one ends the actor. ``load_state_dict()`` and ``copy_()`` into parameters are fine.
+    one ends the actor. ``load_state_dict()`` and ``copy_()`` into parameters are fine; for the
+    former the scheme's strategy should be ``"state_dict"``, as the other also sends buffers that
+    are not persistent.
 
     Give it to a sender: ``scheme.init_on_sender(model=..., transports={0: link})``.
 
@@ -70,9 +72,10 @@ class RayActorTransport(Transport):
     ) -> None:
         self._ray = need_cluster()
         try:
-            self._method: Any = getattr(actor, update_method)
+            method = getattr(actor, update_method)
         except AttributeError as exc:
             raise ConfigError(f"{actor!r} has no method {update_method!r}") from exc
+        self._method: Any = method.options(num_returns=1)  # whatever it returns, it is waited for
         self.model_id = model_id
         self._name = f"{actor!r}"
         self._loop: asyncio.AbstractEventLoop | None = None

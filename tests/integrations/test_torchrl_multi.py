@@ -589,3 +589,16 @@ def test_the_facade_does_not_import_torchrl() -> None:
     program = "import sys, aiosync.sync; sys.exit('torchrl' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], timeout=workers.PATIENCE, check=False)
     assert done.returncode == 0
+
+
+def test_a_scheme_that_is_older_than_the_import_of_torchrl() -> None:
+    """A scheme of a transform was set up without a collector, which looks at it first."""
+    program = (
+        "import sys, aiosync.sync\n"
+        "scheme = aiosync.sync.SharedMemWeightSyncScheme()\n"
+        "from torchrl.weight_update import WeightSyncScheme\n"
+        "assert not scheme.initialized_on_sender\n"
+        "sys.exit(not isinstance(scheme, WeightSyncScheme))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=workers.PATIENCE, check=False)
+    assert done.returncode == 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import threading
+import time
 from typing import Any
 
 import ray
@@ -126,6 +129,11 @@ class Plain:
         self.weights = weights
         self.model.load_state_dict(weights)
 
+    @ray.method(num_returns=2)
+    def update_twice(self, weights: dict[str, torch.Tensor]) -> tuple[int, int]:
+        self.update(weights)
+        return len(weights), 2
+
     def refuse(self, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError("not these")
 
@@ -156,6 +164,28 @@ class Transform:
 
     def look(self) -> set[float]:
         return extremes(self.module.state_dict())
+
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def replace(self) -> None:
+        self.module = _models.medium()
+
+    def save(self) -> bytes:
+        return pickle.dumps(vars(self))
+
+    def threads(self) -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+
+@ray.remote(num_cpus=0)
+class TransformTrainer:
+    """Sends to the module of a transform from an actor, which can be killed."""
+
+    def connect(self, transform: Any, reconnect: float) -> None:
+        self.scheme = aiosync.sync.RayModuleTransformScheme(reconnect=reconnect)
+        self.scheme.init_on_sender(model=_models.medium(), ray_transform=transform)
+        self.scheme.connect(timeout=30)
 
 
 @ray.remote(num_cpus=0)

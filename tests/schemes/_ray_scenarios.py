@@ -22,6 +22,7 @@ from aiosync.errors import (
     PartialSyncError,
     PeerClosed,
     TransportBroken,
+    TransportClosed,
 )
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.ray_transform import RayModuleTransformScheme
@@ -33,7 +34,15 @@ from aiosync.wire import Update
 from tests.conformance.test_transports import cut_stream
 from tests.schemes import _models
 from tests.schemes._models import fill
-from tests.schemes._ray_actors import NoTransform, Owner, Plain, Serial, Transform, Worker
+from tests.schemes._ray_actors import (
+    NoTransform,
+    Owner,
+    Plain,
+    Serial,
+    Transform,
+    TransformTrainer,
+    Worker,
+)
 
 MIB = 2**20
 
@@ -316,7 +325,7 @@ async def plain_actors() -> None:
     model = _models.medium()
     fill(model, 1.0)
     one, two = Plain.remote(), Plain.remote()
-    links = {0: RayActorTransport(one, "update"), 1: RayActorTransport(two, "update")}
+    links = {0: RayActorTransport(one, "update"), 1: RayActorTransport(two, "update_twice")}
     async with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="mine", model=model, transports=links)
         await scheme.connect(timeout=30)
@@ -340,6 +349,11 @@ async def plain_actors() -> None:
             await scheme.connect(timeout=30)
         assert isinstance(caught.value.failed[1], PeerClosed)
         assert caught.value.acked == {0}
+    async with RayWeightSyncScheme() as scheme:  # the link was closed with the scheme before
+        scheme.init_on_sender(model_id="mine", model=model, transports={0: links[0]})
+        with pytest.raises(PartialSyncError) as caught:
+            await scheme.connect(timeout=60)
+        assert isinstance(caught.value.failed[0], TransportClosed)
     ray.kill(one)
 
 
@@ -368,6 +382,57 @@ async def transform() -> None:
         wrong.init_on_sender(ray_transform=NoTransform.remote())
         with pytest.raises(ConnectError, match="no attribute 'module'"):
             await wrong.connect(timeout=30)
+    ray.kill(actor)
+
+
+def to_transform(actor: Any, model: Any, **options: Any) -> RayModuleTransformScheme:
+    scheme = RayModuleTransformScheme(**options)
+    scheme.init_on_sender(model=model, ray_transform=actor)
+    return scheme
+
+
+async def transform_changes() -> None:
+    """Another trainer, another module, and a copy of the actor's state."""
+    actor, model = Transform.remote(), _models.medium()
+    old, new = to_transform(actor, model), to_transform(actor, model)
+    await old.connect(timeout=30)
+    assert await actor.save.remote()  # nothing of aiosync is in the object
+    await new.connect(timeout=30)
+    await old.aclose()  # ends nothing but its own
+    fill(model, 2.0)
+    assert (await new.send()).acked == {0}
+    assert await actor.look.remote() == {2.0}
+    await actor.replace.remote()
+    fill(model, 3.0)
+    assert (await new.send()).acked == {0}
+    assert await actor.look.remote() == {3.0}
+    await new.aclose()
+    assert "aiosync-transform" not in await actor.threads.remote()
+    ray.kill(actor)
+
+
+async def transform_given_up() -> None:
+    """Who stops to wait blocks the actor no longer; a trainer that died leaves nothing there."""
+    actor, model = Transform.remote(), _models.medium()
+    await actor.look.remote()
+    for busy, wait in ((0.0, 0.0), (0.0, 0.01), (1.0, 0.3)):
+        working = actor.work.remote(busy)
+        scheme = to_transform(actor, model)
+        connecting = asyncio.ensure_future(scheme.connect(timeout=60))
+        await asyncio.sleep(wait)
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        await scheme.aclose()
+        await working
+        async with asyncio.timeout(10):
+            assert "aiosync-transform" not in await actor.threads.remote()
+    trainer = TransformTrainer.remote()
+    await trainer.connect.remote(actor, 0.5)
+    assert "aiosync-transform" in await actor.threads.remote()
+    ray.kill(trainer)
+    async with asyncio.timeout(20):
+        while "aiosync-transform" in await actor.threads.remote():
+            await asyncio.sleep(0.1)
     ray.kill(actor)
 
 

@@ -201,6 +201,18 @@ async def test_params_map(make) -> None:
 
 @pytest.mark.asyncio
 @both
+async def test_a_pipe_whose_other_end_is_gone_is_not_waited_for(make) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    async with make() as sender:
+        sender.init_on_sender(model=models.linear(), pipes=[ours])
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.connect(timeout=harness.PATIENCE)
+        assert isinstance(caught.value.failed[0], aiosync.PeerClosed)
+
+
+@pytest.mark.asyncio
+@both
 async def test_pipes(make) -> None:
     source, target = models.linear(), models.linear()
     models.fill(source, 1.0)

@@ -40,6 +40,8 @@ def driver() -> Iterator[Driver]:
         pytest.param(scenarios.cancelled_send, "asyncio", marks=pytest.mark.heavy),
         (scenarios.plain_actors, "uvloop"),
         (scenarios.transform, "asyncio"),
+        (scenarios.transform_changes, "uvloop"),
+        (scenarios.transform_given_up, "asyncio"),
         pytest.param(scenarios.full_store, "uvloop", marks=pytest.mark.heavy),
         (scenarios.on_this_host, "uvloop"),
         (scenarios.near_and_far, "asyncio"),
