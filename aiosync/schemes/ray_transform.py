@@ -363,7 +363,11 @@ def _join(
     joined = receiver.start(timeout)
     if asyncio._get_running_loop() is not None:
         return  # an asynchronous actor goes on serving; the trainer notices if it fails
-    joined.result()
+    try:
+        joined.result()
+    except BaseException:  # raised again: the trainer sees it
+        receiver.close()
+        raise
 
 
 def _leave(transform: Any, model_id: str, ticket: bytes) -> None:
