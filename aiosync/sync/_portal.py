@@ -110,9 +110,7 @@ class _Portal:
         try:
             self._thread.start()
         except BaseException:  # goes on to the caller of lease()
-            self.stopping = True  # Ctrl-C: nobody will ever stop a thread that did start
-            with contextlib.suppress(RuntimeError):  # it ended already
-                self.loop.call_soon_threadsafe(self._leave)
+            self._stop_soon()  # Ctrl-C: nobody will ever stop a thread that did start
             if self._thread.ident is None:
                 self._close()
             raise
@@ -134,6 +132,13 @@ class _Portal:
         finally:
             self._close()
 
+    def _stop_soon(self) -> None:
+        if not self.stopping:
+            _leaving.add(self)
+        self.stopping = True
+        with contextlib.suppress(RuntimeError):  # it ended already
+            self.loop.call_soon_threadsafe(self._leave)
+
     def _leave(self) -> None:
         # stop() may be called twice, and before the thread's first step: a second stop of the
         # loop would end the clean-up that comes after the first.
@@ -145,13 +150,12 @@ class _Portal:
         self.loop.close()
         for call in list(self._calls):  # came too late to be cancelled, or even started
             call.give_up()
+        _leaving.discard(self)
 
     def stop(self, *, join: bool) -> None:
-        self.stopping = True
-        with contextlib.suppress(RuntimeError):  # it ended already
-            self.loop.call_soon_threadsafe(self._leave)
-        started = self._thread.ident is not None
-        if join and started and threading.current_thread() is not self._thread:
+        self._stop_soon()
+        alive = self._thread.is_alive()
+        if join and alive and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -191,6 +195,7 @@ class _Portal:
 # Re-entrant: a destructor or a signal handler may give a lease back at any time.
 _lock = threading.RLock()
 _portal: _Portal | None = None
+_leaving: set[_Portal] = set()  # told to stop, and still at it
 _inherited: list[_Portal] = []
 _hooked = False
 
@@ -300,8 +305,8 @@ def _forget() -> None:
     # A forked child has the memory of the portal but not its thread. The loop stays referenced:
     # its destructor would work on descriptors that it shares with the parent.
     global _portal, _lock
-    if _portal is not None:
-        _inherited.append(_portal)
+    _inherited.extend(_leaving if _portal is None else {_portal, *_leaving})
+    _leaving.clear()
     _portal = None
     _lock = threading.RLock()
 
@@ -310,10 +315,10 @@ def _stop_at_exit() -> None:
     global _portal
     with _lock:
         portal, _portal = _portal, None
-    if portal is None:
-        return
     try:
-        for held in list(portal.leases):
+        for held in list(() if portal is None else portal.leases):
             held.forgotten()
     finally:
-        portal.stop(join=True)
+        # A thread that is in torch when the interpreter is torn down would abort the process.
+        for each in (*(() if portal is None else (portal,)), *_leaving):
+            each.stop(join=True)

@@ -68,3 +68,28 @@ tools.in_thread(wait)
 tools.until(lambda: receiver._calls == 1)
 """
     _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
+
+
+@pytest.mark.slow
+def test_exit_right_after_another_thread_forgot_its_schemes(fresh: tools.Fresh) -> None:
+    """The background thread was told to end, and is waited for."""
+    text = """
+import atexit, threading, time
+from tests.sync import _tools as tools
+
+portal = []
+# Runs after all that is registered later.
+atexit.register(lambda: print("cut off" if portal[0].is_alive() else "end"))
+
+def live():
+    sender, receiver = tools.roles(tools.SHM, tools.filled(1.0), tools.filled(0.0))
+    tools.join(sender, receiver)
+    loop = sender._lease._portal.loop
+    loop.call_soon_threadsafe(lambda: loop.run_in_executor(None, time.sleep, 1.0))
+    sender.send()
+    portal.extend(tools.portal_threads())
+
+tools.in_thread(live).join()
+assert portal[0].is_alive()
+"""
+    _check(fresh, text)
