@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._tensordict import is_non_tensor_stack
 from aiosync.wire import encode_values
 from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
 
@@ -162,8 +163,13 @@ def _split(path: str, mapping: Mapping[str, Any]) -> tuple[dict[str, torch.Tenso
     tensors = {
         name: value.detach() for name, value in mapping.items() if isinstance(value, torch.Tensor)
     }
+    plain = {
+        name: value.tolist() if is_non_tensor_stack(value) else value
+        for name, value in mapping.items()
+        if name not in tensors
+    }
     try:
-        values = encode_values({name: mapping[name] for name in mapping if name not in tensors})
+        values = encode_values(plain)
     except ConfigError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc}") from exc
     return tensors, values

@@ -16,6 +16,7 @@ from torch import nn
 
 from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._tensordict import (
+    is_non_tensor_stack,
     is_tensor_collection,
     is_tensordict,
     is_tensordict_params,
@@ -200,9 +201,27 @@ def _put_params(params: TensorDictParams, key: str, tensor: Any) -> None:
 def put_value(root: Any, place: Place, value: Any, undo: Undo) -> None:
     """Store a value or a tensor in a TensorDict or a dict."""
     owner, key = place.owner, place.key
-    old = owner.get(key) if is_tensor_collection(owner) else owner[key]
+    old = _inside(owner).get(key) if is_tensor_collection(owner) else owner[key]
     undo.append(lambda: _store(root, owner, key, old))
+    if is_non_tensor_stack(old):
+        value = _stacked(value, old.batch_dims)
+    elif is_non_tensor_stack(value) and not is_tensor_collection(owner):
+        value = value.tolist()
     _store(root, owner, key, value)
+
+
+def _inside(owner: Any) -> Any:
+    """Return the TensorDict in a tensorclass, which gives a list for a stack of values."""
+    return owner if is_tensordict(owner) else owner._tensordict
+
+
+def _stacked(value: Any, dims: int) -> Any:
+    """Make a stack of values of a list of them, as some forms of a TensorDict have it."""
+    if type(value) is not list or not dims:
+        return value
+    from tensordict import NonTensorStack
+
+    return NonTensorStack(*(_stacked(item, dims - 1) for item in value))
 
 
 def _store(root: Any, owner: Any, key: str, value: Any) -> None:

@@ -274,7 +274,7 @@ def _walk(source: Any, prefix: str, found: Found, pack: bool, above: _Above | No
             if key == "__extra_state__" and is_nested_tensordict(value):
                 value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
             _value(found, name, owner, at, value, pack)
-        elif isinstance(value, Mapping) or is_nested_tensordict(value):
+        elif is_nested(value):
             _walk(value, f"{prefix}{key}.", found, pack, inner)
         else:
             _value(found, _clean(prefix + key), owner, at, value, pack)
@@ -310,7 +310,7 @@ def _outline(source: Any, keys: list[object], tensors: list[torch.Tensor]) -> bo
         if type(value) in _PLAIN:
             tensors.append(value)
             keys.append(None)
-        elif isinstance(value, Mapping) or is_nested_tensordict(value):
+        elif is_nested(value):
             if not _outline(value, keys, tensors):
                 return False
         else:
@@ -338,6 +338,13 @@ def is_extra_state(name: str) -> bool:
 def is_nested_tensordict(value: Any) -> bool:
     """Whether a value is a TensorDict or tensorclass, and no wrapped non-tensor value."""
     return is_tensor_collection(value) and not is_non_tensor(value)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a container of tensors. A stack of values is none, although a mapping."""
+    if is_tensor_collection(value):
+        return not is_non_tensor(value)
+    return isinstance(value, Mapping)
 
 
 def _is_buffer(tensor: torch.Tensor) -> bool:

@@ -9,12 +9,15 @@ pickled. This module must never import asyncio or a transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiosync.errors import ConfigError
 from aiosync.tensors._tensordict import is_non_tensor, is_non_tensor_stack, is_tensor_collection
+
+if TYPE_CHECKING:
+    from tensordict import NonTensorStack
 
 __all__ = ["EXTRA_STATE", "pack_value", "referenced", "unpack_value"]
 
@@ -53,9 +56,14 @@ def _pack(
     if isinstance(value, torch.Tensor):
         add_tensor(name, value)
         return {_MARK: "tensor", "name": name}
+    if is_non_tensor_stack(value):
+        packed = [
+            _pack(f"{name}.{idx}", item, add_tensor, depth - 2)
+            for idx, item in enumerate(_unstack(value))
+        ]
+        return {_MARK: "stack", "items": packed}
     if is_non_tensor(value):
-        plain = value.tolist() if is_non_tensor_stack(value) else value.data
-        return _pack(name, plain, add_tensor, depth - 1)
+        return _pack(name, value.data, add_tensor, depth - 1)
     if is_tensor_collection(value):
         items = {
             key: _pack(f"{name}.{key}", item, add_tensor, depth - 2) for key, item in value.items()
@@ -87,6 +95,16 @@ def _pack(
     )
 
 
+def _unstack(stack: NonTensorStack) -> list[Any]:
+    """Return the parts along the first dimension, those of several values as stacks."""
+    parts: Any = stack.tensordicts if stack.stack_dim == 0 else stack.unbind(0)
+    # A part with dimensions of its own may hold one value that stands for all of its elements.
+    return [
+        part.maybe_to_stack() if part.batch_dims and not is_non_tensor_stack(part) else part
+        for part in parts
+    ]
+
+
 def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """Rebuild what :func:`pack_value` packed.
 
@@ -113,6 +131,10 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
                 raise ConfigError("a packed value holds a dict that is no list of pairs")
             return {key: unpack_value(item, tensor) for key, item in pairs}
+        case "stack":
+            from tensordict import NonTensorStack
+
+            return NonTensorStack(*(unpack_value(item, tensor) for item in _items(value, list)))
         case "tensordict":
             from tensordict import TensorDict
 
@@ -120,7 +142,7 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             inner = TensorDict({}, batch_size=list(value.get("batch_size", ())))
             for key, item in items.items():
                 unpacked = unpack_value(item, tensor)
-                if isinstance(unpacked, torch.Tensor | TensorDict):
+                if isinstance(unpacked, torch.Tensor) or is_tensor_collection(unpacked):
                     inner.set(key, unpacked)
                 else:
                     inner.set_non_tensor(key, unpacked)

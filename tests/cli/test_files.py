@@ -19,6 +19,7 @@ pytest.importorskip("safetensors")
 
 import safetensors.torch
 import torch
+from tensordict import NonTensorStack
 from torch import nn
 
 from aiosync.cli._files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
@@ -62,6 +63,13 @@ def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
     save_weights(str(path), {"other": torch.ones(1)})  # replaces it
     assert_same(load_weights(str(path)), {"other": torch.ones(1)})
     assert os.listdir(tmp_path) == [path.name]
+
+
+@every_ending
+def test_a_stack_of_values_becomes_a_list(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"weights{ending}"
+    save_weights(path, {"w": torch.ones(1), "note": NonTensorStack("a", "b")})
+    assert load_weights(path)["note"] == ["a", "b"]
 
 
 @every_ending
