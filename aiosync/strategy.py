@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._finding import refuse_hidden
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import ModuleTree, unwrap
 from aiosync.tensors.apply import Target
@@ -65,7 +66,8 @@ class WeightStrategy:
             submodule under its path and ``"_extra_state"``.
 
         Raises:
-            ConfigError: The source is something else.
+            ConfigError: The source is something else, or a module with weights that only its
+                ``state_dict()`` shows, and not a TensorDict.
         """
         if source is None:
             return None
@@ -146,8 +148,10 @@ def _as_tensordict(source: Any) -> TensorDictBase:
 
     if isinstance(source, nn.Module):
         module = unwrap(source)
+        tree = ModuleTree(module)
+        refuse_hidden(tree)
         weights: TensorDictBase = TensorDict.from_module(module)
-        for name, owner in ModuleTree(module).extra.items():
+        for name, owner in tree.extra.items():
             path = tuple(name.split("."))
             key = _ROOT_KEY if len(path) == 1 else path
             _set(weights, key, owner.get_extra_state())

@@ -19,6 +19,7 @@ from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import Layout, Target, collect
+from aiosync.tensors._finding import StateDictOnly
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Manifest
@@ -35,6 +36,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _reset(self) -> None:
         super()._reset()
         self.__dict__.setdefault("_carried", None)  # a pickle brings it
+        self.__dict__.setdefault("_not_carried", "")
 
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
@@ -46,9 +48,14 @@ class NoWeightSyncScheme(WeightSyncScheme):
             model: What to copy; nothing, if it is no module.
         """
         self._carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
+        self._not_carried = ""
         if not isinstance(model, nn.Module):
             return
-        leaves = collect(model)
+        try:
+            leaves = collect(model)
+        except StateDictOnly as exc:  # of no concern to workers that have a model of their own
+            self._not_carried = str(exc)
+            return
         layout = Layout.plan(leaves)
         flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         for view, leaf in zip(layout.views(flat), leaves.leaves, strict=True):
@@ -59,6 +66,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Give a model without memory the weights that were taken along."""
         if not isinstance(model, nn.Module) or not any(p.is_meta for p in model.parameters()):
             return
+        if self._carried is None and self._not_carried:
+            raise ConfigError(f"the worker's model has no memory, and {self._not_carried}")
         if self._carried is None:
             raise ConfigError(
                 "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "

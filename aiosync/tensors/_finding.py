@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._hidden import find_added_by_hooks, find_hidden
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
 from aiosync.tensors.dtypes import dtype_name
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ExtractAs",
     "Source",
+    "StateDictOnly",
     "check_can_travel",
     "find",
     "find_in_tree",
     "group_tied",
     "memory_key",
+    "refuse_hidden",
 ]
 
 ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
@@ -36,6 +39,10 @@ ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
 
 Source: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """Where weights are read from. A mapping may be nested or have dotted keys."""
+
+
+class StateDictOnly(ConfigError):
+    """A module has weights that only its ``state_dict()`` shows."""
 
 
 def find(source: Source, extract_as: ExtractAs) -> tuple[Found, ModuleTree | None]:
@@ -46,6 +53,8 @@ def find(source: Source, extract_as: ExtractAs) -> tuple[Found, ModuleTree | Non
     """
     if isinstance(source, nn.Module) and not is_tensordict(source):
         tree = ModuleTree(unwrap(source))
+        if extract_as == "tensordict":
+            refuse_hidden(tree)
         return find_in_tree(tree, extract_as), tree
     if is_tensor_collection(source) or isinstance(source, Mapping):
         return find_nested(source), None
@@ -75,6 +84,28 @@ def find_in_tree(tree: ModuleTree, extract_as: ExtractAs) -> Found:
     for name, module in tree.extra.items():
         found.add_value(name, module.get_extra_state())
     return found
+
+
+def refuse_hidden(tree: ModuleTree) -> None:
+    """Raise if a module has weights that are neither parameters nor buffers.
+
+    Raises:
+        StateDictOnly: All such entries of the ``state_dict()`` are named.
+    """
+    hidden = [*find_hidden(tree), *find_added_by_hooks(tree)]
+    if not hidden:
+        return
+    entries = {each.prefixes[0] + k: v for each in hidden for k, v in each.entries.items()}
+    kinds = ", ".join(sorted({type(each.module).__name__ for each in hidden}))
+    advice = 'use strategy="state_dict" on both sides, or register them as buffers'
+    try:
+        check_can_travel(find_nested(entries))
+    except ConfigError as exc:
+        advice = f'strategy="state_dict" cannot send them either: {exc}'
+    raise StateDictOnly(
+        "these weights are neither parameters nor buffers, only the state_dict() has them: "
+        f"{', '.join(map(repr, entries))} (of {kinds}); {advice}"
+    )
 
 
 def group_tied(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

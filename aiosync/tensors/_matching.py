@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors._finding import group_tied, memory_key
+from aiosync.tensors._hidden import Hidden, find_hidden
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Place, find_nested, is_extra_state, unwrap
 from aiosync.tensors._values import referenced
@@ -60,6 +61,7 @@ class Survey:
         spots: The tensors, each object once.
         values: Places of values that are no tensors; extra states of modules included.
         tensors: The tensors of ``spots``, in order.
+        hidden: What modules save and load in a way of their own.
     """
 
     target: Any
@@ -68,6 +70,7 @@ class Survey:
     spots: list[Spot]
     values: dict[str, Place]
     tensors: list[torch.Tensor] = field(default_factory=list)
+    hidden: list[Hidden] = field(default_factory=list)
 
     def unchanged(self) -> bool:
         """Whether the target still holds the very same objects. Cheap for a module."""
@@ -88,6 +91,7 @@ def survey(target: Any) -> Survey:
         found = tree.found
         values = {name: Place(name, module, name, "buffer") for name, module in tree.extra.items()}
         result = Survey(tree.root, tree, found, [], values)
+        result.hidden = [hidden for hidden in find_hidden(tree) if hidden.loads]
     elif is_tensor_collection(target) or isinstance(target, Mapping):
         found = find_nested(target, pack=False)
         result = Survey(target, None, found, [], found.value_places)
@@ -143,12 +147,14 @@ class Match:
         values: (place, name) for each value that is applied.
         tensor_values: (place, leaf index) for extra states of modules that are bare tensors.
         equal_values: Values that nothing can put into the target, and that it has as well.
+        hidden: What modules load in a way of their own: which name was sent for each entry.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     values: list[tuple[Place, str]] = field(default_factory=list)
     tensor_values: list[tuple[Place, int]] = field(default_factory=list)
     equal_values: dict[str, Any] = field(default_factory=dict)
+    hidden: list[tuple[Hidden, dict[str, str]]] = field(default_factory=list)
 
 
 _STRICT_HINT = (
@@ -161,7 +167,8 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
     """Decide what goes where.
 
     A module whose ``state_dict()`` is not the standard one is also found by the names that it
-    has there. Values that a hook adds there are accepted if they are the same on both sides.
+    has there. Values that a hook adds there are accepted if they are the same on both sides. What a
+    module saves and loads in a way of its own is matched like its tensors.
 
     Args:
         found: What the target has.
@@ -211,6 +218,25 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing.append(name)
             continue
         taken.add(name)
+    for hidden in found.hidden:
+        wanted: dict[str, str] = {}
+        for key, own_value in hidden.entries.items():
+            names = [prefix + key for prefix in hidden.prefixes]
+            given = [name for name in names if name in sent]
+            if not given:
+                missing.extend(names)
+                continue
+            taken.update(names)
+            wanted[key] = given[0]
+            if len({index[name] for name in given if name in index}) > 1:
+                mismatched[given[1]] = f"is {given[0]} here, but was sent on its own"
+            elif given[0] in index and isinstance(own_value, torch.Tensor):
+                leaf, dtype = leaves[index[given[0]]], layout.dtypes[index[given[0]]]
+                why = _difference(own_value, leaf.shape, leaf.dtype, dtype, strict=strict)
+                if why:
+                    mismatched[given[0]] = why
+        if wanted:
+            result.hidden.append((hidden, wanted))
     for name in own_values.keys() & values.keys() - taken:
         if own_values[name] == values[name]:
             result.equal_values[name] = values[name]

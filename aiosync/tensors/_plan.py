@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def has_values(self) -> bool:
-        return bool(self.match.values or self.match.tensor_values)
+        return bool(self.match.values or self.match.tensor_values or self.match.hidden)
 
     def valid(self) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""

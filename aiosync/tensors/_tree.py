@@ -134,6 +134,8 @@ class ModuleTree:
         root: The module itself.
         found: The tensors. Places keep the module that holds each of them.
         extra: Dotted name of the extra state, and module, for each module that has one.
+        modules: Every module, once.
+        prefixes: By the id of a module, what its names begin with: once for each of its places.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -141,7 +143,7 @@ class ModuleTree:
         self.found = Found()
         self.extra: dict[str, nn.Module] = {}
         self.modules: list[nn.Module] = []
-        self._seen: set[int] = set()
+        self.prefixes: dict[int, list[str]] = {}
         self._visit(root, "", ())
         self._dicts = [module.__dict__ for module in self.modules]
         self._plain = all(
@@ -166,9 +168,9 @@ class ModuleTree:
     def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
         if any(module is ancestor for ancestor in above):
             raise ConfigError(f"module {prefix[:-1]!r} contains itself")
-        if id(module) not in self._seen:
-            self._seen.add(id(module))
+        if id(module) not in self.prefixes:
             self.modules.append(module)
+        self.prefixes.setdefault(id(module), []).append(prefix)
         for key, param in module._parameters.items():
             if param is not None:
                 self.found.add(Place(prefix + key, module, key, "param"), param)

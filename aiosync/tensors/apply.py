@@ -15,6 +15,7 @@ from torch import nn
 
 from aiosync.errors import ManifestMismatch
 from aiosync.tensors import _changes as changes
+from aiosync.tensors._hidden import put_hidden
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
 from aiosync.tensors._plan import Mode, Plan, make_plan
 from aiosync.tensors._values import unpack_value
@@ -290,10 +291,16 @@ class Target:
         by_name = {}
         for leaf, source in zip(layout.manifest.leaves, sources, strict=True):
             by_name.update(dict.fromkeys((leaf.name, *leaf.aliases), source))
-        steps = [
-            (place, unpack_value(values[name], lambda inner: by_name[inner].clone()))
-            for place, name in plan.match.values
-        ]
+
+        def get(name: str) -> Any:
+            if name not in values:
+                return by_name[name].clone()
+            return unpack_value(values[name], lambda inner: by_name[inner].clone())
+
+        for hidden, names in plan.match.hidden:
+            changes.back_up_tables(hidden.module, undo)
+            put_hidden(hidden, {key: get(name) for key, name in names.items()}, undo)
+        steps = [(place, get(name)) for place, name in plan.match.values]
         steps += [(place, sources[leaf].clone()) for place, leaf in plan.match.tensor_values]
         for place, value in steps:
             if plan.survey.tree is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
-from aiosync.tensors._finding import find
+from aiosync.tensors._finding import find, refuse_hidden
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
 from aiosync.tensors.leaves import ExtractAs, Source
@@ -132,6 +132,7 @@ def _find(source: Source, extract_as: ExtractAs) -> tuple[Found, dict[str, Any]]
     if isinstance(source, nn.Module) and not is_tensordict(source):
         tree = ModuleTree(unwrap(source))
         if extract_as == "tensordict":
+            refuse_hidden(tree)
             return tree.found, {name: each.get_extra_state() for name, each in tree.extra.items()}
         weights = tree.root.state_dict()
     elif not isinstance(source, Mapping) and not is_tensor_collection(source):

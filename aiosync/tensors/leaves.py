@@ -65,7 +65,9 @@ def collect(source: Source, *, extract_as: ExtractAs = "tensordict") -> Leaves:
     Raises:
         ConfigError: The source is of another type, or holds something that cannot travel:
             tensors that are not initialised, on the meta device, sparse, quantised or sharded,
-            and values that are neither tensors nor plain. The message names all such tensors.
+            and values that are neither tensors nor plain; or, for ``"tensordict"``, a module
+            saves more in its ``state_dict()`` than parameters, buffers and extra state. The
+            message names all such tensors.
     """
     return to_leaves(find(source, extract_as)[0])
 
