@@ -19,7 +19,6 @@ from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import Layout, Target, collect
-from aiosync.tensors._finding import StateDictOnly
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Manifest
@@ -53,7 +52,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             return
         try:
             leaves = collect(model)
-        except StateDictOnly as exc:  # of no concern to workers that have a model of their own
+        except ConfigError as exc:  # of no concern to workers that have a model of their own
             self._not_carried = str(exc)
             return
         layout = Layout.plan(leaves)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aiosync.errors import ConfigError
-from aiosync.tensors._hidden import find_added_by_hooks, find_hidden
+from aiosync.tensors._hidden import find_hidden, has_tensors
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
 from aiosync.tensors.dtypes import dtype_name
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ExtractAs",
     "Source",
-    "StateDictOnly",
     "check_can_travel",
     "find",
     "find_in_tree",
@@ -39,10 +38,6 @@ ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
 
 Source: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """Where weights are read from. A mapping may be nested or have dotted keys."""
-
-
-class StateDictOnly(ConfigError):
-    """A module has weights that only its ``state_dict()`` shows."""
 
 
 def find(source: Source, extract_as: ExtractAs) -> tuple[Found, ModuleTree | None]:
@@ -90,21 +85,25 @@ def refuse_hidden(tree: ModuleTree) -> None:
     """Raise if a module has weights that are neither parameters nor buffers.
 
     Raises:
-        StateDictOnly: All such entries of the ``state_dict()`` are named.
+        ConfigError: All such entries of the ``state_dict()`` are named.
     """
-    hidden = [*find_hidden(tree), *find_added_by_hooks(tree)]
-    if not hidden:
+    entries = {}
+    kinds = set()
+    for hidden in find_hidden(tree):
+        for key, value in hidden.entries.items():
+            if has_tensors(value):
+                entries[hidden.prefixes[0] + key] = value
+                kinds.add(type(hidden.module).__name__)
+    if not entries:
         return
-    entries = {each.prefixes[0] + k: v for each in hidden for k, v in each.entries.items()}
-    kinds = ", ".join(sorted({type(each.module).__name__ for each in hidden}))
     advice = 'use strategy="state_dict" on both sides, or register them as buffers'
     try:
         check_can_travel(find_nested(entries))
     except ConfigError as exc:
         advice = f'strategy="state_dict" cannot send them either: {exc}'
-    raise StateDictOnly(
+    raise ConfigError(
         "these weights are neither parameters nor buffers, only the state_dict() has them: "
-        f"{', '.join(map(repr, entries))} (of {kinds}); {advice}"
+        f"{', '.join(map(repr, entries))} (of {', '.join(sorted(kinds))}); {advice}"
     )
 
 

@@ -6,7 +6,7 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from aiosync.tensors._changes import Undo, storage_of
 from aiosync.tensors._tree import ModuleTree, is_extra_state
 
-__all__ = ["Hidden", "find_added_by_hooks", "find_hidden", "put_hidden"]
+__all__ = ["Hidden", "find_hidden", "has_tensors", "put_hidden"]
 
 
 class Hidden(NamedTuple):
@@ -63,7 +63,7 @@ def find_hidden(tree: ModuleTree) -> list[Hidden]:
     """Find what modules save by a ``_save_to_state_dict()`` of their own. Cheap where none has one.
 
     A module that leaves out a tensor of its own is not counted: what it saves then may be another
-    form of that one.
+    form of that one. What hooks add is not looked for, as some talk to other processes.
     """
     overriding = list(filter(_overrides_saving, tree.modules))
     if not overriding:
@@ -74,38 +74,8 @@ def find_hidden(tree: ModuleTree) -> list[Hidden]:
         prefixes = tree.prefixes[id(module)]
         state = _saved(module)
         entries = {k: v for k, v in state.items() if shown.is_missing(k, v, prefixes[0])}
-        if entries and not _leaves_out(state, _own_tensors(module)):
+        if entries and not _leaves_out(module, state):
             found.append(Hidden(module, prefixes, entries))
-    return found
-
-
-def find_added_by_hooks(tree: ModuleTree) -> list[Hidden]:
-    """Find what hooks add to the ``state_dict()`` of modules. Calls it where there are any."""
-    hooked = [module for module in tree.modules if any(_hook_homes(module))]
-    if not hooked:
-        return []
-    shown = _Shown(tree)
-    found = []
-    for module in hooked:
-        # Those of FSDP talk to other processes; those of torch itself add no tensors.
-        homes = [home for inner in module.modules() for home in _hook_homes(inner)]
-        if any(home.startswith("torch.distributed.fsdp") for home in homes):
-            continue
-        if all(home.startswith(("torch.distributed", "torch.nn")) for home in _hook_homes(module)):
-            continue
-        try:
-            state = module.state_dict(keep_vars=True)
-        except Exception:  # noqa: BLE001 - then its state_dict() never worked
-            continue
-        prefix = tree.prefixes[id(module)][0]
-        own = [
-            (place.name.removeprefix(prefix), tensor)
-            for place, tensor in zip(tree.found.places, tree.found.tensors, strict=True)
-            if place.persistent and place.name.startswith(prefix)
-        ]
-        entries = {k: v for k, v in state.items() if shown.is_missing(k, v, prefix)}
-        if entries and not _leaves_out(state, own):
-            found.append(Hidden(module, [prefix], entries))
     return found
 
 
@@ -169,26 +139,26 @@ def _saved(module: nn.Module) -> Mapping[str, Any]:
     return state
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves_out(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether some tensor of the module is not in its state, as it is or as a view."""
+    saved = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    ids, storages = set(map(id, saved)), set(map(_storage, saved))
     for key, tensor in chain(module._parameters.items(), module._buffers.items()):
-        if tensor is not None and key not in module._non_persistent_buffers_set:
-            yield key, tensor
+        if tensor is None or key in state or key in module._non_persistent_buffers_set:
+            continue
+        if id(tensor) not in ids and _storage(tensor) not in storages:
+            return True
+    return False
 
 
-def _leaves_out(state: Mapping[str, Any], own: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    ids, storages = set(map(id, tensors)), set(map(_storage, tensors))
-    return any(
-        key not in state and id(tensor) not in ids and _storage(tensor) not in storages
-        for key, tensor in own
-    )
+def has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a list, tuple or dict with one."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return isinstance(value, torch.Tensor)
+    return any(map(has_tensors, value))
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return 0 if is_lazy(tensor) else storage_of(tensor)
-
-
-def _hook_homes(module: nn.Module) -> list[str]:
-    """Return the names of the modules in which the hooks of a state_dict() are defined."""
-    hooks = chain(module._state_dict_hooks.values(), module._state_dict_pre_hooks.values())
-    return [str(getattr(getattr(h, "func", h), "__module__", "")) for h in hooks]

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors._finding import group_tied, memory_key
-from aiosync.tensors._hidden import Hidden, find_hidden
+from aiosync.tensors._hidden import Hidden, find_hidden, has_tensors
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Place, find_nested, is_extra_state, unwrap
 from aiosync.tensors._values import referenced
@@ -224,7 +224,7 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             names = [prefix + key for prefix in hidden.prefixes]
             given = [name for name in names if name in sent]
             if not given:
-                missing.extend(names)
+                missing.extend(names if has_tensors(own_value) else ())
                 continue
             taken.update(names)
             wanted[key] = given[0]
