@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aiosync.cli._options import INTERRUPTED, plain
-from aiosync.cli._status import models_table, version_line
+from aiosync.cli._status import models_table, refusal_line, version_line
 from aiosync.server import WeightServer
 
 if TYPE_CHECKING:
@@ -39,29 +39,40 @@ async def run_server(make: Callable[[], WeightServer], console: Console, errors:
     Args:
         make: Makes the server, on this loop.
         console: On stdout, for the address and, on a terminal, the table.
-        errors: On stderr, for one line for each new version where there is no table.
+        errors: On stderr, for one line for each new version where there is no table, and for
+            each one that could not be stored.
 
     Returns:
-        The exit status: 0 after SIGTERM, 130 after Ctrl-C.
+        The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
+        before could not be stored at the end.
 
     Raises:
         ConfigError: See :class:`aiosync.server.WeightServer`.
         StoreError: A file of the store is damaged.
     """
+    refusals = _Refusals()
+    late: list[str] = []
     with _Signals() as signals:
         try:
             server = make()
-            async with server:
-                sys.stdout.write(f"{server.url}\n")
-                sys.stdout.flush()
-                await _watch(server, console, errors)
+            try:
+                async with server:
+                    sys.stdout.write(f"{server.url}\n")
+                    sys.stdout.flush()
+                    await _watch(server, console, errors, refusals)
+            finally:
+                late = refusals.new(server.status())  # of what was written last
         except asyncio.CancelledError:
             if signals.first is None:
                 raise
+    for line in late:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            errors.print(line, markup=False)
     if signals.first == signal.SIGINT:
         errors.print("Stopped by Ctrl-C.")
-        return INTERRUPTED
-    return 0
+    if late:
+        return 1
+    return INTERRUPTED if signals.first == signal.SIGINT else 0
 
 
 class _Signals:
@@ -95,9 +106,11 @@ class _Signals:
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-async def _watch(server: WeightServer, console: Console, errors: Console) -> None:
+async def _watch(
+    server: WeightServer, console: Console, errors: Console, refusals: _Refusals
+) -> None:
     """Show what the server has, until it ends."""
-    with _showing(console, errors) as show:
+    with _showing(console, errors, refusals) as show:
         ended = asyncio.ensure_future(server.wait_closed())
         try:
             while not ended.done():
@@ -110,13 +123,17 @@ async def _watch(server: WeightServer, console: Console, errors: Console) -> Non
 
 
 @contextlib.contextmanager
-def _showing(console: Console, errors: Console) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _showing(
+    console: Console, errors: Console, refusals: _Refusals
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     if not sys.stdout.isatty():
-        yield _Log(errors)
+        yield _Log(errors, refusals)
         return
     with Live(Text("starting ..."), console=console, auto_refresh=False) as live:
 
         def show(status: Mapping[str, Any]) -> None:
+            for line in refusals.new(status):
+                live.console.print(line, markup=False)  # above the table
             live.update(_render(status), refresh=True)
 
         yield show
@@ -131,11 +148,29 @@ def _render(status: Mapping[str, Any]) -> RenderableType:
     return table
 
 
+class _Refusals:
+    """What could not be stored, one line for each look that finds something new."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def new(self, status: Mapping[str, Any]) -> list[str]:
+        """Return the lines about what was refused since the last call."""
+        lines = []
+        for model in status["models"]:
+            model_id, refused = model["model_id"], model["refused"]
+            before, self._seen[model_id] = self._seen.get(model_id, 0), refused
+            if refused > before:
+                lines.append(f"{time.strftime('%H:%M:%S')} {refusal_line(model)}")
+        return lines
+
+
 class _Log:
     """One line for each change of a version that is seen; at most one for each look."""
 
-    def __init__(self, errors: Console) -> None:
+    def __init__(self, errors: Console, refusals: _Refusals) -> None:
         self._errors = errors
+        self._refusals = refusals
         self._seen: dict[str, tuple[int, int]] = {}
         self._broken = False
 
@@ -146,6 +181,8 @@ class _Log:
                 continue
             self._seen[model["model_id"]] = now
             self._print(f"{time.strftime('%H:%M:%S')} {version_line(model)}")
+        for line in self._refusals.new(status):
+            self._print(line)
 
     def _print(self, line: str) -> None:
         if self._broken:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from aiosync.cli._options import plain
 
-__all__ = ["models_table", "show_nbytes", "show_status", "version_line"]
+__all__ = ["models_table", "refusal_line", "show_nbytes", "show_status", "version_line"]
 
 Values = Mapping[str, Any]
 
@@ -101,6 +101,7 @@ def show_status(values: Values) -> RenderableType:
     parts.append(models_table(values) if models else Text("No models yet."))
     if any(_maps(model, "workers") for model in models):
         parts.append(_workers_table(values))
+    parts += [Text(refusal_line(model)) for model in models if model.get("refusal")]
     for word in ("refused", "ended"):
         counts = values.get(word)
         if isinstance(counts, Mapping) and counts:
@@ -118,6 +119,15 @@ def version_line(model: Values) -> str:
         f"{plain(model.get('model_id'))}: version {model.get('version')} of epoch "
         f"{model.get('epoch')}, {show_nbytes(_number(model, 'nbytes'))}, "
         f"{len(workers)} workers, lag {lag}"
+    )
+
+
+def refusal_line(model: Values) -> str:
+    """Say in one line what could not be stored last, and why."""
+    why = plain(model.get("refusal") or "an older version", 2000)
+    return (
+        f"{plain(model.get('model_id'))}: not stored, so refused and not served "
+        f"({model.get('refused')} so far): {why}"
     )
 
 

@@ -1,7 +1,8 @@
 """One model of a weight server: its newest version, the trainer that brings it, its workers.
 
 The epoch and version of the trainer are passed on as they are: a worker cannot tell whether it
-got them from the trainer or from here. Must not import the command line.
+got them from the trainer or from here. With a store a version is served once it is on disk: what
+the disk refuses cannot be taken back from a worker that has it. Must not import the command line.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync.errors import (
@@ -29,7 +31,6 @@ from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
 from aiosync.server._store import StoredUpdate, WeightStore
-from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
@@ -37,6 +38,23 @@ from aiosync.types import AckStatus
 from aiosync.wire import Hello, ManifestMessage, Message, Refuse, Resend, Update
 
 __all__ = ["ServedModel"]
+
+
+@dataclass(slots=True, eq=False)
+class _Unsaved:
+    """A version that has to reach the disk before it is served.
+
+    Attributes:
+        link: Who brought it, and is told what became of it.
+        snapshot: The version; a reference is held.
+        update: The same, as the store takes it.
+        overtaken: Versions of this link that waited, and that this one replaced.
+    """
+
+    link: TCPTransport
+    snapshot: Snapshot
+    update: StoredUpdate
+    overtaken: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class ServedModel:
@@ -85,9 +103,12 @@ class ServedModel:
         self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
         # Only the newest version is worth writing, so at most one waits.
-        self._to_save: tuple[TCPTransport, Snapshot, int] | None = None
+        self._to_save: _Unsaved | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._kept: tuple[int, int] | None = None  # epoch and version that are on disk
+        self._here: tuple[int, int] | None = None  # epoch and version that are served
+        self._served_strategy = strategy
+        self.refused = 0  # versions that could not be stored
+        self.refusal: str | None = None  # the last one and why, until one is stored again
         self._ending = False
 
     # -- what there is -------------------------------------------------------------------------
@@ -98,31 +119,28 @@ class ServedModel:
         return self.workers.snapshot_for(-1)
 
     @property
-    def _here(self) -> tuple[int, int] | None:
-        """Epoch and version of the newest one."""
-        epoch = self._inbox.epoch
-        return None if epoch is None else (epoch, self._inbox.version)
-
-    @property
     def is_unused(self) -> bool:
-        """Whether there is no version, no trainer and no worker."""
+        """Whether there is no version, not even on its way to the disk, no trainer, no worker."""
         workers = self.workers
         anybody = self._trainer is not None or workers.peers or workers._arriving
-        return not anybody and self.newest is None
+        return not anybody and self.newest is None and self._saving is None
 
     def restore(self, stored: StoredUpdate) -> None:
         """Serve what an earlier process kept on disk."""
         snapshot = Snapshot(stored.buffer, slot=None, release=_nothing)
-        snapshot.values = dict(stored.values)
-        self.strategy = self.workers.strategy = stored.strategy
+        self._describe(snapshot, stored)
         self._inbox.offer(stored.epoch, stored.version)
-        self._inbox.applied(stored.epoch, stored.version)
-        self._kept = self._here
-        self._publish(snapshot, stored.layout, stored.epoch, stored.version)
+        self._publish(snapshot, stored)
 
-    def _publish(self, snapshot: Snapshot, layout: Layout, epoch: int, version: int) -> None:
-        snapshot.layout, snapshot.version = layout, version
-        snapshot.nbytes = layout.nbytes
+    def _describe(self, snapshot: Snapshot, update: StoredUpdate) -> None:
+        snapshot.layout, snapshot.version = update.layout, update.version
+        snapshot.nbytes = update.layout.nbytes
+        snapshot.values = dict(update.values)
+
+    def _publish(self, snapshot: Snapshot, update: StoredUpdate) -> None:
+        """Serve a version; takes over a reference."""
+        epoch, version = self._here = update.epoch, update.version
+        self.strategy = self.workers.strategy = self._served_strategy = update.strategy
         workers = self.workers
         if epoch != workers.clock.epoch:
             workers.clock = VersionClock(epoch)
@@ -162,10 +180,9 @@ class ServedModel:
         if self._staging is None:
             self._staging = Staging(link)
         try:
-            # What is said to be here need not be sent again, so it has to be on disk.
+            # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
-            partial = self._staging.resume() or (None, None, 0)
-            has = self._kept if self._store is not None else self._here
+            partial, has = self._staging.resume() or (None, None, 0), self._here
             await greet(
                 link,
                 Hello(
@@ -191,6 +208,8 @@ class ServedModel:
         finally:
             if self._trainer is link:
                 self._trainer = None
+                if self.newest is not None:  # perhaps not of this trainer
+                    self.strategy = self.workers.strategy = self._served_strategy
             del self._answers[link]
             link.abort()
 
@@ -217,33 +236,29 @@ class ServedModel:
         try:
             self._inbox.offer(epoch, version)
         except StaleVersion as exc:
-            staged.give_back()
-            self._answer_to_stale(link, epoch, version, exc)
-            return
-        self._inbox.applied(epoch, version)
+            newest = (self._inbox.newest_epoch, self._inbox.newest)
+            if (epoch, version) == self._here:
+                staged.give_back()
+                self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
+                return
+            if (epoch, version) != newest:
+                staged.give_back()
+                self._say(link, make_ack(epoch, version, AckStatus.NACK, exc))
+                return
+            # The disk refused it, and the trainer offers it again.
         self.versions += 1
         self.received_nbytes += staged.layout.nbytes
         snapshot = Snapshot(staged.flat, slot=None, release=staged.give_back)
-        snapshot.values = dict(staged.values)
-        keep = snapshot.retain() if self._store is not None else None
-        self._publish(snapshot, staged.layout, epoch, version)
-        if keep is None:
+        update = StoredUpdate(
+            epoch, version, self.strategy, staged.layout, staged.flat, dict(staged.values)
+        )
+        self._describe(snapshot, update)
+        if self._store is None:
+            self._publish(snapshot, update)
             self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
             return
         self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
-        self._save_later(link, keep, epoch)
-
-    def _answer_to_stale(
-        self, link: TCPTransport, epoch: int, version: int, error: StaleVersion
-    ) -> None:
-        newest = self.newest
-        if (epoch, version) != self._here or newest is None:
-            self._say(link, make_ack(epoch, version, AckStatus.NACK, error))
-        elif self._store is None or self._kept == self._here:
-            self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
-        else:  # the disk refused it, or its link was lost before it was on disk
-            self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
-            self._save_later(link, newest.retain(), epoch)
+        self._save_later(_Unsaved(link, snapshot, update))
 
     def _say(self, link: TCPTransport, message: Message) -> None:
         answers = self._answers.get(link)
@@ -252,37 +267,43 @@ class ServedModel:
 
     # -- the disk ------------------------------------------------------------------------------
 
-    def _save_later(self, link: TCPTransport, snapshot: Snapshot, epoch: int) -> None:
-        replaced, self._to_save = self._to_save, (link, snapshot, epoch)
+    def _save_later(self, unsaved: _Unsaved) -> None:
+        replaced, self._to_save = self._to_save, unsaved
         if replaced is not None:
-            replaced[1].release()
+            replaced.snapshot.release()
+            if replaced.link is unsaved.link:
+                before = (replaced.update.epoch, replaced.update.version)
+                unsaved.overtaken = [*replaced.overtaken, before]
         if self._saving is None:
             self._saving = self.workers.tasks.start(self._save(), "aiosync store")
 
     async def _save(self) -> None:
         try:
             while self._to_save is not None:
-                (link, snapshot, epoch), self._to_save = self._to_save, None
-                update = StoredUpdate(
-                    epoch=epoch,
-                    version=snapshot.version,
-                    strategy=self.strategy,
-                    layout=snapshot.layout,
-                    buffer=snapshot.buffer,
-                    values=snapshot.values,
-                )
-                error: AiosyncError | None = None
+                unsaved, self._to_save = self._to_save, None
                 try:
-                    await self._write(update)
-                    self._kept = (epoch, update.version)
+                    await self._write(unsaved.update)
                 except AiosyncError as exc:
-                    error = without_frames(exc)  # served from memory, but the trainer is told
-                finally:
-                    snapshot.release()
-                status = AckStatus.APPLIED if error is None else AckStatus.NACK
-                self._say(link, make_ack(epoch, update.version, status, error))
+                    unsaved.snapshot.release()
+                    self._refuse(unsaved, without_frames(exc))
+                except BaseException:  # cancelled, or a bug
+                    unsaved.snapshot.release()
+                    raise
+                else:
+                    self.refusal = None
+                    self._publish(unsaved.snapshot, unsaved.update)
+                    epoch, version = unsaved.update.epoch, unsaved.update.version
+                    self._say(unsaved.link, make_ack(epoch, version, AckStatus.APPLIED, None))
         finally:
             self._saving = None
+
+    def _refuse(self, unsaved: _Unsaved, error: AiosyncError) -> None:
+        """What was served before is served on; the trainer is told."""
+        here = (unsaved.update.epoch, unsaved.update.version)
+        self.refused += 1
+        self.refusal = f"version {here[1]} of epoch {here[0]}: {error}"
+        for epoch, version in (*unsaved.overtaken, here):  # nothing newer made up for those
+            self._say(unsaved.link, make_ack(epoch, version, AckStatus.NACK, error))
 
     async def _write(self, update: StoredUpdate) -> None:
         assert self._store is not None
@@ -295,7 +316,7 @@ class ServedModel:
             raise
 
     async def drain(self) -> None:
-        """Let the newest version reach the disk."""
+        """Let the newest version reach the disk, or be refused."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
@@ -311,7 +332,7 @@ class ServedModel:
         self.workers.end()
         await self.workers.tasks.aclose()
         if self._to_save is not None:
-            self._to_save[1].release()
+            self._to_save.snapshot.release()
             self._to_save = None
         if self._staging is not None:
             self._staging.close()
@@ -330,6 +351,8 @@ class ServedModel:
             "updated_at": self.updated_at,
             "trainer": None if self._trainer is None else self._trainer_name,
             "received_nbytes": self.received_nbytes,
+            "refused": self.refused,
+            "refusal": self.refusal,
             "workers": [
                 {
                     "worker_idx": idx,

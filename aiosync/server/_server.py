@@ -52,8 +52,9 @@ class WeightServer:
         token: A secret that peers prove to have; it never travels.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that listens.
         model_ids: Models that are served; ``None`` for any.
-        store: Directory for the newest version of each model; read at the start. ``None`` keeps
-            them in memory only.
+        store: Directory for the newest version of each model; read at the start. A version is
+            served once it is on disk; one that cannot be written is refused, and the one before
+            is served on. ``None`` keeps them in memory only.
         limits: What a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
         stall_timeout: Seconds without progress after which a worker that owes an answer is

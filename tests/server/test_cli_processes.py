@@ -100,6 +100,77 @@ def test_a_second_signal_ends_a_server_at_once(
         assert server.process.wait(PATIENCE) == 130
 
 
+FULL = """
+import os, resource, sys, time
+from aiosync.server import WeightStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # as a disk that is full
+gate = sys.argv.pop(1)
+save = WeightStore.save
+def wait_and_save(*args):
+    open(gate + "-asked", "w").close()
+    while not os.path.exists(gate):
+        time.sleep(0.01)
+    save(*args)
+WeightStore.save = wait_and_save
+from aiosync.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_store_that_cannot_be_written_is_said(
+    folder: Path,
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gates, urls = {}, {}
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name in ("told", "late"):
+            gates[name] = tmp_path / name
+            urls[name] = f"unix://{folder / f'full-{name}'}"
+            servers[name] = stack.enter_context(
+                serving(
+                    folder / f"full-{name}-log",
+                    *("--listen", urls[name], "--store", str(folder / f"full-{name}-store")),
+                    program=[sys.executable, "-c", FULL, str(gates[name])],
+                )
+            )
+        # The trainer and the operator are told, and nothing is left to be done at the end.
+        told, late = servers["told"], servers["late"]
+        gates["told"].touch()
+        assert told.url and late.url
+        status, text = refused(capsys, "push", weights[0], told.url)
+        assert (status, "StoreError" in text, "File too large" in text) == (1, True, True)
+        wait_for(lambda: "File too large" in told.log.read_text())
+        assert aiosync.cli.main(["status", told.url]) == 0
+        assert "File too large" in capsys.readouterr().out
+        assert told.end() == (0, "")
+        (line,) = told.log.read_text().splitlines()
+        assert "policy: not stored, so refused and not served (1 so far): version 1 of " in line
+        # What is being written when the signal comes fails afterwards.
+        pushing = Forked(
+            *("push", weights[0], late.url, "--timeout", "60"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(),
+        )
+        with contextlib.closing(pushing):
+            wait_for(Path(f"{gates['late']}-asked").exists)
+            late.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: not (folder / "full-late").exists())  # it ends, and waits for the disk
+            assert late.process.poll() is None
+            gates["late"].touch()
+            assert late.process.wait(PATIENCE) == 1
+            assert pushing.communicate()[0] == "" and pushing.returncode == 1
+        (line,) = late.log.read_text().splitlines()
+        assert "policy: not stored" in line and "File too large" in line
+    for name in servers:
+        assert os.listdir(folder / f"full-{name}-store") == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +245,7 @@ async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: P
             assert (await send(source, 2.0)).version == 2
             await scheme.wait_for_version(2)
             assert described(second)["updates"] == 1  # version 1 came from the disk alone
-            assert described(second)["workers"][0]["lag"] == 0
+            await until(lambda: described(second)["workers"][0]["lag"] == 0)
 
 
 async def test_a_damaged_store_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -260,47 +262,122 @@ async def test_a_damaged_store_is_an_error_at_the_start(tmp_path: Path) -> None:
         await server.start()
 
 
-def refuse(self: WeightStore, *_args: Any, **_options: Any) -> None:
-    raise StoreError(f"{self.directory}: No space left on device")
+@contextlib.contextmanager
+def without(store: Path) -> Iterator[None]:
+    """The directory of a store is gone meanwhile: whatever is written there fails."""
+    away = store.with_name("away")
+    store.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(store)
 
 
-async def test_the_trainer_is_told_that_the_disk_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> None:
+    store = tmp_path / "store"
     async with (
-        WeightServer(URL, store=tmp_path) as server,
+        WeightServer(URL, store=store) as server,
         trainer(server) as source,
         worker(server) as scheme,
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, "save", refuse)
+        await send(source, 1.0)
+        await scheme.wait_for_version(1)
+        with without(store):
             with pytest.raises(PartialSyncError) as caught:
-                await send(source, 1.0)
-        error = caught.value.failed[0]
-        assert isinstance(error, ApplyError)
-        assert error.remote_type == "StoreError"
-        assert "No space left on device" in str(error)
-        await scheme.wait_for_version(1)  # it is served all the same
-        assert filled(scheme.it, 1.0)
-        await send(source, 2.0)
+                await send(source, 2.0)
+            error = caught.value.failed[0]
+            assert isinstance(error, ApplyError)
+            assert error.remote_type == "StoreError"
+            assert "No such file or directory" in str(error)
+            told = described(server)
+            assert (told["version"], told["refused"]) == (1, 1)
+            assert f"version 2 of epoch {source._clock.epoch}: " in told["refusal"]
+            assert "No such file or directory" in told["refusal"]
+            pulled = await WeightClient(server.url).pull()
+            assert pulled.version == 1
+            assert all(bool((each == 1.0).all()) for each in pulled.mapping().values())
+            async with worker(server) as late:
+                assert filled(late.it, 1.0)
+            assert scheme.version == 1 and filled(scheme.it, 1.0)
+        await send(source, 3.0)
+        await scheme.wait_for_version(3)
+        assert filled(scheme.it, 3.0)
+        told = described(server)
+        assert (told["version"], told["refused"], told["refusal"]) == (3, 1, None)
         stored = server._store.load("policy")  # type: ignore[union-attr]
-        assert stored is not None and stored.version == 2
+        assert stored is not None and stored.version == 3
 
 
-async def test_what_is_not_on_disk_is_not_called_known(
+async def test_what_a_refused_trainer_would_have_served_is_forgotten(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    async with WeightServer(URL, store=store) as server:
+        async with trainer(server, strategy="state_dict") as first:
+            await send(first, 1.0)
+        epoch = described(server)["epoch"]
+        pushed = aiosync.TCPWeightSyncScheme(server.url, "state_dict", dial="both")
+        pushed.strategy_str = ANY_STRATEGY
+        pushed.init_on_sender()
+        async with pushed:
+            await pushed.connect()
+            with without(store), pytest.raises(PartialSyncError):
+                await pushed.send(linear().state_dict())
+        await until(lambda: described(server)["trainer"] is None)
+        told = described(server)
+        assert (told["epoch"], told["version"], told["strategy"]) == (epoch, 1, "state_dict")
+        with pytest.raises(ConfigError, match="the sender's strategy is 'state_dict'"):
+            async with worker(server, strategy="tensordict"):
+                pass
+
+
+async def test_versions_that_waited_are_refused_with_the_one_that_replaced_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with WeightServer(URL, store=tmp_path) as server, trainer(server) as source:
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, "save", refuse)
-            with pytest.raises(PartialSyncError):
-                await send(source, 1.0)
+    slow = SlowStore(monkeypatch)
+    store = tmp_path / "store"
+    async with WeightServer(URL, store=store) as server, trainer(server) as source:
+        handles = []
+        for number in range(1, 5):
+            handles.append(source.send_nowait(source.it))
+            await until(lambda number=number: described(server)["updates"] == number)  # type: ignore[misc]
+        with without(store):
+            slow.go()
+            async with asyncio.timeout(PATIENCE):
+                for handle in handles:
+                    with pytest.raises(PartialSyncError, match="No such file or directory"):
+                        await handle
+        assert slow.versions == [1, 4]
+
+
+async def test_what_the_disk_refused_is_not_called_known(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    async with WeightServer(URL, store=store) as server, trainer(server) as source:
+        with without(store), pytest.raises(PartialSyncError):
+            await send(source, 1.0)
         server._models["policy"]._trainer.abort()  # type: ignore[union-attr]
         await until(lambda: source._sender.peers == {})
         await until(lambda: bool(source._sender.peers))
         await source.wait_for_version(1)  # the trainer offers it again
         stored = server._store.load("policy")  # type: ignore[union-attr]
         assert stored is not None and stored.version == 1
+        assert described(server)["version"] == 1
+
+
+async def test_a_model_whose_first_version_is_being_written_is_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowStore(monkeypatch)
+    async with WeightServer(URL, store=tmp_path, max_models=1) as server:
+        async with trainer(server, reconnect=0) as source:
+            handle = source.send_nowait(source.it)
+            await until(lambda: bool(slow.versions))
+        with contextlib.suppress(aiosync.AiosyncError):
+            await handle
+        await until(lambda: described(server)["trainer"] is None)
+        with pytest.raises(ConfigError, match="has 1 models, and takes no more"):
+            async with worker(server, "another"):
+                pass
+        slow.go()
+        await until(lambda: described(server)["version"] == 1)
 
 
 class SlowStore:
@@ -335,9 +412,10 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
         for number in range(1, 7):
             fill(source.it, float(number))
             handles.append(source.send_nowait(source.it))
-            await scheme.wait_for_version(number)  # the workers do not wait for the disk
+            await until(lambda number=number: described(server)["updates"] == number)  # type: ignore[misc]
         assert slow.versions == [1]
         assert not any(handle.done() for handle in handles)
+        assert described(server)["version"] == 0  # what is not on disk yet may be refused
         slow.go()
         reports = [await handle for handle in handles]
         assert slow.versions == [1, 6]
@@ -345,6 +423,7 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
         assert [dict(report.skipped) for report in reports[1:5]] == [{0: 6}] * 4
         stored = server._store.load("policy")  # type: ignore[union-attr]
         assert stored is not None and stored.version == 6
+        await scheme.wait_for_version(6)
 
 
 # -- the status -------------------------------------------------------------------------------
