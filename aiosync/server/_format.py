@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NoReturn, TypeAlias
 
 import xxhash
@@ -87,6 +87,8 @@ class StoredUpdate:
         layout: Where each tensor lies in ``buffer``.
         buffer: The tensors; at least ``layout.nbytes`` long.
         values: Non-tensor values by dotted name, of plain msgpack types.
+        saved_at: When its file was written, in seconds since the Unix epoch; ``None`` for one
+            that was not loaded from a file.
     """
 
     epoch: int
@@ -95,6 +97,7 @@ class StoredUpdate:
     layout: Layout
     buffer: FlatBuffer
     values: Mapping[str, Any]
+    saved_at: float | None = None
 
 
 def _fail(path: str, why: str) -> NoReturn:
@@ -119,9 +122,9 @@ def read(file: io.BufferedReader, path: str, model_id: str, limits: Limits) -> S
     if again != header:  # what else it says is implied: one comparison checks it all
         _fail(path, "its header is damaged")
     expected = 8 + len(header) + sum(leaf.nbytes for leaf in manifest.leaves)
-    size = os.fstat(file.fileno()).st_size
-    if size != expected:
-        _fail(path, f"it has {size} bytes instead of {expected}")
+    found = os.fstat(file.fileno())
+    if found.st_size != expected:
+        _fail(path, f"it has {found.st_size} bytes instead of {expected}")
     try:
         buffer = FlatBuffer(update.layout.nbytes)
     except MemoryError as exc:
@@ -135,9 +138,7 @@ def read(file: io.BufferedReader, path: str, model_id: str, limits: Limits) -> S
         _fail(path, "its tensors are damaged: the checksum differs")
     for start, end in update.layout.padding():
         buffer.array[start:end] = 0  # no old memory of this process may travel
-    return StoredUpdate(
-        update.epoch, update.version, update.strategy, update.layout, buffer, update.values
-    )
+    return replace(update, buffer=buffer, saved_at=found.st_mtime)
 
 
 def _file_order(manifest: Manifest) -> list[LeafSpec]:

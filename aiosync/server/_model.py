@@ -131,6 +131,7 @@ class ServedModel:
         self._describe(snapshot, stored)
         self._inbox.offer(stored.epoch, stored.version)
         self._publish(snapshot, stored)
+        self.updated_at = stored.saved_at
 
     def _describe(self, snapshot: Snapshot, update: StoredUpdate) -> None:
         snapshot.layout, snapshot.version = update.layout, update.version

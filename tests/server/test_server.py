@@ -380,6 +380,18 @@ async def test_a_model_whose_first_version_is_being_written_is_not_dropped(
         await until(lambda: described(server)["version"] == 1)
 
 
+async def test_a_restarted_server_knows_how_old_a_version_is(tmp_path: Path) -> None:
+    async with WeightServer(URL, store=tmp_path) as server, trainer(server) as source:
+        await send(source, 1.0)
+    written = os.stat(tmp_path / "policy.safetensors").st_mtime - 3600
+    os.utime(tmp_path / "policy.safetensors", (written, written))
+    async with WeightServer(URL, store=tmp_path) as server:
+        assert described(server)["updated_at"] == pytest.approx(written)
+        async with trainer(server) as source:
+            await send(source, 2.0)
+        assert described(server)["updated_at"] > written + 3000
+
+
 class SlowStore:
     """Holds every save until :meth:`go`, and notes the versions."""
 
