@@ -30,6 +30,7 @@ from aiosync.cli._options import (
     TlsKey,
     TokenFile,
     UseTls,
+    check_model_ids,
     errors_to,
     failing,
     read_token,
@@ -237,6 +238,7 @@ def serve(
     """
     errors = errors_to()
     with failing("serve", errors):
+        check_model_ids(model_id or [])
         import aiosync
         from aiosync.cli._serve import run_server
         from aiosync.server import WeightServer
@@ -283,6 +285,7 @@ def push(
     _needs_safetensors(file)
     errors = errors_to()
     with failing("push", errors) as status:
+        check_model_ids([model_id])
         token = read_token(token_file, errors)
         certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
         connection = Connection(url, token, certificates)
@@ -325,6 +328,7 @@ def pull(
     _needs_safetensors(file)
     errors = errors_to()
     with failing("pull", errors) as status:
+        check_model_ids([model_id])
         token = read_token(token_file, errors)
         certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
         connection = Connection(url, token, certificates)

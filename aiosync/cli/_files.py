@@ -87,7 +87,8 @@ def save_weights(
     tensors once, with their other names in its metadata.
 
     Args:
-        path: As for :func:`load_weights`. A symbolic link is followed.
+        path: As for :func:`load_weights`. A symbolic link is followed. A file that is there
+            passes its mode on.
         mapping: Tensors and plain values by dotted name. Read only.
         metadata: Texts to keep beside them; not in ``.pt``, ``.pth`` and ``.bin`` files.
 
@@ -102,15 +103,20 @@ def save_weights(
     temporary = os.path.join(os.path.dirname(path), f".aiosync-{secrets.token_hex(8)}.tmp")
     try:
         try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            mode = _mode_of(path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            # Until everything is there, not more readable than what it replaces.
+            fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
             with open(fd, "wb") as file:
+                if mode is None:
+                    mode = os.fstat(fd).st_mode & 0o777  # as the umask has it
                 if _kind(path) == "safetensors":
-                    mode = os.fstat(fd).st_mode
+                    # The package replaces it by a private one.
                     _write_safetensors(path, temporary, tensors, values, texts)
-                    os.chmod(temporary, mode & 0o777)  # the package replaced it by a private one
                 else:
                     _write_torch(path, file, {**tensors, **values}, texts)
                     file.flush()
+            os.chmod(temporary, mode)
             _sync(temporary)
             os.replace(temporary, path)
         finally:
@@ -119,6 +125,14 @@ def save_weights(
         _sync(os.path.dirname(path))
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def _mode_of(path: str) -> int | None:
+    """Who may read and write a file; ``None`` if there is none."""
+    try:
+        return os.stat(path).st_mode & 0o777
+    except FileNotFoundError:
+        return None
 
 
 def check_target(path: str | os.PathLike[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ __all__ = [
     "TlsKey",
     "TokenFile",
     "UseTls",
+    "check_model_ids",
     "errors_to",
     "failing",
     "plain",
@@ -191,6 +192,16 @@ def plain(text: Any, limit: int = 200) -> str:
     shown = str(text)
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
+def check_model_ids(given: Iterable[str]) -> None:
+    """Refuse a model without a name: an empty variable of a script, more often than not.
+
+    Raises:
+        ConfigError: One of the names is empty.
+    """
+    if "" in given:
+        raise ConfigError("--model-id: the name of the model is empty")
 
 
 @contextmanager

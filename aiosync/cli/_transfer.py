@@ -117,8 +117,10 @@ def check_source(path: Path) -> None:
     """Find what is wrong with the name of a file of weights, before it is read.
 
     Raises:
-        ConfigError: There is no such file, or its ending is unknown.
+        ConfigError: There is no such file, it is a directory, or its ending is unknown.
     """
+    if path.is_dir():
+        raise ConfigError(f"{path}: this is a directory; push one of the files in it")
     known = SAFETENSORS + TORCH
     if path.suffix.lower() not in known:
         raise ConfigError(f"{path}: the name of the file must end in one of: {', '.join(known)}")

@@ -149,6 +149,21 @@ def test_files_have_the_usual_permissions(tmp_path: Path, ending: str) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
+@every_ending
+@pytest.mark.parametrize("mode", [0o640, 0o600, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, ending: str, mode: int) -> None:
+    path = tmp_path / f"weights{ending}"
+    path.touch()
+    path.chmod(mode)
+    old = os.umask(0o022)
+    try:
+        save_weights(path, {"a": torch.ones(1)})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert_same(load_weights(path), {"a": torch.ones(1)})
+
+
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link.pt").symlink_to(tmp_path / "real" / "x.pt")

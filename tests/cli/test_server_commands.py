@@ -278,6 +278,10 @@ def test_what_a_server_does_not_have(
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{file}"], "cannot be used"),
         (["serve", "--listen", "tcp://127.0.0.1:{busy}"], "listens there"),
         (["push", "{no}.pt", "tcp://127.0.0.1:1"], "no such file"),
+        (["push", "{folder}", "tcp://127.0.0.1:1"], "this is a directory"),
+        (["push", "{file}.pt", "tcp://127.0.0.1:1", "--model-id", ""], "model is empty"),
+        (["pull", "tcp://127.0.0.1:1", "copy.pt", "--model-id", ""], "model is empty"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--model-id", ""], "model is empty"),
         (["push", "{file}.xyz", "tcp://127.0.0.1:1"], "must end in one of"),
         (["push", "{file}.pt", "tcp://127.0.0.1:0"], "names no port"),
         (["push", "{file}.pt", "tcp://user:{secret}@127.0.0.1:1"], "holds no credentials"),
@@ -299,6 +303,7 @@ def test_wrong_usage_is_status_2(
             "file": str(file.with_suffix("")),
             "no": str(tmp_path / "no"),
             "empty": str(empty),
+            "folder": str(tmp_path),
             "busy": str(busy.getsockname()[1]),
             "secret": SECRET.replace(" ", "-"),
         }
