@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -621,6 +622,18 @@ async def test_a_server_that_never_started_can_be_closed() -> None:
     await server.aclose()
     with pytest.raises(LocalProtocolError, match="starts once"):
         await server.start()
+
+
+async def test_a_context_of_the_other_side_is_refused_at_once() -> None:
+    for context, text in (
+        (ssl.create_default_context(), "of the side that dials"),
+        (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "no certificate to show"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            WeightServer(URL, tls=context)
+        scheme = aiosync.TCPWeightSyncScheme(URL, tls=context)
+        with pytest.raises(ConfigError, match=text):
+            scheme.init_on_sender(model=linear())
 
 
 async def test_a_changed_layout_reaches_everybody() -> None:

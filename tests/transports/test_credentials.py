@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_credentials_do_not_show() -> None:
 def test_a_context_cannot_travel() -> None:
     context = ssl.create_default_context()
     credentials = Credentials(tls=context)
-    assert credentials.listening_context() is context is credentials.dialling_context()
+    assert credentials.dialling_context() is context
     with pytest.raises(ConfigError, match="another process"):
         pickle.dumps(credentials)
 
@@ -93,6 +94,50 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
             TLS(ca=path).dialling_context()
 
 
+def test_it_is_said_which_file_cannot_be_used(tmp_path: Path) -> None:
+    pem = (certificates().folder / "good.pem").read_bytes()
+    at = pem.index(b"-----BEGIN CERTIFICATE")
+    cert, key, broken = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "broken.pem"
+    cert.write_bytes(pem[at:])
+    key.write_bytes(pem[:at])
+    broken.write_text("nothing of use")
+    none = tmp_path / "none.pem"
+    TLS(cert=cert, key=key).listening_context()
+    for tls, text in (
+        (TLS(cert=cert, key=none), f"the key file {none} cannot be used: No such file"),
+        (TLS(cert=cert, key=broken), f"the key file {broken} cannot be used"),
+        (TLS(cert=cert, key=tmp_path), f"the key file {tmp_path} cannot be used"),
+        (TLS(cert=none, key=key), f"the certificate file {none} cannot be used: No such file"),
+        (TLS(cert=broken, key=key), f"the certificate file {broken} cannot be used"),
+        (TLS(cert=key, key=cert), f"the certificate file {key} cannot be used"),
+        (TLS(cert=cert), f"key= is not given, and the certificate file {cert} has no key"),
+        (
+            TLS(cert=certificates().folder / "foreign.pem", key=key),
+            f"the key in {key} does not belong to the certificate in",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            tls.listening_context()
+
+
+def test_a_context_that_cannot_listen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is of the side that dials"):
+        Credentials(tls=ssl.create_default_context()).listening_context()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with pytest.raises(ConfigError, match="has no certificate to show"):
+        Credentials(tls=server).listening_context()
+    server.sni_callback = lambda *_: None  # it may choose another context
+    assert Credentials(tls=server).listening_context() is server
+    files = certificates()
+    for tls in (files.listening, files.both, files.expired):
+        context = tls.listening_context()
+        assert Credentials(tls=context).listening_context() is context
+    for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        context = files.both.listening_context()
+        context.minimum_version = context.maximum_version = version
+        assert Credentials(tls=context).listening_context() is context
+
+
 def test_an_encrypted_key_does_not_ask_on_the_terminal(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
@@ -108,6 +153,8 @@ def test_an_encrypted_key_does_not_ask_on_the_terminal(tmp_path: Path) -> None:
     cert = certificates().folder / "good.pem"
     TLS(cert=cert, key=path, password="hunter2").listening_context()
     for password in (None, "wrong"):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="password") as caught:
             TLS(cert=cert, key=path, password=password).listening_context()
         assert "hunter2" not in str(caught.value)
+        assert str(path) in str(caught.value) and str(cert) not in str(caught.value)
+        assert ("is encrypted" in str(caught.value)) == (password is None)
