@@ -137,10 +137,13 @@ class StreamReceiving(WeightSyncScheme):
 
     def _dialler(self, address: Address, name: str) -> Dialler:
         if address.scheme == "tcp" and address.port == 0:
-            raise ConfigError(
-                f"{address} names no port to dial: pickle or copy the scheme after "
-                "init_on_sender(), which binds one, or choose a port"
+            advice = (
+                "choose one: with dial='sender' a worker binds it, and this side has to know it"
+                if self._dial == "sender"
+                else "pickle or copy the scheme after init_on_sender(), which binds one, or "
+                "choose a port"
             )
+            raise ConfigError(f"{address} names no port to dial: {advice}")
         return Dialler(
             address,
             credentials=self._credentials,
@@ -228,9 +231,16 @@ class StreamReceiving(WeightSyncScheme):
                     self._arrival.clear()
                     await self._arrival.wait()
         except TimeoutError as exc:
-            raise ConnectTimeout(f"no trainer dialled {self.address} in {timeout:g} s") from exc
+            raise ConnectTimeout(
+                f"no trainer dialled {self.address} in {timeout:g} s{self._why_nobody()}"
+            ) from exc
         self._taken, self._arrived = self._arrived, None
         return self._taken
+
+    def _why_nobody(self) -> str:
+        listener = self._listener
+        why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
+        return "" if why is None else f" and was let in; the last one that did: {why}"
 
     def _on_sender(self, link: TCPTransport) -> None:
         """Hear who dialled, whether or not anybody waits for a link."""

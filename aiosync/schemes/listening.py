@@ -40,11 +40,14 @@ class ListenerCounts:
         refused: Connections that were not, by the name of the error; ``"full"`` when there were
             too many connections, ``"crowded out"`` when there were too many strangers.
         ended: Links that ended with an error, by its name, where the owner counts them.
+        last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
+            was let in after it.
     """
 
     accepted: int = 0
     ended: Counter[str] = field(default_factory=Counter[str])
     refused: Counter[str] = field(default_factory=Counter[str])
+    last_refusal: str | None = None
 
 
 class StreamListener:
@@ -181,12 +184,14 @@ class StreamListener:
             )
         except AiosyncError as exc:
             self.counts.refused[type(exc).__name__] += 1
+            self.counts.last_refusal = f"{type(exc).__name__}: {exc}"
             return
         except OSError:
             self.counts.refused["ConnectError"] += 1  # it had gone before anything was set up
             sock.close()
             return
         self.counts.accepted += 1
+        self.counts.last_refusal = None
         self._open.add(link)
         link.channel.call_on_end(lambda: self._open.discard(link))
         assert self._on_link is not None

@@ -324,3 +324,33 @@ async def test_a_worker_says_what_became_of_its_links_when_time_is_up() -> None:
 
 def _dialling_tasks() -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == "aiosync link to worker 0"]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_says_why_it_let_no_trainer_in() -> None:
+    address = free_address()
+    receiver = make(address, token="one", timeout=1)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    sender = make(address, token="another")
+    sender.init_on_sender(model=models.linear())
+    async with receiver, sender:
+        waiting = asyncio.ensure_future(receiver.connect())
+        with pytest.raises(aiosync.PartialSyncError, match="tokens"):
+            await sender.connect()
+        with pytest.raises(
+            aiosync.ConnectTimeout,
+            match="no trainer dialled .* and was let in; the last one that did: AuthError: .*token",
+        ):
+            await waiting
+
+
+@pytest.mark.asyncio
+async def test_port_0_of_a_worker_that_listens_asks_for_a_port() -> None:
+    sender = make("tcp://127.0.0.1:0", timeout=2)
+    sender.init_on_sender(model=models.linear())
+    async with sender:
+        with pytest.raises(
+            aiosync.ConfigError, match="names no port to dial: choose one: "
+        ) as found:
+            await sender.connect()
+        assert "pickle" not in str(found.value)
