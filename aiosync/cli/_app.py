@@ -267,7 +267,9 @@ def _needs_safetensors(path: Path) -> None:
 
 @app.command()
 def push(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth or .ckpt")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+    ],
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
     model_id: ModelId = "policy",
     token_file: TokenFile = None,
@@ -309,7 +311,9 @@ def push(
 @app.command()
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="A weight server, or a trainer.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth or .ckpt")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+    ],
     model_id: ModelId = "policy",
     min_version: Annotated[
         int, typer.Option(min=0, metavar="N", help="Wait until there is at least this version.")
