@@ -164,15 +164,19 @@ class RayActorTransport(Transport):
             return
         error = done.exception()
         exceptions = self._ray.exceptions
-        # An actor that starts again, or cannot be reached for a moment, gets the next update.
-        passing = getattr(exceptions, "ActorUnavailableError", ())
-        if isinstance(error, exceptions.RayActorError) and not isinstance(error, passing):
-            text = str(error).strip().partition("\n")[0]
+        text = "" if error is None else str(error).strip().partition("\n")[0]
+        reason = None if error is None else getattr(error, "cause", None) or error
+        if isinstance(error, getattr(exceptions, "ActorUnavailableError", ())):
+            reason = TransportBroken(
+                f"{self._name} starts again, or cannot be reached for a moment; it gets the next "
+                f"update: {text}"
+            )
+        elif isinstance(error, exceptions.RayActorError):
             self._error = PeerClosed(f"{self._name} has died: {text}")
-        else:
-            status = AckStatus.APPLIED if error is None else AckStatus.NACK
-            reason = None if error is None else getattr(error, "cause", None) or error
-            self._inbox.append(make_ack(epoch, version, status, reason))
+            self._arrived.set()
+            return
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        self._inbox.append(make_ack(epoch, version, status, reason))
         self._arrived.set()
 
     # -- receiving -----------------------------------------------------------------------------

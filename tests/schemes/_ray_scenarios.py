@@ -349,6 +349,22 @@ async def plain_actors() -> None:
             await scheme.connect(timeout=30)
         assert isinstance(caught.value.failed[1], PeerClosed)
         assert caught.value.acked == {0}
+    async with RayWeightSyncScheme() as scheme:
+        again = Plain.options(max_restarts=1).remote()
+        scheme.init_on_sender(
+            model_id="mine", model=model, transports={0: RayActorTransport(again, "update")}
+        )
+        await scheme.connect(timeout=30)
+        ray.kill(again, no_restart=False)
+        with pytest.raises(PartialSyncError, match="starts again"):
+            await scheme.send(timeout=30)
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(PartialSyncError):
+                    await scheme.send()
+                    break
+        assert await again.look.remote() == {3.0}
+        ray.kill(again)
     async with RayWeightSyncScheme() as scheme:  # the link was closed with the scheme before
         scheme.init_on_sender(model_id="mine", model=model, transports={0: links[0]})
         with pytest.raises(PartialSyncError) as caught:
