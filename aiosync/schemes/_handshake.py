@@ -40,13 +40,15 @@ async def admit(
     changed: Callable[[], asyncio.Event],
     reserve: Callable[[int, Hello], int],
     hello: Hello | None = None,
+    given: bool = False,
 ) -> tuple[Hello, int]:
     """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
 
-    ``holder`` tells which other live process has an index, or ``None``; it may say something
-    else after the event of ``changed``. ``reserve`` is told the index and the Hello before the
-    answer leaves, so that the next worker, who may ask meanwhile, gets another one; it returns
-    the version that this worker is sent first, or 0.
+    ``given``: nobody dialled, so the worker's process may not even have been started, and there
+    is no hurry. ``holder`` tells which other live process has an index, or ``None``; it may say
+    something else after the event of ``changed``. ``reserve`` is told the index and the Hello
+    before the answer leaves, so that the next worker, who may ask meanwhile, gets another one; it
+    returns the version that this worker is sent first, or 0.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -57,7 +59,8 @@ async def admit(
         ConfigError: It did so because the two are set up differently.
         AiosyncError: The link failed.
     """
-    message = hello or (await transport.recv(timeout=HANDSHAKE_SECONDS)).message
+    limit = None if given else HANDSHAKE_SECONDS
+    message = hello or (await transport.recv(timeout=limit)).message
     if isinstance(message, Refuse):
         raise _refusal("the other side refused this trainer", message)
     try:

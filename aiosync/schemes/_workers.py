@@ -148,6 +148,7 @@ class Workers:
                 changed=lambda: self.changed,
                 reserve=lambda idx, hello: self._reserve(transport, idx, hello),
                 hello=hello,
+                given=given,
             )
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.

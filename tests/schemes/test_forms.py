@@ -213,6 +213,20 @@ async def test_a_pipe_whose_other_end_is_gone_is_not_waited_for(make) -> None:
 
 @pytest.mark.asyncio
 @both
+async def test_a_pipe_is_waited_for_as_long_as_connect_waits(make, monkeypatch) -> None:
+    monkeypatch.setattr("aiosync.schemes._handshake.HANDSHAKE_SECONDS", 0.05)
+    ours, theirs = multiprocessing.Pipe()
+    async with make() as sender, make() as receiver:
+        sender.init_on_sender(model=models.linear(), pipes=[ours])
+        receiver.init_on_receiver(model=models.linear(), pipe=theirs)
+        connecting = asyncio.ensure_future(sender.connect(timeout=harness.PATIENCE))
+        await asyncio.sleep(0.3)  # the worker's process starts
+        await receiver.connect(timeout=harness.PATIENCE)
+        await connecting
+
+
+@pytest.mark.asyncio
+@both
 async def test_pipes(make) -> None:
     source, target = models.linear(), models.linear()
     models.fill(source, 1.0)
