@@ -212,7 +212,7 @@ async def test_a_frozen_worker_holds_up_nobody_and_catches_up(url) -> None:
     async with harness.workers(scheme, mebibyte, 3) as crew:
         frozen = scheme._sender.peers[2]
         crew[2].stop()
-        scheme._sender.require = 2
+        scheme.require = 2
         before, longest = rss_nbytes(), 0.0
         for version in range(2, 52):
             models.fill(source, float(version))
@@ -226,7 +226,7 @@ async def test_a_frozen_worker_holds_up_nobody_and_catches_up(url) -> None:
         assert longest < 1.0
         assert rss_nbytes() - before < 48 * 2**20  # of 50 MiB for each of three
         # By name it is waited for, and reported: first as late, then as dropped.
-        scheme._sender.require = "all"
+        scheme.require = "all"
         if 2 in scheme.worker_versions:
             with pytest.raises(aiosync.PartialSyncError) as caught:
                 await scheme.send(timeout=0.1)
