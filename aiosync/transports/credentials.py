@@ -179,11 +179,12 @@ def _not_usable(path: object, kind: str, exc: Exception) -> ConfigError:
 
 def _check_readable(path: str | os.PathLike[str], kind: str) -> None:
     try:
-        with open(path, "rb"):
-            pass
+        os.stat(path)  # not opened: it may be a pipe, which can be read once
     except (OSError, ValueError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise ConfigError(f"the {kind} file {path} cannot be used: {why}") from exc
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"the {kind} file {path} cannot be used: it may not be read")
 
 
 def _has_certificate(path: str | os.PathLike[str]) -> bool:
