@@ -322,9 +322,10 @@ class PartialSyncError(AiosyncError):
         )
         listed = listed.rstrip(".")
         have = ", ".join(map(str, sorted(self.acked))) or "none"
-        super().__init__(
-            f"version {version} did not reach every worker. {listed}. Workers that have it: {have}"
-        )
+        what = f"did not reach every worker. {listed}"
+        if not self.failed:
+            what = "reached every worker that is connected, but require= asks for more"
+        super().__init__(f"version {version} {what}. Workers that have it: {have}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_partial, (type(self), self.acked, dict(self.failed), self.version))

@@ -65,7 +65,7 @@ FORBIDDEN = {
 }
 # One backend each: the library that it drives is the reason that the module exists.
 ALLOWED = {
-    "schemes._core": {"pickle"},  # only to see whether the user's strategy can be pickled
+    "schemes._pickling": {"pickle"},  # only to see whether the user's strategy can be pickled
     "transports._group_chunks": {"torch"},
     "transports._link_store": {"torch"},
     "transports._process_group": {"torch"},

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from aiosync.protocol.aggregate import SendTracker, validate_require
 from aiosync.protocol.chunks import Assembly, ChunkPlan, Verdict
-from aiosync.protocol.deadline import Deadline, is_seconds, validate_timeout
+from aiosync.protocol.deadline import (
+    Deadline,
+    is_seconds,
+    validate_default_timeout,
+    validate_timeout,
+)
 from aiosync.protocol.outbox import Outbox, Outcome, OutcomeKind
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
 
@@ -27,6 +32,7 @@ __all__ = [
     "VersionClock",
     "is_seconds",
     "new_epoch",
+    "validate_default_timeout",
     "validate_require",
     "validate_timeout",
 ]

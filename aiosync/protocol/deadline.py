@@ -12,7 +12,7 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Deadline", "is_seconds", "validate_timeout"]
+__all__ = ["Deadline", "is_seconds", "validate_default_timeout", "validate_timeout"]
 
 
 def is_seconds(value: Any) -> bool:
@@ -32,6 +32,16 @@ def validate_timeout(timeout: Any) -> None:
         raise ConfigError(
             f"timeout is {timeout!r}: pass seconds as a number, math.inf to wait for ever, or None"
         )
+
+
+def validate_default_timeout(timeout: Any) -> None:
+    """Check the timeout of calls that are given none.
+
+    Raises:
+        ConfigError: It is neither ``None`` nor a positive number.
+    """
+    if timeout is not None and not (is_seconds(timeout) and timeout > 0):
+        raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
 
 
 @dataclass(frozen=True, slots=True)

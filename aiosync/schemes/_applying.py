@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
@@ -64,6 +65,7 @@ class Applying(abc.ABC):
         # What was applied, what the model left for it, and the error.
         self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None]] = deque()
         self._adopts_late = False
+        self._assignments = 0  # under way: what _resolve() returns may be refused yet
         self._closed = False
         self._look_timer: asyncio.TimerHandle | None = None
 
@@ -107,6 +109,8 @@ class Applying(abc.ABC):
     def _apply_staged(self) -> None:
         """Apply what is staged. Runs under the guard, on any thread; never raises."""
         self._apply_outcome = None
+        if self._waits_for_model():
+            return
         staged = self._exchange(None)
         if staged is None:
             return
@@ -132,6 +136,12 @@ class Applying(abc.ABC):
             else:
                 self._call_soon(self._report_outcomes)
 
+    def _waits_for_model(self) -> bool:
+        try:
+            return self._resolve() is None or (self._target is None and self._assignments > 0)
+        except Exception:  # noqa: BLE001 - _find_target() meets it again, and the trainer is told
+            return False
+
     def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
@@ -150,7 +160,7 @@ class Applying(abc.ABC):
         Raises:
             ApplyError: The model could not take it; it kept the version it had.
             LocalProtocolError: Called inside a read.
-            SyncTimeout: Another thread's forward pass did not end.
+            SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
         """
         if self.guard.reading_here:
             raise LocalProtocolError(
@@ -162,9 +172,11 @@ class Applying(abc.ABC):
         # A loop must not be held: there, forwards of other threads are not waited for.
         patience = 0.0 if asyncio._get_running_loop() is not None else patience
         if not self.guard.exclusively(self._apply_staged, timeout=patience):
+            if patience:
+                raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
             raise SyncTimeout(
-                f"a forward pass in another thread went on for {patience:g} s; use "
-                "`await scheme.receive()` on an event loop"
+                "a forward pass runs in another thread, and an event loop must not be held until "
+                "it ends: use `await scheme.receive()` there, or call apply_pending() again"
             )
         if self._apply_outcome is None:
             return None
@@ -205,11 +217,21 @@ class Applying(abc.ABC):
 
     # -- the model -----------------------------------------------------------------------------
 
-    def _find_target(self) -> Target | LoadTarget:
+    @contextlib.contextmanager
+    def assigning(self) -> Iterator[None]:
+        """While another model is assigned, which may not fit: others go on with the old one."""
+        self._assignments += 1
+        try:
+            yield
+        finally:
+            self._assignments -= 1
+
+    def _find_target(self, *, accepted: bool = False) -> Target | LoadTarget:
         model = self._resolve()
         if model is None:
             raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
-        if self._target is None or self._target_of is not model:
+        is_new = self._target_of is not model and (accepted or not self._assignments)
+        if self._target is None or is_new:
             try:
                 self._adopt()
             except ApplyError:  # the context has a model of another shape: it has no version yet
@@ -274,7 +296,7 @@ class Applying(abc.ABC):
         if self._adopts_late:
             try:
                 if self._resolve() is not None:
-                    self._find_target()
+                    self._find_target(accepted=True)
                 else:
                     self._adopt()
             except Exception as exc:  # noqa: BLE001 - wait_for_version() raises it

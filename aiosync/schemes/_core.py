@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,9 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
-from aiosync.protocol import VersionClock, is_seconds, validate_require, validate_timeout
+from aiosync.protocol import (
+    VersionClock,
+    validate_default_timeout,
+    validate_require,
+    validate_timeout,
+)
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import takes_hooks
+from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
@@ -44,31 +48,6 @@ __all__ = ["SchemeCore"]
 _PATIENCE_SECONDS = 30.0
 
 
-def _check_picklable(strategy: WeightStrategy) -> None:
-    """Say what to do about a strategy that cannot travel into a worker process."""
-    if _pickled_by("cloudpickle"):
-        return  # it takes lambdas
-    try:
-        pickle.dumps(strategy)
-    except (pickle.PicklingError, AttributeError, TypeError) as exc:
-        raise ConfigError(
-            f"the strategy of this scheme cannot be pickled into a worker process ({exc}): define "
-            "its class and its functions at the top level of a module instead of as lambdas or "
-            "local functions, or start the workers with the 'fork' method"
-        ) from exc
-
-
-def _pickled_by(package: str) -> bool:
-    frame = sys._getframe()
-    for _ in range(6):
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
-
-
 class SchemeCore:
     """Options and state of a scheme; see :class:`aiosync.WeightSyncScheme`."""
 
@@ -91,8 +70,7 @@ class SchemeCore:
         if guard not in ("forward", "reading"):
             raise ConfigError(f"guard must be 'forward' or 'reading', got {guard!r}")
         validate_require(require)
-        if timeout is not None and not (is_seconds(timeout) and timeout > 0):
-            raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
+        validate_default_timeout(timeout)
         self._strategy = get_strategy(strategy)
         self.strategy_str: str = self._strategy.extract_as
         self.sync = sync
@@ -142,7 +120,7 @@ class SchemeCore:
     def __getstate__(self) -> dict[str, Any]:
         state = self._get_config()
         if type(self._strategy) is not WeightStrategy:
-            _check_picklable(self._strategy)
+            check_picklable(self._strategy)
         return state
 
     def _get_config(self) -> dict[str, Any]:
@@ -244,16 +222,17 @@ class SchemeCore:
 
     def _replace(self, name: str, value: Any) -> None:
         """Set what the target is found by, and tell the receiver; all of it or nothing."""
-        before = getattr(self, name)
-        setattr(self, name, value)
-        receiver = self._receiver
+        before, receiver = getattr(self, name), self._receiver
         if receiver is None or self._closed or self._pid != os.getpid():
+            setattr(self, name, value)
             return
-        try:
-            self._run_on_loop(receiver.model_changed)
-        except BaseException:  # raised again: the caller sees it
-            setattr(self, name, before)
-            raise
+        with receiver.assigning():
+            setattr(self, name, value)
+            try:
+                self._run_on_loop(receiver.model_changed)
+            except BaseException:  # raised again: the caller sees it
+                setattr(self, name, before)
+                raise
 
     def _run_on_loop(self, call: Callable[[], None]) -> None:
         """Call here if nobody else runs the loop, otherwise there, and wait for it."""
@@ -347,8 +326,11 @@ class SchemeCore:
     def _limit(self, timeout: float | None) -> float | None:
         if timeout is not None:
             validate_timeout(timeout)
-        limit = self.timeout if timeout is None else timeout
-        return None if limit is None or limit == float("inf") else limit
+        else:
+            timeout = self.timeout
+            if type(timeout) is not float or not timeout > 0:  # it may have been assigned
+                validate_default_timeout(timeout)
+        return None if timeout is None or timeout == float("inf") else timeout
 
     def _check_open(self) -> None:
         if self._closed:

@@ -66,8 +66,9 @@ class ReceivingScheme(FollowingScheme):
         and loses its hooks. If the weights do not fit, the assignment raises
         :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
         forward pass runs in another thread, the hooks and the check are made at once, and the
-        new model gets the weights when that pass ends. ``model = None`` drops the model: the
-        version is 0 then, and the next model, which may have other shapes, gets the next update.
+        new model gets the weights when that pass ends. ``model = None`` drops the model, also when
+        that pass ends: the version is 0 then, and the next model, which may have other shapes,
+        gets the next update.
 
         Args:
             model_id: Name of the model, as the sender calls it.
@@ -234,11 +235,14 @@ class ReceivingScheme(FollowingScheme):
         """Apply the staged update now, on this thread. For ``apply="manual"``.
 
         Returns:
-            The version that was applied, or ``None`` when nothing was staged.
+            The version that was applied, or ``None`` when nothing was staged, or there is no
+            model yet.
 
         Raises:
             ApplyError: It does not fit the model, which kept its version.
             LocalProtocolError: Not a connected receiver, or called inside a forward pass.
+            SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
+                event loop it is not waited for.
         """
         if self._receiver is None or self._closed:
             self._check_open()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from aiosync.errors import RemoteProtocolError
+from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly, Verdict
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
@@ -98,8 +98,8 @@ class Staging:
         try:
             return FlatBuffer(layout.nbytes)
         except MemoryError as exc:
-            raise RemoteProtocolError(
-                f"there is no memory for an update of {layout.nbytes} bytes"
+            raise TransportBroken(
+                f"this process has no memory for an update of {layout.nbytes} bytes"
             ) from exc
 
     # -- updates in checked parts --------------------------------------------------------------

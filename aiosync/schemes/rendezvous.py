@@ -50,13 +50,17 @@ class Listener:
         address: From :func:`new_address`.
 
     Raises:
-        ConfigError: The address is in use: another copy of this scheme is a sender already.
+        ConfigError: The address is in use: another copy of this scheme is a sender already. Or
+            the process has no descriptor left.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._loop: asyncio.AbstractEventLoop | None = None
+        try:
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as exc:
+            raise ConfigError(f"there is no socket for workers to dial: {exc}") from exc
         try:
             self._sock.bind(address)
             self._sock.listen(_BACKLOG)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from aiosync.errors import FrameTooLarge, RemoteProtocolError
+from aiosync.errors import FrameTooLarge, RemoteProtocolError, TransportBroken
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
@@ -95,10 +95,13 @@ class SlotReader:
     # -- reading -------------------------------------------------------------------------------
 
     def message(self, message: Message, ext: Mapping[str, Any]) -> Received:
-        """A message whose payload is a slot, read in place. A wrong reference ends the link."""
+        """A message whose payload is a slot, read in place.
+
+        A wrong reference ends the link, and so does a slot for which there is no memory.
+        """
         try:
             view, index = self._locate(ext)
-        except RemoteProtocolError as exc:
+        except (RemoteProtocolError, TransportBroken) as exc:
             self._channel.fail(exc)
             raise
         serial = self._hold(view, index)
@@ -127,7 +130,12 @@ class SlotReader:
             raise _never_announced()
         if nbytes > self._channel.limits.max_payload_nbytes:
             raise FrameTooLarge(f"a payload of {nbytes} bytes is over the limit")
-        view.view(index)
+        try:
+            view.view(index)
+        except OSError as exc:
+            raise TransportBroken(
+                f"this process cannot map an update of {nbytes} bytes: {exc.strerror}"
+            ) from exc
         return view, index
 
     def repeated(self, again: Again, ext: Mapping[str, Any]) -> Repeat:
@@ -181,7 +189,7 @@ class SlotReader:
             self._releases.append(release)
 
     def _flush_soon(self) -> None:
-        if not self._flushing:
+        if not self._flushing and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self.flush)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import math
 import multiprocessing
+import os
 import pickle
+import resource
 import subprocess
 import sys
 import textwrap
@@ -16,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import aiosync
 import aiosync.sync
@@ -576,3 +580,49 @@ async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
         gc.collect()
         await asyncio.sleep(0)
     assert not told
+
+
+def test_a_large_receiver_is_closed_after_its_loop_has_ended() -> None:
+    source, target = nn.Linear(1024, 3072), nn.Linear(1024, 3072)
+    sender = aiosync.SharedMemWeightSyncScheme()
+    sender.init_on_sender(model=source, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=target)
+
+    async def meet() -> None:
+        await asyncio.gather(sender.connect(), receiver.connect())
+
+    asyncio.run(meet())
+    receiver.abort()
+    sender.abort()
+    assert torch.equal(source.weight, target.weight)
+    assert not target._forward_pre_hooks
+
+
+@pytest.mark.parametrize("timeout", [math.nan, True, "soon", 0], ids=str)
+@pytest.mark.asyncio
+async def test_a_timeout_that_was_assigned_is_checked(timeout) -> None:
+    source, target = models.linear(), models.linear()
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
+        sender.timeout = timeout
+        with pytest.raises(aiosync.ConfigError, match="timeout must be positive"):
+            await sender.send()
+        sender.timeout = harness.PATIENCE
+        assert (await sender.send()).version == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
+def test_a_trainer_without_descriptors_is_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(aiosync.ConfigError, match="no socket for workers"):
+            scheme.init_on_sender(model=models.linear())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    scheme.init_on_sender(model=models.linear())
+    scheme.abort()

@@ -345,3 +345,69 @@ def _blocking() -> None:
 
 async def test_the_facade() -> None:
     await asyncio.to_thread(_blocking)
+
+
+@both
+@pytest.mark.parametrize("apply", ["auto", "manual"])
+async def test_what_waits_for_a_model_is_not_lost(make, apply) -> None:
+    """Also where it waited for a forward pass of the old one, and by hand."""
+    source, old, new = models.linear(), models.linear(), models.linear()
+    models.fill(source, 1.0)
+    scheme = make(apply=apply)
+    async with harness.here(scheme, old, sender={"model": source}) as (sender, receiver):
+        models.fill(source, 2.0)
+        entered, leave = threading.Event(), threading.Event()
+
+        def read() -> None:
+            with receiver.reading():
+                entered.set()
+                leave.wait(harness.PATIENCE)
+
+        reading = asyncio.ensure_future(asyncio.to_thread(read))
+        await asyncio.to_thread(entered.wait, harness.PATIENCE)
+        handle = sender.send_nowait()
+        await receiver.wait_staged(2, timeout=harness.PATIENCE)
+        receiver.model = None
+        leave.set()
+        await reading
+        await harness.until(lambda: receiver.version == 0)
+        if apply == "manual":
+            assert receiver.apply_pending() is None
+        assert receiver.staged_version == 2
+        receiver.model = new
+        if apply == "manual":
+            assert receiver.apply_pending() == 2
+        assert models.filled(new, 2.0)
+        assert (await handle).acked == {0}
+
+
+@both
+async def test_a_model_that_is_refused_is_nobodys_target(make) -> None:
+    """While updates come and forwards run in threads."""
+    source, ends = models.linear(), asyncio.get_running_loop().time() + 1.5
+    models.fill(source, 1.0)
+    async with harness.here(make(), models.linear(), sender={"model": source}) as (
+        sender,
+        receiver,
+    ):
+        goes_on = lambda: asyncio.get_running_loop().time() < ends  # noqa: E731 - short
+        inputs = torch.ones(source.in_features)
+
+        async def compute() -> None:
+            while goes_on():
+                await asyncio.to_thread(receiver.model, inputs)
+
+        async def assign() -> None:
+            while goes_on():
+                receiver.model = fitting = models.linear()
+                with pytest.raises(aiosync.ApplyError):
+                    receiver.model = models.wide()
+                assert receiver.model is fitting
+                await asyncio.sleep(0.001)
+
+        async def send() -> None:
+            while goes_on():
+                assert (await sender.send(timeout=harness.PATIENCE)).acked == {0}
+
+        await asyncio.gather(compute(), compute(), assign(), send())
+        assert models.filled(receiver.model, 1.0)

@@ -216,3 +216,10 @@ def test_the_result_follows_the_count(outcomes: list[Outcome], require: Any) -> 
             tracker.result()
         assert len(info.value.acked) == have
         assert len(info.value.failed) == total - have
+
+
+def test_too_few_workers_are_a_reason_of_their_own() -> None:
+    tracker = SendTracker(V, [0], require=3)
+    tracker.resolve(0, APPLIED)
+    with pytest.raises(PartialSyncError, match="require= asks for more. Workers that have it: 0"):
+        tracker.result()
