@@ -19,6 +19,7 @@ from aiosync.testing import (
     _checks_flow,
     _checks_hostile,
     _checks_lifetime,
+    _checks_nowait,
 )
 from aiosync.testing._registry import Bench, Check, Hooks, RawPeer, TransportFactory, as_check
 from aiosync.testing._tools import ConformanceError, text_of
@@ -41,6 +42,7 @@ CONFORMANCE_CHECKS: tuple[Check, ...] = tuple(
     for module in (
         _checks_delivery,
         _checks_flow,
+        _checks_nowait,
         _checks_lifetime,
         _checks_cancellation,
         _checks_hostile,

@@ -34,7 +34,7 @@ from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
-from aiosync.types import Capabilities, Limits
+from aiosync.types import AckStatus, Capabilities, Limits
 from tests._certificates import certificates
 
 Pair = tuple[Transport, Transport]
@@ -290,6 +290,36 @@ class NeverBlocks(MemoryTransport):
         return True
 
 
+class ReversesBatches(MemoryTransport):
+    """Writes the last message of a batch first."""
+
+    def send_batch_nowait(self, messages) -> bool:
+        return all(self.send_nowait(message) for message in reversed(messages))
+
+
+class AlwaysApplied(MemoryTransport):
+    """Acknowledges what it was not asked to."""
+
+    def ack_nowait(self, epoch, version, status) -> bool:
+        return super().ack_nowait(epoch, version, AckStatus.APPLIED)
+
+
+class HandsOutTwice(MemoryTransport):
+    """Gives to recv() what the handler has seen."""
+
+    handler = None
+
+    def subscribe(self, handler) -> bool:
+        self.handler = handler
+        return True
+
+    async def recv(self, *, into=None, timeout=None):
+        received = await super().recv(into=into, timeout=timeout)
+        if self.handler is not None:
+            self.handler(received)
+        return received
+
+
 class ClosesWithoutAWord(MemoryTransport):
     """aclose() wakes nobody."""
 
@@ -319,6 +349,9 @@ WRONG = {
     "checkpoints": NeverYields,
     "several_buffers": SendsTheFirstBuffer,
     "backpressure": NeverBlocks,
+    "batch_nowait": ReversesBatches,
+    "ack_nowait": AlwaysApplied,
+    "subscribe": HandsOutTwice,
     "close_wakes_recv": ClosesWithoutAWord,
     "repr": ShowsPayload,
     "leaves_nothing": LeaksATask,
