@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ class Applying(abc.ABC):
         # What was applied, what the model left for it, and the error.
         self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None]] = deque()
         self._adopts_late = False
+        self._late_model: Any = None  # what was accepted; another may be assigned meanwhile
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
         self._closed = False
         self._look_timer: asyncio.TimerHandle | None = None
@@ -226,19 +228,21 @@ class Applying(abc.ABC):
         finally:
             self._assignments -= 1
 
-    def _find_target(self, *, accepted: bool = False) -> Target | LoadTarget:
+    def _find_target(self) -> Target | LoadTarget:
         model = self._resolve()
         if model is None:
             raise ConfigError("No model registered: pass model= or context= to init_on_receiver()")
-        is_new = self._target_of is not model and (accepted or not self._assignments)
-        if self._target is None or is_new:
-            try:
-                self._adopt()
-            except ApplyError:  # the context has a model of another shape: it has no version yet
-                self._let_go()
-                self._use(self._target_for(model), model)
+        if self._target is None or (self._target_of is not model and not self._assignments):
+            self._take_over(model)
         assert self._target is not None
         return self._target
+
+    def _take_over(self, model: Any) -> None:
+        try:
+            self._adopt(model)
+        except ApplyError:  # the context has a model of another shape: it has no version yet
+            self._let_go()
+            self._use(self._target_for(model), model)
 
     def prepare_target(self) -> None:
         """Look for the model now, so that its forwards are guarded from the start."""
@@ -254,10 +258,14 @@ class Applying(abc.ABC):
             ApplyError: The weights do not fit; nothing was changed.
         """
         model = self._resolve()
-        if model is not self._target_of and not self.guard.exclusively(self._adopt, timeout=0.0):
+        adopt = functools.partial(self._adopt, model)
+        if model is self._target_of and self._adopts_late:  # back to it, before it was replaced
+            self._forget_late()
+            self._guard_forwards(model)
+        if model is not self._target_of and not self.guard.exclusively(adopt, timeout=0.0):
             self._check_fits(model)
             self._guard_forwards(model)
-            self._adopts_late = True
+            self._adopts_late, self._late_model = True, model
             if not self.guard.submit(self._adopt_late) and self._look_timer is None:
                 self._look_again(_LOOK_SECONDS[0])
         elif not self._manual and model is not None:
@@ -266,15 +274,15 @@ class Applying(abc.ABC):
     def _target_for(self, model: Any) -> Target | LoadTarget:
         return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
 
-    def _adopt(self) -> None:
+    def _adopt(self, model: Any) -> None:
         """Put the version that the old model has into the new one. Runs under the guard."""
-        model = self._resolve()
-        self._adopts_late = False
         if model is None:
+            self._forget_late()
             self._let_go()
             return
         target = self._target_for(model)
         self._check_fits(model)
+        self._forget_late()
         current = self._current
         try:
             if current is None or isinstance(target, LoadTarget):
@@ -294,15 +302,20 @@ class Applying(abc.ABC):
     def _adopt_late(self) -> None:
         """The same, as the last reader leaves. Never raises: the weights were found to fit."""
         if self._adopts_late:
+            model = self._late_model
+            self._forget_late()
             try:
-                if self._resolve() is not None:
-                    self._find_target(accepted=True)
+                if model is not None:
+                    self._take_over(model)
                 else:
-                    self._adopt()
+                    self._adopt(None)
             except Exception as exc:  # noqa: BLE001 - wait_for_version() raises it
                 self._refuse(self.inbox.version, exc)
         if not self._manual:
             self._apply_staged()
+
+    def _forget_late(self) -> None:
+        self._adopts_late, self._late_model = False, None
 
     def _refuse(self, version: int, error: BaseException) -> None:
         self.refused = (version, error)  # whoever waits for the version raises it

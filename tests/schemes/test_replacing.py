@@ -411,3 +411,27 @@ async def test_a_model_that_is_refused_is_nobodys_target(make) -> None:
 
         await asyncio.gather(compute(), compute(), assign(), send())
         assert models.filled(receiver.model, 1.0)
+
+
+@both
+async def test_back_to_the_old_model_before_it_was_replaced(make) -> None:
+    source, old, new = models.linear(), models.linear(), models.linear()
+    models.fill(source, 1.0)
+    async with harness.here(make(), old, sender={"model": source}) as (sender, receiver):
+        entered, leave = threading.Event(), threading.Event()
+
+        def read() -> None:
+            with receiver.reading():
+                entered.set()
+                leave.wait(harness.PATIENCE)
+
+        reading = asyncio.ensure_future(asyncio.to_thread(read))
+        await asyncio.to_thread(entered.wait, harness.PATIENCE)
+        receiver.model = new
+        receiver.model = old
+        leave.set()
+        await reading
+        models.fill(source, 2.0)
+        assert (await sender.send()).acked == {0}
+        assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
+        assert (_hooks(old), _hooks(new)) == (2, 0)
