@@ -59,7 +59,7 @@ class Applying(abc.ABC):
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
-        self._staged_lock = threading.Lock()
+        self._lock = threading.Lock()
         # What the model has, and views unless it was copied: then only the layout is valid.
         self._current: Staged | None = None
         self._apply_outcome: tuple[int, BaseException | None] | None = None
@@ -104,7 +104,7 @@ class Applying(abc.ABC):
 
     def _exchange(self, staged: Staged | None) -> Staged | None:
         """Put this in the place of what waits, which only one thread gets."""
-        with self._staged_lock:
+        with self._lock:
             old, self._staged = self._staged, staged
             return old
 
@@ -222,11 +222,13 @@ class Applying(abc.ABC):
     @contextlib.contextmanager
     def assigning(self) -> Iterator[None]:
         """While another model is assigned, which may not fit: others go on with the old one."""
-        self._assignments += 1
+        with self._lock:  # any thread may assign
+            self._assignments += 1
         try:
             yield
         finally:
-            self._assignments -= 1
+            with self._lock:
+                self._assignments -= 1
 
     def _find_target(self) -> Target | LoadTarget:
         model = self._resolve()
