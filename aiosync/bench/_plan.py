@@ -13,10 +13,17 @@ from aiosync.bench._results import LIMIT, Case
 
 __all__ = ["ALL_CASES", "WORKLOAD_NAMES", "Plan", "cases_of"]
 
-WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "64MiB", "512MiB")
+WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "1000-layers", "64MiB", "512MiB")
 """Models, by number and size of their tensors; built in ``_workloads``."""
 
-_SENDS = {"4x2": 3000, "1MB": 200, "1000x4KiB": 30, "64MiB": 8, "512MiB": 3}
+_SENDS = {
+    "4x2": 3000,
+    "1MB": 200,
+    "1000x4KiB": 30,
+    "1000-layers": 30,
+    "64MiB": 8,
+    "512MiB": 3,
+}
 _MAIN = ("aiosync", "aiosync/network", "torchrl")
 
 
@@ -100,9 +107,10 @@ _FULL = cases_of(
         ("512MiB", (1, 4)),
     ),
 )
+_LAYERS = cases_of(("shm", "gloo", "rpc", "ray"), (("1000-layers", (1,)),))
 _BUSY = cases_of(("shm", "pipe", "tcp", "gloo"), (("4x2", (1,)), ("1000x4KiB", (1,))), busy=True)
 
 ALL_CASES: Sequence[Case] = sorted(
-    [*_FULL, *_BUSY], key=lambda case: TRANSPORTS.index(case.transport)
+    [*_FULL, *_LAYERS, *_BUSY], key=lambda case: TRANSPORTS.index(case.transport)
 )
 """Those of a transport together."""

@@ -30,6 +30,11 @@ def _mlp() -> nn.Module:
     )
 
 
+def _layers() -> nn.Module:
+    """As many tensors of 4 KiB in as many modules, as models have them."""
+    return nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(1000)])
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A model.
@@ -60,6 +65,7 @@ WORKLOADS = {
         _workload("4x2", lambda: nn.Linear(4, 2)),
         _workload("1MB", _mlp),
         _workload("1000x4KiB", lambda: Tensors(1000, 1024)),
+        _workload("1000-layers", _layers),
         _workload("64MiB", lambda: Tensors(16, 2**20)),
         _workload("512MiB", lambda: Tensors(16, 8 * 2**20)),
     )

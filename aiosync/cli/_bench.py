@@ -55,7 +55,7 @@ def bench(
         typer.Option(
             metavar="W",
             show_default=False,
-            help="Only this one: 4x2, 1MB, 1000x4KiB, 64MiB or 512MiB; repeatable.",
+            help="Only this one: 4x2, 1MB, 1000x4KiB, 1000-layers, 64MiB or 512MiB; repeatable.",
         ),
     ] = None,
     workers: Annotated[

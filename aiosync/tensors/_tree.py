@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -103,7 +103,7 @@ class Found:
 _tables = itemgetter("_parameters", "_buffers", "_modules")
 _non_persistent = itemgetter("_non_persistent_buffers_set")
 _TABLE_NAMES = ("_parameters", "_buffers", "_modules")
-_FEW_MODULES = 8
+_MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -151,19 +151,34 @@ class ModuleTree:
             for module in self.modules
             for name in _TABLE_NAMES
         )
+        # Comparing whole dicts is the quickest way by far, but the elements of a tensor that was
+        # replaced are compared as well.
+        self._compares = all(
+            type(tensor) in _PLAIN and tensor.numel() <= _MOST_NUMEL
+            for tensor in self.found.tensors
+        )
         if self._plain:
-            tables = self._filled_tables()
-            self._keys = list(map(list, tables))
-            self._items = list(chain.from_iterable(map(dict.values, tables)))
             self._hidden = self._count_hidden()
-        # Each table of a small module: looking at them one by one is quicker there.
-        self._few: list[tuple[dict[str, Any], str, list[str], list[Any]]] = []
-        if self._plain and len(self._dicts) <= _FEW_MODULES:
-            self._few = [
-                (owner, name, list(owner[name]), list(owner[name].values()))
-                for owner in self._dicts
-                for name in _TABLE_NAMES
-            ]
+            if self._compares:
+                self._save_dicts()
+            else:
+                tables = self._filled_tables()
+                self._keys = list(map(list, tables))
+                self._items = list(chain.from_iterable(map(dict.values, tables)))
+
+    def _save_dicts(self) -> None:
+        self._saved = [tuple(map(dict, tables)) for tables in map(_tables, self._dicts)]
+        # A tensor of one element, for one, may equal another: these are told apart one by one.
+        self._unsure = [
+            (owner, name, key, value)
+            for owner, tables in zip(self._dicts, self._saved, strict=True)
+            for name, table in zip(_TABLE_NAMES, tables, strict=True)
+            for key, value in table.items()
+            if not _equals_only_itself(value)
+        ]
+
+    def _filled_tables(self) -> list[dict[str, Any]]:
+        return list(filter(None, chain.from_iterable(map(_tables, self._dicts))))
 
     def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
         if any(module is ancestor for ancestor in above):
@@ -188,9 +203,6 @@ class ModuleTree:
                 transparent = wrapped is not None and key == wrapped[0]
                 self._visit(child, prefix if transparent else f"{prefix}{key}.", above)
 
-    def _filled_tables(self) -> list[dict[str, Any]]:
-        return list(filter(None, chain.from_iterable(map(_tables, self._dicts))))
-
     def _count_hidden(self) -> list[int]:
         return list(map(len, map(_non_persistent, self._dicts)))
 
@@ -205,24 +217,31 @@ class ModuleTree:
             return new.found.same_as(self.found) and new.extra == self.extra
         if persistence and self._count_hidden() != self._hidden:
             return False
-        if self._few:
-            for owner, name, keys, values in self._few:
-                table = owner[name]
-                if len(table) != len(keys) or (
-                    keys and not (list(table) == keys and all(map(is_, table.values(), values)))
-                ):
-                    return False
-            return True
-        tables = self._filled_tables()
-        return list(map(list, tables)) == self._keys and all(
-            map(is_, chain.from_iterable(map(dict.values, tables)), self._items)
-        )
+        if not self._compares:
+            tables = self._filled_tables()
+            return list(map(list, tables)) == self._keys and all(
+                map(is_, chain.from_iterable(map(dict.values, tables)), self._items)
+            )
+        try:
+            # What is the same object is not compared any further.
+            same = all(map(eq, map(_tables, self._dicts), self._saved))
+        except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
+            return False
+        return same and all(owner[name][key] is value for owner, name, key, value in self._unsure)
 
     def standard_state_dict(self) -> bool:
         """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""
         return not any(map(len, chain.from_iterable(map(_hooks, self.modules)))) and not any(
             map(_overrides_state_dict, map(type, self.modules))
         )
+
+
+def _equals_only_itself(value: Any) -> bool:
+    """Whether ``==`` with any other object is false or raises."""
+    if type(value) in _PLAIN:
+        return bool(value.numel() > 1)
+    own: Any = type(value).__eq__
+    return value is None or own is object.__eq__
 
 
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")

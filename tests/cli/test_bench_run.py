@@ -56,6 +56,7 @@ def test_workloads_are_what_their_names_say(name: str) -> None:
         "4x2": (40, 2),
         "1MB": (1_000_000, 6),
         "1000x4KiB": (1000 * 4096, 1000),
+        "1000-layers": (1000 * 4096, 1000),
         "64MiB": (64 * 2**20, 16),
         "512MiB": (512 * 2**20, 16),
     }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aiosync.tensors import FlatBuffer, buffer
 from aiosync.tensors._signature import Signature
@@ -61,6 +63,86 @@ def test_a_replaced_table_is_seen() -> None:
     assert tree.unchanged()
     model.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": None}
     assert not tree.unchanged()
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*[nn.BatchNorm1d(1 if number % 2 else 3) for number in range(20)])
+
+
+def _put(table: str, key: str, value: object) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        getattr(module, table)[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize("numel", [1, 2, 2**17])
+def test_a_tensor_replaced_by_an_equal_one_is_seen(numel: int) -> None:
+    model = nn.ParameterDict({"a": torch.ones(numel), "b": torch.ones(numel)})
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    model._parameters["b"] = nn.Parameter(torch.ones(numel))
+    assert not tree.unchanged()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _put("_buffers", "num_batches_tracked", torch.tensor(0)),  # the same number
+        _put("_buffers", "running_mean", torch.zeros(3)),
+        _put("_buffers", "running_mean", None),
+        _put("_buffers", "more", torch.zeros(0)),
+        _put("_parameters", "weight", nn.Parameter(torch.ones(5))),  # does not even broadcast
+        _put("_parameters", "bias", None),
+        _put("_modules", "child", nn.Linear(1, 1)),
+        lambda module: module._parameters.pop("bias"),
+        lambda module: module._buffers.clear(),
+        lambda module: module.__dict__.update(_parameters={}),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 7, 19])
+def test_any_change_of_one_of_many_modules_is_seen(
+    change: Callable[[nn.Module], None], position: int
+) -> None:
+    model = _layers()
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    change(model[position])  # type: ignore[index]
+    assert not tree.unchanged()
+
+
+def test_a_child_replaced_by_one_that_says_it_is_equal_is_seen() -> None:
+    class Equal(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = nn.Module.__hash__
+
+    model = nn.Sequential(Equal(1, 1), nn.Linear(1, 1))
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    model[0] = Equal(1, 1)
+    assert not tree.unchanged()
+
+
+def test_large_tensors_are_not_compared_by_their_elements() -> None:
+    """A trainer that makes its parameters anew at each step would pay for that each time."""
+    model = nn.ParameterDict({"a": torch.ones(2**20), "b": torch.ones(2)})
+    tree = ModuleTree(model)
+    model._parameters["a"] = nn.Parameter(torch.ones(2**20))
+    with _Kernels() as kernels:
+        assert not tree.unchanged()
+    assert not kernels.called
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_swapped_names_are_seen() -> None:
