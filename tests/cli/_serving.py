@@ -34,7 +34,7 @@ SECRET = "correct horse battery staple"
 
 
 def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "aiosync.cli", *args]
+    return [sys.executable, "-m", "aiosync", *args]
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -233,7 +233,7 @@ def test_on_a_terminal_there_is_a_bar() -> None:
 
 def command(*args: str) -> list[str]:
     chosen = ("--transport", "shm", "--workload", "4x2", "--contender", "aiosync")
-    return [sys.executable, "-m", "aiosync.cli", "bench", *chosen, *args]
+    return [sys.executable, "-m", "aiosync", "bench", *chosen, *args]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "aiosync.cli", *args]
+    return [sys.executable, "-m", "aiosync", *args]
 
 
 def run(*args: str, timeout: float = 50.0) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Run the ``aiosync`` command as ``python -m aiosync.cli``."""
+"""``python -m aiosync``: the ``aiosync`` command, also where its script is not on the path."""
 
 from __future__ import annotations
 
