@@ -5,7 +5,7 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +44,6 @@ class Spot:
         """Dotted name of the first place."""
         return self.places[0].name
 
-    @property
-    def is_param(self) -> bool:
-        """Whether it is a parameter of a module, or a Parameter in a TensorDict or mapping."""
-        return isinstance(self.tensor, nn.Parameter)
-
 
 @dataclass(slots=True)
 class Survey:
@@ -72,10 +67,10 @@ class Survey:
     tensors: list[torch.Tensor] = field(default_factory=list)
     hidden: list[Hidden] = field(default_factory=list)
 
-    def unchanged(self) -> bool:
-        """Whether the target still holds the very same objects. Cheap for a module."""
+    def unchanged_in(self, target: Any) -> bool:
+        """Whether ``target``, of which this is, has the very same objects. Cheap for a module."""
         if self.tree is not None:
-            return self.tree.unchanged()
+            return unwrap(target) is self.tree.root and self.tree.unchanged()
         return find_nested(self.target, pack=False).same_as(self.found)
 
 
@@ -345,6 +340,29 @@ def shares_memory_partly(spots: Iterable[Spot]) -> set[int]:
         if len(tensors) > 1 and len(group_tied(tensors)) > 1
         for tensor in tensors
     }
+
+
+def overlapping(copied: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+    """Return those tensors and leaves whose memory lies in part in that of another leaf's."""
+    extents: list[tuple[str, int, int, int, int, Any]] = []
+    for tensor, leaf in copied:
+        if is_ordinary(tensor) and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            stop = start + (last + 1) * tensor.element_size()
+            extents.append((str(tensor.device), start, stop, len(extents), leaf, tensor))
+    result: list[tuple[torch.Tensor, int]] = []
+    group: list[tuple[torch.Tensor, int]] = []
+    here, end = "", 0
+    for device, start, stop, _, leaf, tensor in [*sorted(extents), ("none", 0, 0, 0, 0, None)]:
+        if device != here or start >= end:
+            if len({each for _, each in group}) > 1:
+                result += group
+            group, here, end = [], device, 0
+        group.append((tensor, leaf))
+        end = max(end, stop)
+    return result
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from aiosync.tensors._matching import (
     is_ordinary,
     is_shared,
     match,
+    overlapping,
     shares_memory_partly,
     survey,
 )
@@ -63,6 +64,8 @@ class Plan:
             negative views, which only ``copy_()`` can write.
         through: Written through their owners, which make them anew whenever they are asked.
         equal: Assignments of which several leaves must be the same.
+        overlapping: Those of the copied ones whose memory is in part that of another: whether the
+            weights agree there shows when both are copied.
     """
 
     survey: Survey
@@ -79,6 +82,7 @@ class Plan:
     risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     through: list[tuple[Place, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
+    overlapping: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     layout: Layout | None = None
     only_flips: bool = False
 
@@ -86,14 +90,14 @@ class Plan:
     def has_values(self) -> bool:
         return bool(self.match.values or self.match.tensor_values or self.match.hidden)
 
-    def valid(self) -> bool:
+    def valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""
-        return self.survey.unchanged() and self.signature.same(self.survey.tensors)
+        return self.survey.unchanged_in(target) and self.signature.same(self.survey.tensors)
 
-    def valid_for(self, values: Mapping[str, Any]) -> bool:
+    def valid_for(self, target: Any, values: Mapping[str, Any]) -> bool:
         """The same, and whether the values that must be equal on both sides were sent so again."""
         equal = self.match.equal_values
-        return self.valid() and all(values[name] == value for name, value in equal.items())
+        return self.valid(target) and all(values[name] == value for name, value in equal.items())
 
 
 def make_plan(
@@ -177,3 +181,5 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))
+    copied = [*plan.small, *plan.large, *plan.risky, *plan.inference]
+    plan.overlapping = overlapping(copied)

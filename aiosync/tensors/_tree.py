@@ -158,16 +158,17 @@ class ModuleTree:
             for tensor in self.found.tensors
         )
         if self._plain:
-            self._hidden = self._count_hidden()
+            self._hidden = list(map(set, map(_non_persistent, self._dicts)))
             if self._compares:
                 self._save_dicts()
             else:
-                tables = self._filled_tables()
-                self._keys = list(map(list, tables))
-                self._items = list(chain.from_iterable(map(dict.values, tables)))
+                self._keys, self._sizes, self._items = self._contents()
 
     def _save_dicts(self) -> None:
         self._saved = [tuple(map(dict, tables)) for tables in map(_tables, self._dicts)]
+        # What takes the place of a child may say that it is equal.
+        self._parents = [table for *_, table in map(_tables, self._dicts) if table]
+        self._children = list(chain.from_iterable(map(dict.values, self._parents)))
         # A tensor of one element, for one, may equal another: these are told apart one by one.
         self._unsure = [
             (owner, name, key, value)
@@ -177,8 +178,11 @@ class ModuleTree:
             if not _equals_only_itself(value)
         ]
 
-    def _filled_tables(self) -> list[dict[str, Any]]:
-        return list(filter(None, chain.from_iterable(map(_tables, self._dicts))))
+    def _contents(self) -> tuple[list[str], list[int], list[Any]]:
+        """All keys of all tables, how many each has, and what is under them."""
+        tables = list(chain.from_iterable(map(_tables, self._dicts)))
+        items = list(chain.from_iterable(map(dict.values, filter(None, tables))))
+        return list(chain.from_iterable(tables)), list(map(len, tables)), items
 
     def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
         if any(module is ancestor for ancestor in above):
@@ -203,9 +207,6 @@ class ModuleTree:
                 transparent = wrapped is not None and key == wrapped[0]
                 self._visit(child, prefix if transparent else f"{prefix}{key}.", above)
 
-    def _count_hidden(self) -> list[int]:
-        return list(map(len, map(_non_persistent, self._dicts)))
-
     def unchanged(self, *, persistence: bool = False) -> bool:
         """Whether a new walk would find the same objects under the same names. Cheap.
 
@@ -214,20 +215,27 @@ class ModuleTree:
         """
         if not self._plain:
             new = ModuleTree(self.root)
-            return new.found.same_as(self.found) and new.extra == self.extra
-        if persistence and self._count_hidden() != self._hidden:
+            same = len(new.modules) == len(self.modules) and all(
+                map(is_, new.modules, self.modules)
+            )
+            return same and new.found.same_as(self.found) and new.extra == self.extra
+        if persistence and list(map(_non_persistent, self._dicts)) != self._hidden:
             return False
         if not self._compares:
-            tables = self._filled_tables()
-            return list(map(list, tables)) == self._keys and all(
-                map(is_, chain.from_iterable(map(dict.values, tables)), self._items)
-            )
+            keys, sizes, items = self._contents()
+            same = keys == self._keys and sizes == self._sizes
+            return same and all(map(is_, items, self._items))
         try:
             # What is the same object is not compared any further.
             same = all(map(eq, map(_tables, self._dicts), self._saved))
         except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
             return False
-        return same and all(owner[name][key] is value for owner, name, key, value in self._unsure)
+        children = chain.from_iterable(map(dict.values, self._parents))
+        return (
+            same
+            and all(map(is_, children, self._children))
+            and all(owner[name][key] is value for owner, name, key, value in self._unsure)
+        )
 
     def standard_state_dict(self) -> bool:
         """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""

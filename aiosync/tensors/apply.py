@@ -75,7 +75,12 @@ class Target:
         """
         plan = self._plan
         facts = self._facts(layout, values)
-        if plan is None or self._key is None or self._key[1] != facts or not plan.valid_for(values):
+        if (
+            plan is None
+            or self._key is None
+            or self._key[1] != facts
+            or not plan.valid_for(self.target, values)
+        ):
             match(survey(self.target), layout, values, strict=self.strict)
 
     def apply_(
@@ -119,7 +124,7 @@ class Target:
             and self._key[0] is Mode.FLIP
             and plan.only_flips
             and not torch.is_inference_mode_enabled()
-            and plan.valid()
+            and plan.valid(self.target)
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
             changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
@@ -162,9 +167,11 @@ class Target:
         plan = self._plan
         if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
             return False
-        if plan.risky or plan.through or plan.inference or plan.equal or plan.has_values:
+        if plan.risky or plan.through or plan.inference or plan.equal or plan.overlapping:
             return False
-        if not plan.valid():
+        if plan.has_values:
+            return False
+        if not plan.valid(self.target):
             return False
         copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
         return copied <= _QUICK_NBYTES
@@ -194,7 +201,7 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid_for(values):
+        if plan is not None and self._key == key and plan.valid_for(self.target, values):
             return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
@@ -242,8 +249,10 @@ class Target:
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
         owned = [(tensor, changes.new_memory(tensor, sources[leaf])) for tensor, leaf in plan.owns]
-        if plan.has_values:
+        if plan.has_values or plan.overlapping:
             self._back_up(plan, undo)
+        for tensor, _ in plan.overlapping:
+            changes.back_up(tensor, undo)
         for tensor, leaf in plan.risky:
             changes.back_up(tensor, undo)
             changes.copy_risky(tensor, sources[leaf])
@@ -265,6 +274,8 @@ class Target:
             )
         if plan.large:
             changes.copy_large([(tensor, sources[leaf]) for tensor, leaf in plan.large], pool)
+        if plan.overlapping:
+            _check_overlapping(plan, sources)
         if plan.flips:
             if plan.pick_views is None:
                 plan.pick_views = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
@@ -353,6 +364,19 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
                 mismatched[leaves[other].name] = (
                     f"tied to {leaves[assignment.leaf].name} here, but sent with other values"
                 )
+    if mismatched:
+        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
+
+
+def _check_overlapping(plan: Plan, sources: Sequence[torch.Tensor]) -> None:
+    """Refuse leaves that undid each other, as their tensors share memory here."""
+    assert plan.layout is not None
+    leaves = plan.layout.manifest.leaves
+    mismatched = {
+        leaves[leaf].name: "shares memory with another tensor here, but was sent with other values"
+        for tensor, leaf in plan.overlapping
+        if not torch.equal(_bits(tensor, tensor.dtype), _bits(sources[leaf], tensor.dtype))
+    }
     if mismatched:
         raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
 

@@ -19,7 +19,7 @@ from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
 from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
 from aiosync.tensors._signature import Signature
 from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, outline
+from aiosync.tensors._tree import Found, ModuleTree, outline, unwrap
 from aiosync.tensors.copying import CopyPool, copy_blocks
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves
@@ -145,6 +145,8 @@ class Flattener:
             and tree is not None
             and self._source is not None
             and self._source() is source
+            and isinstance(source, nn.Module)
+            and unwrap(source) is tree.root
             and tree.unchanged(persistence=self.extract_as == "state_dict")
         ):
             prepared = self._prepare_known(plan, tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aiosync.tensors import FlatBuffer, buffer
+from aiosync.tensors import FlatBuffer, Flattener, Target, buffer
 from aiosync.tensors._signature import Signature
 from aiosync.tensors._tree import ModuleTree, find_nested, outline
 from tests.tensors._models import Everything, packed
@@ -123,6 +124,89 @@ def test_a_child_replaced_by_one_that_says_it_is_equal_is_seen() -> None:
     assert tree.unchanged()
     model[0] = Equal(1, 1)
     assert not tree.unchanged()
+
+
+def test_a_child_replaced_by_another_kind_that_says_it_is_equal_is_seen() -> None:
+    class Equal(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = nn.Module.__hash__
+
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(3)])
+    tree = ModuleTree(model)
+    model[1] = Equal(1, 1)
+    assert not tree.unchanged()
+
+
+@pytest.mark.parametrize("numel", [2, 2**17])
+def test_a_parameter_that_moves_to_the_next_module_is_seen(numel: int) -> None:
+    model = nn.ModuleList(nn.Module() for _ in range(9))
+    first = nn.Parameter(torch.zeros(numel))
+    model[3].register_parameter("w", first)
+    model[4].register_parameter("w", None)
+    del model[4].w
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    del model[3].w
+    model[4].register_parameter("w", first)
+    assert not tree.unchanged()
+
+
+@pytest.mark.parametrize("numel", [2, 2**17])
+def test_a_parameter_that_becomes_a_buffer_is_seen(numel: int) -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(numel))
+    tree = ModuleTree(model)
+    model._buffers["w"] = model._parameters.pop("w")
+    assert not tree.unchanged()
+
+
+def test_exchanged_persistence_is_seen() -> None:
+    model = nn.Module()
+    model.register_buffer("x", torch.zeros(2))
+    model.register_buffer("y", torch.zeros(2), persistent=False)
+    tree = ModuleTree(model)
+    assert tree.unchanged(persistence=True)
+    model._non_persistent_buffers_set = {"x"}
+    assert not tree.unchanged(persistence=True)
+
+
+def test_a_module_without_tensors_that_is_replaced_is_seen() -> None:
+    """It may save and load something of its own."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    model[0].__dict__["_parameters"] = OrderedDict(model[0]._parameters)
+    tree = ModuleTree(model)
+    assert tree.unchanged()
+    model[1] = nn.Identity()
+    assert not tree.unchanged()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_what_is_in_a_wrapper_may_be_replaced(wrap: Callable[[nn.Module], Any]) -> None:
+    name = "module" if wrap is nn.DataParallel else "_orig_mod"
+    source, target = wrap(nn.Linear(2, 2)), wrap(nn.Linear(2, 2))
+    flattener, applying = Flattener(), Target(target)
+
+    def sync() -> None:
+        prepared = flattener.prepare(source)
+        flat = FlatBuffer(prepared.layout.nbytes)
+        flattener.copy_into(prepared, flat)
+        applying.apply_(prepared.layout, flat, prepared.values, copy=False)
+
+    def same() -> bool:
+        return torch.equal(getattr(source, name).weight, getattr(target, name).weight)
+
+    for _ in range(2):
+        sync()
+        assert same()
+    setattr(source, name, nn.Linear(2, 2))
+    sync()
+    assert same()
+    setattr(target, name, nn.Linear(2, 2))
+    sync()
+    assert same()
 
 
 def test_large_tensors_are_not_compared_by_their_elements() -> None:
