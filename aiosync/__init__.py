@@ -72,7 +72,7 @@ from aiosync.transports import (
     TransportBackend,
 )
 from aiosync.transports.credentials import TLS
-from aiosync.types import AckStatus, Capabilities, Limits, SendReport, VersionId
+from aiosync.types import AckStatus, Capabilities, Limits, SendReport
 
 __all__ = [
     "TLS",
@@ -128,7 +128,6 @@ __all__ = [
     "TransportClosed",
     "TransportError",
     "UnknownTransportError",
-    "VersionId",
     "WeightMap",
     "WeightReceiver",
     "WeightSender",

@@ -20,7 +20,6 @@ __all__ = [
     "Limits",
     "Require",
     "SendReport",
-    "VersionId",
 ]
 
 Require: TypeAlias = Literal["all"] | int | float
@@ -47,20 +46,6 @@ class Cancellation(enum.Enum):
     """Safe until the first byte; after it the link is broken for good."""
     DETACHES = "C"
     """The foreign operation goes on; its buffer stays owned until ``aclose()`` drained it."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionId:
-    """Identity of one update.
-
-    Attributes:
-        epoch: Random non-zero 63-bit id, drawn when a sender starts. Epochs have no order:
-            a restarted trainer is a new epoch, never an older one.
-        version: Grows by at least 1 with every update of an epoch; the first is 1.
-    """
-
-    epoch: int
-    version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Shows a policy in Ray Serve that follows a trainer, and says which version each answer is of.
 
-pip install 'ray[serve]'
+pip install 'aiosync[ray-serve]'
 python examples/ray_serve_policy.py
 """
 

@@ -13,6 +13,7 @@ from aiosync.protocol.deadline import (
     Deadline,
     is_seconds,
     validate_default_timeout,
+    validate_seconds,
     validate_timeout,
 )
 from aiosync.protocol.outbox import Outbox, Outcome, OutcomeKind
@@ -34,5 +35,6 @@ __all__ = [
     "new_epoch",
     "validate_default_timeout",
     "validate_require",
+    "validate_seconds",
     "validate_timeout",
 ]

@@ -12,7 +12,13 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Deadline", "is_seconds", "validate_default_timeout", "validate_timeout"]
+__all__ = [
+    "Deadline",
+    "is_seconds",
+    "validate_default_timeout",
+    "validate_seconds",
+    "validate_timeout",
+]
 
 
 def is_seconds(value: Any) -> bool:
@@ -26,9 +32,9 @@ def validate_timeout(timeout: Any) -> None:
     A NaN is neither before nor after any time: it would wait for ever.
 
     Raises:
-        ConfigError: It is no real number.
+        ConfigError: It is neither ``None`` nor a real number.
     """
-    if not is_seconds(timeout):
+    if timeout is not None and not is_seconds(timeout):
         raise ConfigError(
             f"timeout is {timeout!r}: pass seconds as a number, math.inf to wait for ever, or None"
         )
@@ -42,6 +48,25 @@ def validate_default_timeout(timeout: Any) -> None:
     """
     if timeout is not None and not (is_seconds(timeout) and timeout > 0):
         raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
+
+
+def validate_seconds(name: str, value: Any, *, zero: bool = False, endless: bool = False) -> None:
+    """Check an option that is a time.
+
+    Args:
+        name: Of the option.
+        value: What was given.
+        zero: 0 is legal.
+        endless: So is infinity.
+
+    Raises:
+        ConfigError: It is no real number, or out of range.
+    """
+    if is_seconds(value) and (value > 0 or (zero and value == 0)):
+        if endless or not math.isinf(value):
+            return
+    wanted = "seconds of at least 0" if zero else "positive seconds"
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

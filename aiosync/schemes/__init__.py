@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from aiosync.schemes._sources import DeviceMap
+from aiosync.schemes._transforming import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.guard import Guard, Reading
@@ -28,6 +30,7 @@ from aiosync.schemes.tcp import TCPWeightSyncScheme
 
 __all__ = [
     "AppliedUpdate",
+    "DeviceMap",
     "DistributedWeightSyncScheme",
     "Guard",
     "MultiProcessWeightSyncScheme",
@@ -42,6 +45,7 @@ __all__ = [
     "SendHandle",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
+    "Transform",
     "WeightReceiver",
     "WeightSender",
     "WeightSyncScheme",

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["as_model_id", "has_path", "resolve_model", "resolve_path"]
+__all__ = ["as_model_id", "resolve_model", "resolve_path"]
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
 
@@ -52,17 +52,6 @@ def resolve_path(root: object, path: str) -> Any:
             ) from exc
         position = step.end()
     return here
-
-
-def has_path(path: str) -> bool:
-    """Whether a string has the form of a path."""
-    position = 0
-    while position < len(path):
-        step = _STEP.match(path, position)
-        if step is None:
-            return False
-        position = step.end()
-    return bool(path) and not path.startswith((".", "["))
 
 
 def resolve_model(context: object, model_id: str) -> Any:

@@ -17,14 +17,17 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
+from aiosync.protocol import validate_seconds
+from aiosync.schemes._indices import as_count
 from aiosync.schemes._peer import is_leaving
-from aiosync.schemes._same_host import SameHost, dial_here
+from aiosync.schemes._same_host import SameHost, available, dial_here
 from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._segment import Arena, Slot
@@ -63,6 +66,8 @@ class EngineScheme(StreamReceiving):
         handshake_timeout: Seconds that a peer has to prove who it is.
         inline_nbytes: Payloads up to this size travel in the control stream.
         limits: What a peer may announce.
+        wire_dtype: What the sender casts floating-point weights to on their way.
+        shared_memory: Workers on the sender's host read updates from shared memory.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class EngineScheme(StreamReceiving):
         handshake_timeout: float,
         inline_nbytes: int,
         limits: Limits | None,
+        wire_dtype: Dtypes | None,
+        shared_memory: bool,
     ) -> None:
         super().__init__(
             strategy,
@@ -94,17 +101,18 @@ class EngineScheme(StreamReceiving):
             strict=strict,
             require=require,
             timeout=timeout,
+            wire_dtype=wire_dtype,
         )
-        if reconnect is not None and not reconnect >= 0:
-            raise ConfigError(f"reconnect must be seconds or None, got {reconnect!r}")
-        if not inline_nbytes >= 0:
-            raise ConfigError(f"inline_nbytes must not be negative, got {inline_nbytes!r}")
+        if reconnect is not None:
+            validate_seconds("reconnect", reconnect, zero=True, endless=True)
+        validate_seconds("handshake_timeout", handshake_timeout)
         self._addresses = [] if address is None else [Address.parse(address)]
-        self._credentials = Credentials(token=token or secrets.token_bytes(32))
+        self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)
         self._dial = "receiver"
         self._wants_updates = True
         self.reconnect = reconnect
-        self.inline_nbytes = inline_nbytes
+        self.shared_memory = shared_memory
+        self.inline_nbytes: int = as_count("inline_nbytes", inline_nbytes, 0)
         self._keepalive = 30.0
         self._handshake_timeout = handshake_timeout
         self._max_connections = 65536
@@ -159,7 +167,7 @@ class EngineScheme(StreamReceiving):
     @property
     def _shares_memory(self) -> bool:
         """Whether workers on the sender's host read updates from shared memory."""
-        return False
+        return self.shared_memory and available()
 
     def _called(self) -> str:
         """Worker: how the sender's errors may call this process, if it has a name."""

@@ -44,8 +44,7 @@ class FollowingScheme(SchemeCore):
             Class A.
         """
         receiver = self._require_receiver("receive")
-        if timeout is not None:
-            validate_timeout(timeout)
+        validate_timeout(timeout)
         manual = self.apply == "manual"
 
         def arrived() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from aiosync.errors import ConfigError
 from aiosync.wire import MAX_WORKER_IDX
 
-__all__ = ["as_index", "as_indices"]
+__all__ = ["as_count", "as_index", "as_indices"]
 
 
 def as_index(name: str, value: Any) -> int:
@@ -26,6 +26,21 @@ def as_index(name: str, value: Any) -> int:
         bound = "of at least 0" if index < 0 else f"of at most {MAX_WORKER_IDX}"
         raise ConfigError(f"{name} must be an int {bound}, got {value!r}")
     return index
+
+
+def as_count(name: str, value: Any, least: int) -> int:
+    """A number of bytes, of connections or the like, which has no upper bound.
+
+    Raises:
+        ConfigError: It is no integer of at least ``least``.
+    """
+    try:
+        count = operator.index(value)
+    except (TypeError, RuntimeError):
+        count = least - 1
+    if count < least:
+        raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
+    return count
 
 
 def as_indices(name: str, value: int | Iterable[int]) -> set[int]:

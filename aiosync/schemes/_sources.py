@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from aiosync.errors import ConfigError
 from aiosync.schemes._indices import as_index
 from aiosync.tensors._tensordict import is_tensordict
 
-__all__ = ["Sources", "resolve_sources"]
+__all__ = ["DeviceMap", "Sources", "resolve_sources"]
 
-DeviceMap = Callable[[int, Any], Any]
+DeviceMap: TypeAlias = Callable[[int, Any], Any]
+"""Takes a worker's index and the weights, and gives what that worker gets."""
 
 
 @dataclass(slots=True)

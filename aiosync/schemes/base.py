@@ -43,8 +43,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
 
     One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it,
     or ``copy.copy`` it, to get the other side. One scheme per model; several may run side by
-    side. Not thread-safe: use it on the loop that called :meth:`connect`. The exceptions are
-    :meth:`reading` and :meth:`apply_pending`, which any thread may use.
+    side. Not thread-safe: use it on the loop that called :meth:`connect`. Any thread may use
+    :meth:`reading`, :meth:`apply_pending`, :attr:`version` and :attr:`lag`, and assign a
+    receiver's ``model``, ``context`` and ``weights``.
 
     Args:
         strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all
@@ -189,6 +190,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             ConfigError: The timeout is no number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.
+
+        Cancellation:
+            Class A.
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")

@@ -10,11 +10,11 @@ import os
 import zlib
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
+from aiosync.errors import ConnectError, ConnectTimeout
+from aiosync.protocol import validate_seconds
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._same_host import available
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.credentials import Credentials
@@ -104,8 +104,7 @@ class DistributedWeightSyncScheme(EngineScheme):
         shared_memory: bool = True,
     ) -> None:
         check_backend(backend)
-        if not patience > 0:
-            raise ConfigError(f"patience must be positive seconds, got {patience!r}")
+        validate_seconds("patience", patience)
         self._group = group
         self._store = store
         super().__init__(
@@ -124,11 +123,11 @@ class DistributedWeightSyncScheme(EngineScheme):
             handshake_timeout=handshake_timeout,
             inline_nbytes=inline_nbytes,
             limits=limits,
+            wire_dtype=wire_dtype,
+            shared_memory=shared_memory,
         )
-        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
-        self.shared_memory = shared_memory
 
     _copies_ahead = True
 
@@ -138,8 +137,7 @@ class DistributedWeightSyncScheme(EngineScheme):
 
     @property
     def _shares_memory(self) -> bool:
-        wanted = self.shared_memory and self.backend == "gloo" and self._group is None
-        return wanted and available()
+        return self.backend == "gloo" and self._group is None and super()._shares_memory
 
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")

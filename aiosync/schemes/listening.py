@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiosync.errors import AiosyncError, ConfigError
+from aiosync.protocol import validate_seconds
+from aiosync.schemes._indices import as_count
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._fork import close_in_child
 from aiosync.transports.address import Address, bind
@@ -79,6 +81,8 @@ class StreamListener:
         untaken: float | None = None,
     ) -> None:
         address = Address.parse(url)
+        validate_seconds("handshake_timeout", handshake_timeout)
+        self._max_connections = as_count("max_connections", max_connections, 1)
         self._credentials = credentials or Credentials()
         if not address.is_local and self._credentials.token is None:
             if self._credentials.tls is None:
@@ -89,7 +93,6 @@ class StreamListener:
                 )
         self._context: ssl.SSLContext | None = self._credentials.listening_context()
         self._limits = limits
-        self._max_connections = max_connections
         self._handshake_timeout = handshake_timeout
         self._keepalive = keepalive
         self._untaken = untaken

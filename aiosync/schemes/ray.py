@@ -15,10 +15,9 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectTimeout
 from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._same_host import available
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports._ray_objects import RayObjects, actor_name, load_ray, need_cluster
 from aiosync.transports.address import Address
@@ -116,10 +115,10 @@ class RayWeightSyncScheme(EngineScheme):
             handshake_timeout=handshake_timeout,
             inline_nbytes=inline_nbytes,
             limits=limits,
+            wire_dtype=wire_dtype,
+            shared_memory=shared_memory,
         )
-        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.backend = backend
-        self.shared_memory = shared_memory
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)
 
@@ -241,10 +240,6 @@ class RayWeightSyncScheme(EngineScheme):
         if not listened:
             link.introduce()
         return link
-
-    @property
-    def _shares_memory(self) -> bool:
-        return self.shared_memory and available()
 
     def _called(self) -> str:
         name = actor_name(load_ray())

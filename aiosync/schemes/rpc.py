@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
+from aiosync.protocol import validate_seconds
 from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._same_host import available
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports.address import Address, any_port_of, own_host
@@ -98,8 +98,7 @@ class RPCWeightSyncScheme(EngineScheme):
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
-        if not patience > 0:
-            raise ConfigError(f"patience must be positive seconds, got {patience!r}")
+        validate_seconds("patience", patience)
         super().__init__(
             strategy,
             sync=sync,
@@ -116,10 +115,10 @@ class RPCWeightSyncScheme(EngineScheme):
             handshake_timeout=handshake_timeout,
             inline_nbytes=inline_nbytes,
             limits=limits,
+            wire_dtype=wire_dtype,
+            shared_memory=shared_memory,
         )
-        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
         self.patience = patience
-        self.shared_memory = shared_memory
         self._scheme_id = secrets.token_hex(16)  # the same in every copy
 
     def _reset(self) -> None:
@@ -142,10 +141,6 @@ class RPCWeightSyncScheme(EngineScheme):
         if listened:
             control.channel.call_on_end(self._link_lost.set)
         return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
-
-    @property
-    def _shares_memory(self) -> bool:
-        return self.shared_memory and available()
 
     def _joined_here(self, channel: FramedChannel) -> None:
         channel.call_on_end(self._link_lost.set)

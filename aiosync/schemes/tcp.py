@@ -6,7 +6,6 @@ Must not import torch, nor another concrete scheme.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import ssl
@@ -14,8 +13,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError
+from aiosync.protocol import validate_seconds
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.schemes._indices import as_count
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
@@ -70,7 +71,8 @@ class TCPWeightSyncScheme(StreamReceiving):
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
-        keepalive: Seconds after which the kernel asks a silent TCP peer whether it is there.
+        keepalive: Seconds after which the kernel asks a silent TCP peer whether it is there;
+            ``None`` never.
         handshake_timeout: Seconds that a peer has to prove who it is.
         max_connections: Links that a listening side takes at a time.
         limits: What a peer may announce once it has proved who it is.
@@ -119,8 +121,11 @@ class TCPWeightSyncScheme(StreamReceiving):
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
-        if reconnect is not None and not reconnect >= 0:
-            raise ConfigError(f"reconnect must be seconds or None, got {reconnect!r}")
+        if reconnect is not None:
+            validate_seconds("reconnect", reconnect, zero=True, endless=True)
+        if keepalive is not None:
+            validate_seconds("keepalive", keepalive)
+        validate_seconds("handshake_timeout", handshake_timeout)
         listed = [address] if isinstance(address, str | Address) else list(address)
         if not listed or (len(listed) > 1 and dial != "sender"):
             raise ConfigError("pass one address; a list of them only with dial='sender'")
@@ -130,14 +135,9 @@ class TCPWeightSyncScheme(StreamReceiving):
         self._wants_updates = subscribe
         self.reconnect = reconnect
         self._options = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
-        for name, value in (("keepalive", keepalive), ("handshake_timeout", handshake_timeout)):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be positive seconds, got {value!r}")
-        if not max_connections >= 1:
-            raise ConfigError(f"max_connections must be at least 1, got {max_connections!r}")
         self._keepalive = keepalive
         self._handshake_timeout = handshake_timeout
-        self._max_connections = max_connections
+        self._max_connections = as_count("max_connections", max_connections, 1)
         self._limits = limits
 
     # -- what it is ----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportError,
 )
+from aiosync.protocol import validate_timeout
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.schemes._staging import Staged, Staging
@@ -156,6 +157,7 @@ class WeightClient:
         Cancellation:
             Class A.
         """
+        validate_timeout(timeout)
         hello = Hello(role="status", model_id="", pid=os.getpid())
         try:
             async with asyncio.timeout(timeout):
@@ -216,6 +218,7 @@ class WeightClient:
         Cancellation:
             Class A.
         """
+        validate_timeout(timeout)
         pull = _Pull(self._dialler, model_id, max(1, min_version), progress)
         try:
             async with asyncio.timeout(timeout):

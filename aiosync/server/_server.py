@@ -23,6 +23,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.schemes._indices import as_count
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.listening import StreamListener
@@ -86,7 +87,7 @@ class WeightServer:
     ) -> None:
         self._streaming = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
         self._model_ids = None if model_ids is None else frozenset(model_ids)
-        self._max_models = max_models
+        self._max_models = as_count("max_models", max_models, 1)
         self._store = None if store is None else WeightStore(store)
         self._executor: ThreadPoolExecutor | None = None
         self._listener = StreamListener(

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from aiosync.errors import AdmissionTimeout, LocalProtocolError
+from aiosync.protocol import validate_timeout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +36,12 @@ def blocks_here(gate: AdmissionGate) -> bool:
 
 
 def limit_of(timeout: float | None, default: float | None) -> float | None:
-    """Seconds to wait: what a call says, or else the default; ``None`` for no limit."""
+    """Seconds to wait: what a call says, or else the default; ``None`` for no limit.
+
+    Raises:
+        ConfigError: The call says what is no number.
+    """
+    validate_timeout(timeout)
     limit = default if timeout is None else timeout
     return None if limit is None or limit == math.inf else limit
 

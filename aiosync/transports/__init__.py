@@ -5,7 +5,15 @@ Must not import torch, tensors or schemes.
 
 from __future__ import annotations
 
-from aiosync.transports.base import Lender, Payload, Received, Transport, TransportBackend
+from aiosync.transports.base import (
+    Again,
+    Handler,
+    Lender,
+    Payload,
+    Received,
+    Transport,
+    TransportBackend,
+)
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import MemoryTransport
@@ -18,8 +26,10 @@ from aiosync.transports.tcp import TCPTransport
 
 __all__ = [
     "TLS",
+    "Again",
     "Credentials",
     "DistributedTransport",
+    "Handler",
     "Lender",
     "MPTransport",
     "MemoryTransport",

@@ -179,12 +179,6 @@ class FramedChannel:
         """Descriptor that is readable once the peer's process has ended, or -1."""
         return self._pidfd
 
-    def take_pidfd(self) -> int:
-        """Hand the descriptor over to the caller, who closes it; -1 when there is none."""
-        self._forget_process()
-        pidfd, self._pidfd = self._pidfd, -1
-        return pidfd
-
     def _on_process_end(self) -> None:
         self._forget_process()
         # What it said before it died still counts.

@@ -247,7 +247,7 @@ async def test_who_cannot_be_met_there_is_met_over_the_network(
     stranger = _same_host.SameHost(
         address,
         Credentials(token=(TOKEN if trouble == "hangs up" else "another secret of 16").encode()),
-        handshake_timeout=0.0 if trouble == "hangs up" else PATIENCE,
+        handshake_timeout=1e-9 if trouble == "hangs up" else PATIENCE,
     )
     tasks = TaskOwner(lambda error: None)
     stranger.arena = _segment.Arena()
@@ -568,7 +568,7 @@ def test_on_other_systems_there_is_none(engine: str, monkeypatch: Any) -> None:
         pytest.importorskip("ray")
     scheme = getattr(aiosync, f"{engine}WeightSyncScheme")()
     assert scheme._shares_memory is (sys.platform == "linux")
-    monkeypatch.setattr(f"aiosync.schemes.{engine.lower()}.available", lambda: False)
+    monkeypatch.setattr("aiosync.schemes._engine.available", lambda: False)
     assert not scheme._shares_memory
 
 

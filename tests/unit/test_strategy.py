@@ -155,7 +155,11 @@ def test_root_extra_state_has_its_own_key() -> None:
 
 
 def test_apply_none_does_nothing() -> None:
-    WeightStrategy().apply_weights(nn.Linear(1, 1), None)
+    model = nn.Linear(1, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    WeightStrategy().apply_weights(model, None)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
 def test_refusals() -> None:
