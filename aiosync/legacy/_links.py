@@ -30,7 +30,7 @@ from aiosync.legacy._pipes import has_ended, say_goodbye
 from aiosync.legacy._relay import link_over
 from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
 from aiosync.schemes._liveness import watch_process
-from aiosync.schemes._sending import _is_per_worker
+from aiosync.schemes._sources import is_per_worker
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.sender import WeightSender
@@ -190,13 +190,13 @@ class PipeLinks:
         late = frozenset(addressed - known)
         if self._give_up is None:
             self._give_up = asyncio.get_running_loop().time() + GRACE_SECONDS
-        if worker_ids is None and not _is_per_worker(weights):  # all, and who comes later
+        if worker_ids is None and not is_per_worker(weights):  # all, and who comes later
             handle = retrieved(scheme.send_nowait(weights))
             return Sending(handle.version, handle, late)
         first = None
         if known:
             mine = _only(weights, known)
-            first = retrieved(scheme.send_nowait(mine, None if _is_per_worker(mine) else known))
+            first = retrieved(scheme.send_nowait(mine, None if is_per_worker(mine) else known))
         version = sender.clock.next() if first is None else first.version
         if late:
             planned = scheme._plan(_only(weights, late), None)
@@ -235,12 +235,12 @@ class PipeLinks:
 
     def _addressed(self, weights: Any, worker_ids: int | Iterable[int] | None) -> set[int]:
         if worker_ids is None:
-            return set(weights) if _is_per_worker(weights) else set(range(self.num_pipes))
+            return set(weights) if is_per_worker(weights) else set(range(self.num_pipes))
         named = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
         for idx in sorted(named):
             if not 0 <= idx < self.num_pipes:
                 raise ConfigError(f"Worker {idx} not registered: there are {self.num_pipes} pipes")
-            if _is_per_worker(weights) and idx not in weights:
+            if is_per_worker(weights) and idx not in weights:
                 raise ConfigError(f"no weights were given for worker {idx}")
         return named
 
@@ -324,6 +324,6 @@ async def _change(workers: Workers) -> None:
 
 
 def _only(weights: Any, worker_ids: Iterable[int]) -> Any:
-    if not (isinstance(weights, Mapping) and _is_per_worker(weights)):
+    if not (isinstance(weights, Mapping) and is_per_worker(weights)):
         return weights
     return {idx: weights[idx] for idx in worker_ids if idx in weights}

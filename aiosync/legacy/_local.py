@@ -12,7 +12,7 @@ from aiosync.legacy._links import Sending
 from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
-from aiosync.schemes._sending import _is_per_worker
+from aiosync.schemes._sources import is_per_worker
 from aiosync.strategy import get_strategy
 from aiosync.tensors._tensordict import is_tensordict
 
@@ -150,7 +150,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
 
     def _check_registered(self, weights: Any) -> None:
         model_id = self.model_id or "policy"
-        per_worker = isinstance(weights, Mapping) and _is_per_worker(weights)
+        per_worker = isinstance(weights, Mapping) and is_per_worker(weights)
         if model_id in self._first:
             if weights is not None and not per_worker:
                 WeightStrategy().apply_weights(self.policy_weights[model_id], weights)

@@ -32,10 +32,10 @@ class Reading:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
+        self._threads: list[int] = []  # where it was entered: a generator may end elsewhere
 
     def __enter__(self) -> None:
-        self._guard.enter()
-        _note_task(self._guard)
+        self._enter()
 
     def __exit__(
         self,
@@ -43,15 +43,26 @@ class Reading:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _forget_task(self._guard)
-        self._guard.leave()
+        self._leave()
+
+    def _enter(self) -> None:
+        self._guard.enter()
+        self._threads.append(threading.get_ident())
+        _note_task(self._guard)
+
+    def _leave(self) -> None:
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            thread = self._threads[-1]
+        self._threads.remove(thread)
+        _forget_task(self._guard, thread)
+        self._guard.leave(thread=thread)
 
     async def __aenter__(self) -> None:
         # Inside a read of this task, or of the one that started it, an update cannot go first.
         if id(self._guard) not in _reading.get():
             await self._let_update_go_first()
-        self._guard.enter()
-        _note_task(self._guard)
+        self._enter()
         _reading.set((*_reading.get(), id(self._guard)))
 
     async def __aexit__(
@@ -64,8 +75,7 @@ class Reading:
         with contextlib.suppress(ValueError):  # left in another context than it was entered in
             reads.remove(id(self._guard))
         _reading.set(tuple(reads))
-        _forget_task(self._guard)
-        self._guard.leave()
+        self._leave()
 
     async def _let_update_go_first(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,8 +128,7 @@ def _note_task(guard: Guard) -> None:
         guard.tasks.setdefault(threading.get_ident(), []).append(task)
 
 
-def _forget_task(guard: Guard) -> None:
-    thread = threading.get_ident()
+def _forget_task(guard: Guard, thread: int) -> None:
     tasks = guard.tasks.get(thread)
     if tasks is None:
         return

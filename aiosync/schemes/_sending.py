@@ -19,14 +19,13 @@ from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._snapshots import SnapshotStore
-from aiosync.schemes._sources import DeviceMap, Sources, resolve_sources
+from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
-from aiosync.tensors._tensordict import is_tensordict
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 
@@ -211,7 +210,7 @@ class SendingScheme(SchemeCore):
         """
         sender, limit = self._require_sender("send"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)
-        if weights is not None and worker_ids is None and _is_per_worker(weights):
+        if weights is not None and worker_ids is None and is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
         return await sender.send(planned, worker_ids, limit)
 
@@ -238,7 +237,7 @@ class SendingScheme(SchemeCore):
         """
         sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)
-        if worker_ids is None and _is_per_worker(weights):
+        if worker_ids is None and is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
         return sender.send_nowait(planned, worker_ids, limit)
 
@@ -255,7 +254,7 @@ class SendingScheme(SchemeCore):
             if context is None:
                 raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
             weights = resolve_path(context, weights)
-        if _is_per_worker(weights):
+        if is_per_worker(weights):
             if not (self.per_worker_weights or self._sources.per_worker):
                 raise ConfigError(
                     "Per-worker weights dict provided but scheme was not initialized with "
@@ -334,7 +333,7 @@ class SendingScheme(SchemeCore):
             if context is None:
                 raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
             weights = resolve_path(context, weights)
-        if weights is None or _is_per_worker(weights):
+        if weights is None or is_per_worker(weights):
             return weights
         return strategy.extract_weights(weights)
 
@@ -378,12 +377,3 @@ class SendingScheme(SchemeCore):
             )
         self._check_loop()
         return self._sender
-
-
-def _is_per_worker(weights: Any) -> bool:
-    return (
-        isinstance(weights, Mapping)
-        and not is_tensordict(weights)
-        and bool(weights)
-        and all(hasattr(key, "__index__") for key in weights)
-    )

@@ -5,7 +5,7 @@ Turns each form into a :class:`Sources` before any I/O. Must not import transpor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._indices import as_index
+from aiosync.schemes._indices import as_index, as_indices
 from aiosync.tensors._tensordict import is_tensordict
 
-__all__ = ["DeviceMap", "Sources", "resolve_sources"]
+__all__ = ["DeviceMap", "Sources", "is_per_worker", "resolve_sources"]
 
 DeviceMap: TypeAlias = Callable[[int, Any], Any]
 """Takes a worker's index and the weights, and gives what that worker gets."""
@@ -54,6 +54,17 @@ class Sources:
                 "sends others"
             )
         self.weights = weights
+
+    def follow(self, weights: Any, worker_ids: int | Iterable[int] | None) -> None:
+        """Send what a call sent, to those to whom it sent it, where a later call gives nothing."""
+        each = dict(weights) if is_per_worker(weights) else None
+        if each is None and worker_ids is None:
+            self.weights, self.per_worker = weights, {}
+            return
+        if each is None:
+            each = dict.fromkeys(as_indices("worker_ids", worker_ids or ()), weights)
+        others = self.per_worker or dict.fromkeys(range(self.num_workers or 0), self.weights)
+        self.weights, self.per_worker = None, {**others, **each}
 
     @property
     def for_everybody(self) -> bool:
@@ -181,3 +192,13 @@ def _check_device(device: Any) -> None:
         torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise ConfigError(f"devices holds {device!r}, which is no torch device") from exc
+
+
+def is_per_worker(weights: Any) -> bool:
+    """Whether these are weights by worker index, and not by name."""
+    return (
+        isinstance(weights, Mapping)
+        and not is_tensordict(weights)
+        and bool(weights)
+        and all(hasattr(key, "__index__") for key in weights)
+    )

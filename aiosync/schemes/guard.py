@@ -99,7 +99,7 @@ class Guard:
                     self._drop_dead(thread)
                     reads = self._open.get(thread)
                 if not reads and (self._applying is not None or self._wanted):
-                    self._wait_for_turn(thread)
+                    self._wait_for_turn(thread, forward=frame is not None)
                 todo = (
                     None
                     if self._open or self._applying is not None
@@ -114,9 +114,9 @@ class Guard:
             self._run(todo)
 
     @never_traced
-    def leave(self, *, forward: bool = False) -> None:
-        """End the newest read of this thread; applies what waited for it."""
-        thread = threading.get_ident()
+    def leave(self, *, forward: bool = False, thread: int | None = None) -> None:
+        """End the newest read of a thread, this one by default; applies what waited for it."""
+        thread = threading.get_ident() if thread is None else thread
         with self._lock:
             reads = self._open.get(thread, [])
             for index in range(len(reads) - 1, -1, -1):
@@ -133,9 +133,12 @@ class Guard:
         if todo is not None:
             self._run(todo)
 
-    def _wait_for_turn(self, thread: int) -> None:
-        polite = asyncio._get_running_loop() is None
+    def _wait_for_turn(self, thread: int, *, forward: bool) -> None:
+        in_loop = asyncio._get_running_loop() is not None
         while True:
+            # The forward may be one that a reading() block of another thread waits for: holding
+            # it back would hold the update back. New blocks wait, so that those there are end.
+            polite = not in_loop and not (forward and self._has_block)
             if self._applying is not None and self._applying[0] != thread:
                 self._sleep(_LOOK_SECONDS)
             elif polite and (pause := self._patience_left()) > 0:
@@ -143,6 +146,11 @@ class Guard:
             else:
                 return
             self._sweep()
+
+    @property
+    def _has_block(self) -> bool:
+        """Whether a thread is inside of a reading() block."""
+        return any(None in reads for reads in self._open.values())
 
     @property
     def _wanted(self) -> bool:

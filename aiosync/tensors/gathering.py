@@ -152,7 +152,7 @@ def _find(source: Source, extract_as: ExtractAs) -> tuple[Found, dict[str, Any]]
 
 def _gather(name: str, tensor: Any) -> torch.Tensor:
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             full = tensor.detach().full_tensor()
             if type(full) is not torch.Tensor:  # a collective that was not waited for
                 full = full.wait()

@@ -268,6 +268,36 @@ def test_one_factory_for_all(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", SCHEMES)
+def test_beside_a_factory_what_was_given_last_is_sent_again(make: Any) -> None:
+    with collecting(make(), policy_factory=workers.Factory(3.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(3.0, 0)] * 2
+        collector.update_policy_weights_(worlds.make_policy(4.0))
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(4.0, 2)] * 2
+        collector.update_policy_weights_(worlds.make_policy(5.0), worker_ids=[1])
+        collector.update_policy_weights_()
+        assert [value for value, _ in seen(next(batches))] == [4.0, 5.0]
+        collector.update_policy_weights_(worlds.make_policy(6.0))
+        collector.update_policy_weights_()
+        assert [value for value, _ in seen(next(batches))] == [6.0] * 2
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_each_batch_begins_with_what_was_given_last(make: Any) -> None:
+    factories = [workers.Factory(3.0), workers.Factory(4.0)]
+    with collecting(make(), policy_factory=factories, update_at_each_batch=True) as collector:
+        batches = iter(collector)
+        assert [value for value, _ in seen(next(batches))] == [3.0, 4.0]
+        collector.update_policy_weights_({1: weights_of(worlds.make_policy(7.0))})
+        for _ in range(2):
+            assert [value for value, _ in seen(next(batches))] == [3.0, 7.0]
+        collector.update_policy_weights_(worlds.make_policy(8.0))
+        for _ in range(2):
+            assert [value for value, _ in seen(next(batches))] == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("make", SCHEMES)
 def test_a_factory_for_each(make: Any) -> None:
     factories = [workers.Factory(3.0), workers.Factory(4.0)]
     with collecting(make(), policy_factory=factories) as collector:

@@ -137,6 +137,8 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
         for each in model.blocks[0].parameters():
             assert isinstance(each, DTensor)
             each.to_local().fill_(float(7))
+    with torch.inference_mode():
+        gather_weights(model, timeout=PATIENCE)
     changed = gather_weights(model, extract_as="state_dict", timeout=PATIENCE)
     assert changed["blocks.0.weight"].eq(7).all()
     assert torch.equal(changed["head.weight"], expected["head.weight"])

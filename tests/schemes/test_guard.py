@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import copy
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import aiosync
-from aiosync.schemes.guard import Guard
+from aiosync.schemes.guard import Guard, Reading
 from aiosync.tensors import FlatBuffer, Flattener
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -63,6 +65,97 @@ def test_an_update_that_arrives_while_a_read_begins_waits_for_its_end() -> None:
         guard.leave()
         other.join()
     assert applying.is_set()
+
+
+def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
+    """A thread pool steps a generator wherever there is room."""
+    guard = Guard()
+    applied: list[int] = []
+
+    def stream():
+        with Reading(guard):
+            yield
+
+    steps = stream()
+    with ThreadPoolExecutor(1) as beginning, ThreadPoolExecutor(1) as ending:
+        beginning.submit(next, steps).result()
+        assert not guard.submit(lambda: applied.append(1))
+        ending.submit(next, steps, None).result()
+    assert applied == [1]
+    assert not guard.reading_here
+    assert not guard.tasks
+
+
+def test_one_reading_object_may_be_in_use_several_times() -> None:
+    guard = Guard()
+    reading = Reading(guard)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with reading, reading:
+            inside.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    with reading:
+        assert guard.reading_here
+    assert not guard.reading_here
+    applied: list[int] = []
+    assert not guard.submit(lambda: applied.append(1))
+    go_on.set()
+    thread.join()
+    assert applied == [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["tasks", "threads"])
+async def test_reads_whose_forwards_run_in_other_threads_let_an_update_in(kind: str) -> None:
+    guard, model = Guard(), torch.nn.Identity()
+    guard.install(model)
+    stop = threading.Event()
+    longest = [0.0]
+    pool = ThreadPoolExecutor(8)
+
+    def forward() -> None:
+        model(torch.zeros(1))
+        time.sleep(0.01)
+
+    async def task() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            async with Reading(guard):
+                for _ in range(2):
+                    await asyncio.get_running_loop().run_in_executor(pool, forward)
+            longest[0] = max(longest[0], time.monotonic() - began)
+
+    def block() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            with Reading(guard):
+                for _ in range(2):
+                    pool.submit(forward).result()
+            longest[0] = max(longest[0], time.monotonic() - began)
+
+    async def update() -> None:
+        applied, loop = asyncio.Event(), asyncio.get_running_loop()
+        if not guard.submit(lambda: loop.call_soon_threadsafe(applied.set)):
+            guard.retry()
+        async with asyncio.timeout(2.0):
+            await applied.wait()
+
+    read = task if kind == "tasks" else lambda: asyncio.to_thread(block)
+    readers = [asyncio.ensure_future(read()) for _ in range(3)]
+    try:
+        for _ in range(5):
+            await asyncio.sleep(0.05)
+            await update()
+    finally:
+        stop.set()
+        await asyncio.gather(*readers)
+        await asyncio.to_thread(pool.shutdown)
+    assert longest[0] < 1.0
 
 
 def test_an_action_that_raises_leaves_the_guard_open() -> None:

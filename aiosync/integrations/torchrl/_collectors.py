@@ -57,6 +57,7 @@ class CollectorOwner:
         self._scheme = weakref.ref(scheme)
         self._cascade: Cascade | None = None
         self._connecting: threading.Thread | None = None
+        self._made = False  # by factories: what the workers began with
         self._counted = scheme.version  # what the trainer's tracker stands for
         self._lock = threading.Lock()
         if scheme.initialized_on_receiver:
@@ -125,6 +126,7 @@ class CollectorOwner:
         if core._sources.weights is None and not core._sources.per_worker:
             if find_model(collector, model_id) is None and model_id == "policy":
                 made = from_factories(collector, core._sources.num_workers)
+                self._made = made is not None
                 if isinstance(made, nn.Module):
                     core._sources.weights = made
                 elif made is not None:
@@ -175,9 +177,13 @@ class CollectorOwner:
                 given = core._strategy.extract_weights(weights)
                 core._strategy.apply_weights(model, given, strict=core.strict)
         try:
-            return proceed(*args, **kwargs)
+            result = proceed(*args, **kwargs)
         finally:
             self._count(scheme, collector)
+        if self._made and not isinstance(weights, str | None):
+            # Where nothing is given, what was given last is sent, not what the factories made.
+            scheme._scheme._sources.follow(weights, kwargs.get("worker_ids"))
+        return result
 
     def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
         """Have the trainer's collector say the version that its workers label their data with.
