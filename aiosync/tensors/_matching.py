@@ -343,10 +343,10 @@ def shares_memory_partly(spots: Iterable[Spot]) -> set[int]:
 
 
 def overlapping(copied: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-    """Return those tensors and leaves whose memory lies in part in that of another leaf's."""
+    """Return those plain tensors and leaves whose memory lies in part in that of another leaf's."""
     extents: list[tuple[str, int, int, int, int, Any]] = []
     for tensor, leaf in copied:
-        if is_ordinary(tensor) and tensor.numel():
+        if tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
             start = tensor.data_ptr()

@@ -64,8 +64,9 @@ class Plan:
             negative views, which only ``copy_()`` can write.
         through: Written through their owners, which make them anew whenever they are asked.
         equal: Assignments of which several leaves must be the same.
-        overlapping: Those of the copied ones whose memory is in part that of another: whether the
-            weights agree there shows when both are copied.
+        copied: Plain tensors that are copied in place, and where they were.
+        overlapping: Those of them whose memory is in part that of another: whether the weights
+            agree there shows when both are copied.
     """
 
     survey: Survey
@@ -82,6 +83,7 @@ class Plan:
     risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     through: list[tuple[Place, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
+    copied: tuple[list[torch.Tensor], list[int]] = ([], [])
     overlapping: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     layout: Layout | None = None
     only_flips: bool = False
@@ -93,6 +95,12 @@ class Plan:
     def valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""
         return self.survey.unchanged_in(target) and self.signature.same(self.survey.tensors)
+
+    def valid_to_apply(self, target: Any, values: Mapping[str, Any]) -> bool:
+        """The same as :meth:`valid_for`, and whether what is copied into is where it was."""
+        tensors, addresses = self.copied
+        moved = list(map(torch.Tensor.data_ptr, tensors)) != addresses
+        return not moved and self.valid_for(target, values)
 
     def valid_for(self, target: Any, values: Mapping[str, Any]) -> bool:
         """The same, and whether the values that must be equal on both sides were sent so again."""
@@ -181,5 +189,11 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))
-    copied = [*plan.small, *plan.large, *plan.risky, *plan.inference]
+    copied = [
+        (tensor, leaf)
+        for tensor, leaf in (*plan.small, *plan.large, *plan.risky, *plan.inference)
+        if is_ordinary(tensor)
+    ]
+    tensors = [tensor for tensor, _ in copied]
+    plan.copied = tensors, list(map(torch.Tensor.data_ptr, tensors))
     plan.overlapping = overlapping(copied)

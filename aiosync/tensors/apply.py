@@ -201,7 +201,7 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid_for(self.target, values):
+        if plan is not None and self._key == key and plan.valid_to_apply(self.target, values):
             return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.

@@ -85,6 +85,23 @@ def test_other_values_in_the_same_memory() -> None:
     assert all_bits(target) == all_bits(source)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_memory_that_is_shared_after_the_first_update(later: bool) -> None:
+    source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    target = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    kept = Target(target)
+    for _ in range(2 if later else 1):
+        apply(source, target, kept)
+    target["b"].weight.data = target["a"].weight.data
+    before = all_bits(target)
+    with pytest.raises(ManifestMismatch, match=r"a\.weight"):
+        apply(source, target, kept)
+    assert all_bits(target) == before
+    target["b"].weight.data = torch.zeros(2, 2)
+    apply(source, target, kept)
+    assert all_bits(target) == all_bits(source)
+
+
 def test_slices_of_one_buffer_that_do_not_overlap_cost_nothing() -> None:
     target = nn.ParameterDict()
     memory = torch.zeros(8)
