@@ -378,7 +378,11 @@ def _check_overlapping(plan: Plan, sources: Sequence[torch.Tensor]) -> None:
         if not torch.equal(_bits(tensor, tensor.dtype), _bits(sources[leaf], tensor.dtype))
     }
     if mismatched:
-        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
+        raise ManifestMismatch(
+            mismatched=mismatched,
+            hint="Nothing was changed. Give each memory of its own here, or have them share it in "
+            "the trainer as well.",
+        )
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

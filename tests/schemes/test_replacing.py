@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -22,6 +24,25 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 def _hooks(model: nn.Module) -> int:
     return len(model._forward_pre_hooks) + len(model._forward_hooks)
+
+
+@contextlib.asynccontextmanager
+async def _read_elsewhere(receiver: aiosync.WeightSyncScheme) -> AsyncIterator[None]:
+    """Another thread is inside of a read meanwhile."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with receiver.reading():
+            entered.set()
+            assert leave.wait(harness.PATIENCE)
+
+    reading = asyncio.ensure_future(asyncio.to_thread(read))
+    assert await asyncio.to_thread(entered.wait, harness.PATIENCE)
+    try:
+        yield
+    finally:
+        leave.set()
+        await reading
 
 
 class _Owner:
@@ -268,19 +289,9 @@ async def test_closed_before_the_forward_ended(make) -> None:
     source, old, new = models.linear(), models.linear(), models.linear()
     models.fill(source, 2.0)
     async with harness.here(make(), old, sender={"model": source}) as (_, receiver):
-        entered, leave = threading.Event(), threading.Event()
-
-        def read() -> None:
-            with receiver.reading():
-                entered.set()
-                assert leave.wait(harness.PATIENCE)
-
-        reading = asyncio.ensure_future(asyncio.to_thread(read))
-        await asyncio.to_thread(entered.wait, harness.PATIENCE)
-        receiver.model = new
-        receiver.abort()
-        leave.set()
-        await reading
+        async with _read_elsewhere(receiver):
+            receiver.model = new
+            receiver.abort()
         assert (_hooks(old), _hooks(new)) == (0, 0)
         assert models.filled(old, 2.0)
 
@@ -356,20 +367,10 @@ async def test_what_waits_for_a_model_is_not_lost(make, apply) -> None:
     scheme = make(apply=apply)
     async with harness.here(scheme, old, sender={"model": source}) as (sender, receiver):
         models.fill(source, 2.0)
-        entered, leave = threading.Event(), threading.Event()
-
-        def read() -> None:
-            with receiver.reading():
-                entered.set()
-                leave.wait(harness.PATIENCE)
-
-        reading = asyncio.ensure_future(asyncio.to_thread(read))
-        await asyncio.to_thread(entered.wait, harness.PATIENCE)
-        handle = sender.send_nowait()
-        await receiver.wait_staged(2, timeout=harness.PATIENCE)
-        receiver.model = None
-        leave.set()
-        await reading
+        async with _read_elsewhere(receiver):
+            handle = sender.send_nowait()
+            await receiver.wait_staged(2, timeout=harness.PATIENCE)
+            receiver.model = None
         await harness.until(lambda: receiver.version == 0)
         if apply == "manual":
             assert receiver.apply_pending() is None
@@ -418,19 +419,9 @@ async def test_back_to_the_old_model_before_it_was_replaced(make) -> None:
     source, old, new = models.linear(), models.linear(), models.linear()
     models.fill(source, 1.0)
     async with harness.here(make(), old, sender={"model": source}) as (sender, receiver):
-        entered, leave = threading.Event(), threading.Event()
-
-        def read() -> None:
-            with receiver.reading():
-                entered.set()
-                leave.wait(harness.PATIENCE)
-
-        reading = asyncio.ensure_future(asyncio.to_thread(read))
-        await asyncio.to_thread(entered.wait, harness.PATIENCE)
-        receiver.model = new
-        receiver.model = old
-        leave.set()
-        await reading
+        async with _read_elsewhere(receiver):
+            receiver.model = new
+            receiver.model = old
         models.fill(source, 2.0)
         assert (await sender.send()).acked == {0}
         assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
