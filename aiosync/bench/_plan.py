@@ -107,7 +107,10 @@ _FULL = cases_of(
         ("512MiB", (1, 4)),
     ),
 )
-_LAYERS = cases_of(("shm", "gloo", "rpc", "ray"), (("1000-layers", (1,)),))
+_LAYERS = [
+    *cases_of(("shm",), (("1000-layers", (1, 4)),)),
+    *cases_of(("gloo", "rpc", "ray"), (("1000-layers", (1,)),)),
+]
 _BUSY = cases_of(("shm", "pipe", "tcp", "gloo"), (("4x2", (1,)), ("1000x4KiB", (1,))), busy=True)
 
 ALL_CASES: Sequence[Case] = sorted(

@@ -203,7 +203,7 @@ _SPEED = (
     *_faster("shm", "4x2", {1: 3, 8: 12}),
     *_faster("shm", "4x2", {1: 1.2, 8: 5}, "aiosync/facade"),
     *_faster("shm", "1000x4KiB", {1: 60, 4: 180}),
-    *_faster("shm", "1000-layers", {1: 50}),
+    *_faster("shm", "1000-layers", {1: 50, 4: 50}),
     *_faster("shm", "512MiB", {1: 1.6, 4: 6}),
     *_faster("pipe", "4x2", {1: 8, 8: 25}),
     *_faster("pipe", "1000x4KiB", {1: 150, 4: 250}),

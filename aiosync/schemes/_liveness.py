@@ -5,17 +5,18 @@ The loop may not have noticed yet what these say. Must not import torch.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError
 from aiosync.transports._segment import has_ended
 from aiosync.transports.base import Transport
 
-__all__ = ["is_up", "open_pidfds", "pid_of", "watch_process"]
+__all__ = ["Processes", "is_up", "watch_process"]
 
 # Tells that the peer will write no more even while bytes of it are unread. Linux only.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
@@ -47,7 +48,7 @@ def watch_process(transport: Transport, pid: int) -> None:
             channel.watch_process(pid)
 
 
-def pid_of(process: Any) -> int | None:
+def pid_of(process: Any) -> int:
     """The id of a process that is given as an object or as its id.
 
     Raises:
@@ -59,16 +60,66 @@ def pid_of(process: Any) -> int | None:
     return int(pid)
 
 
-def open_pidfds(watched: Mapping[int, int | None]) -> tuple[dict[int, int], set[int]]:
-    """Descriptors that tell when processes end, and the workers whose process is gone already."""
-    pidfds: dict[int, int] = {}
-    ended: set[int] = set()
-    if hasattr(os, "pidfd_open"):
-        for idx, pid in watched.items():
-            try:
-                pidfds[idx] = os.pidfd_open(int(pid or 0))
-            except ProcessLookupError:
-                ended.add(idx)
-            except OSError:
-                continue  # no pidfd in this kernel or sandbox: the timeout has to tell
-    return pidfds, ended
+class Processes:
+    """The processes that are to become workers, and whether they still can.
+
+    Args:
+        processes: Process objects or ids, by the index that each worker is expected to have.
+
+    Raises:
+        ConfigError: One is neither, or was not started.
+    """
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self._pids = [pid_of(process) for process in processes]
+        self.count = len(self._pids)
+        self._ended: set[int] = set()
+        self._pidfds: dict[int, int] = {}
+        if hasattr(os, "pidfd_open"):
+            for idx, pid in enumerate(self._pids):
+                try:
+                    self._pidfds[idx] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._ended.add(idx)
+                except OSError:
+                    continue  # no pidfd in this kernel or sandbox: the timeout has to tell
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
+        """Call ``on_end`` whenever one ends."""
+
+        def ended(pidfd: int) -> None:
+            loop.remove_reader(pidfd)
+            on_end()
+
+        for pidfd in self._pidfds.values():
+            loop.add_reader(pidfd, ended, pidfd)
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch no longer."""
+        for pidfd in self._pidfds.values():
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._pidfds.clear()
+
+    def has_ended(self, idx: int) -> bool:
+        """Whether the process of that index has ended."""
+        return idx in self._ended or (idx in self._pidfds and has_ended(self._pidfds[idx]))
+
+    def ended(self, joined: Collection[int]) -> list[int] | None:
+        """Process ids of those that ended, if no other can become a worker any more.
+
+        Workers may have other indices than their processes have here.
+
+        Args:
+            joined: The process ids of workers that are connected.
+
+        Returns:
+            ``None`` while some process runs and is no worker yet.
+        """
+        ended = []
+        for idx, pid in enumerate(self._pids):
+            if pid not in joined:
+                if not self.has_ended(idx):
+                    return None
+                ended.append(pid)
+        return ended

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiosync.errors import (
@@ -21,12 +20,11 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outcome, OutcomeKind, VersionClock
 from aiosync.schemes._handshake import admit
-from aiosync.schemes._liveness import is_up, open_pidfds, pid_of, watch_process
+from aiosync.schemes._liveness import Processes, is_up, watch_process
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._tasks import TaskOwner
-from aiosync.transports._segment import has_ended
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello
 
@@ -310,42 +308,49 @@ class Workers:
 
     async def _wait(self, version: int, processes: Sequence[Any]) -> None:
         expected = range(self.num_workers or 0)
-        watched = {idx: pid_of(process) for idx, process in enumerate(processes)}
+        watched = Processes(processes)
         loop = asyncio.get_running_loop()
-        pidfds, ended = open_pidfds(watched)
         try:
-            for pidfd in pidfds.values():
-                loop.add_reader(pidfd, self._on_process_end, loop, pidfd)
+            watched.watch(loop, self.notify)
             while True:
                 changed = self.changed
                 self.check()
-                failed = {idx: self._failure(idx, pidfds, ended) for idx in expected}
-                failures = {idx: error for idx, error in failed.items() if error is not None}
+                failures = self._failures_among(expected, watched)
                 joined = {idx for idx in expected if self._has_joined(idx, version)}
                 if len(joined | failures.keys()) == len(expected):
                     break
                 await changed.wait()
         finally:
-            for pidfd in pidfds.values():
-                loop.remove_reader(pidfd)
-                os.close(pidfd)
+            watched.close(loop)
         self._failures.clear()
         if failures:
             self.lost.update({idx: e for idx, e in failures.items() if idx not in self.peers})
             self.unreported -= failures.keys()
             raise PartialSyncError(acked=joined - failures.keys(), failed=failures, version=version)
 
-    def _on_process_end(self, loop: asyncio.AbstractEventLoop, pidfd: int) -> None:
-        loop.remove_reader(pidfd)
-        self.notify()
-
-    def _failure(self, idx: int, pidfds: Mapping[int, int], ended: set[int]) -> AiosyncError | None:
-        error = self._failures.get(idx) or self.lost.get(idx)
-        if error is not None or idx in self.peers:
-            return error
-        if idx in ended or (idx in pidfds and has_ended(pidfds[idx])):
-            error = ConnectError(f"the process of worker {idx} ended before it connected")
-        return error
+    def _failures_among(
+        self, expected: Sequence[int], watched: Processes
+    ) -> dict[int, AiosyncError]:
+        """Why some workers are not there and will not come."""
+        found = {idx: self._failures.get(idx) or self.lost.get(idx) for idx in expected}
+        failures = {idx: error for idx, error in found.items() if error is not None}
+        missing = [idx for idx in expected if idx not in failures and idx not in self.peers]
+        failures |= {
+            idx: ConnectError(f"the process of worker {idx} ended before it connected")
+            for idx in missing
+            if watched.has_ended(idx)
+        }
+        missing = [idx for idx in missing if idx not in failures]
+        joined = {peer.pid for peer in self.peers.values()}
+        if missing and len(expected) <= watched.count and (ended := watched.ended(joined)):
+            why = f"; refused: {'; '.join(self._refused)}" if self._refused else ""
+            which = f"process {ended[0]}" if len(ended) == 1 else f"processes {ended}"
+            for idx in missing:
+                failures[idx] = ConnectError(
+                    f"nobody is left who could be worker {idx}: {which} ended without being "
+                    f"connected{why}"
+                )
+        return failures
 
     def _has_joined(self, idx: int, version: int) -> bool:
         peer = self.peers.get(idx)

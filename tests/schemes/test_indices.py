@@ -139,3 +139,43 @@ async def test_two_that_come_together(make) -> None:
         kinds = {type(result) for result in results[1:]}
         assert kinds == {type(None), aiosync.ConfigError}
         assert (await scheme.send()).acked == {0}
+
+
+@both
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [0, None])
+async def test_one_that_ended_is_noticed_whatever_index_the_others_have(make, given) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as (first, second):
+        # The second process has the index of the first, which never comes.
+        second.post(harness.join, given)
+        connecting = asyncio.create_task(
+            scheme.connect(timeout=harness.PATIENCE, processes=[first.pid, second.pid])
+        )
+        await second.answer()
+        assert not connecting.done()
+        started = time.monotonic()
+        first.kill()
+        with pytest.raises(aiosync.PartialSyncError, match=rf"process {first.pid}.* end") as found:
+            await connecting
+        assert time.monotonic() - started < harness.PATIENCE / 4
+        assert found.value.failed.keys() == {1}
+        assert (await scheme.send(worker_ids=0)).acked == {0}
+
+
+@both
+@pytest.mark.slow
+async def test_why_nobody_is_left_is_said(make) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
+        connecting = asyncio.create_task(
+            scheme.connect(timeout=harness.PATIENCE, processes=[worker.pid for worker in crew])
+        )
+        await crew[1].call(harness.join, 0)
+        with pytest.raises(aiosync.ConfigError, match="taken"):
+            await crew[0].call(harness.join, 0)
+        crew[0].kill()
+        with pytest.raises(aiosync.PartialSyncError, match="worker_idx 0 is taken"):
+            await connecting
