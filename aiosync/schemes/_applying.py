@@ -68,6 +68,7 @@ class Applying(abc.ABC):
         self._adopts_late = False
         self._late_model: Any = None  # what was accepted; another may be assigned meanwhile
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
+        self._askers = 0  # calls under way that have what is staged applied by hand
         self._closed = False
         self._look_timer: asyncio.TimerHandle | None = None
 
@@ -207,6 +208,20 @@ class Applying(abc.ABC):
         if self._staged is not None and not self.guard.submit(self._apply_staged):
             if self._look_timer is None:
                 self._look_again(_LOOK_SECONDS[0])
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """While a call waits for what is staged, which it may have asked to be applied.
+
+        With ``apply="manual"`` nothing is applied on behalf of a call that has ended. On the loop.
+        """
+        self._askers += 1
+        try:
+            yield
+        finally:
+            self._askers -= 1
+            if self._manual and not self._askers and self.guard.withdraw() and self._adopts_late:
+                self.guard.submit(self._adopt_late)
 
     def _look_again(self, pause: float) -> None:
         # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.

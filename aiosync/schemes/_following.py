@@ -25,7 +25,8 @@ class FollowingScheme(SchemeCore):
         """Wait for the next update that is applied and was not returned before.
 
         Updates are applied in the background whether or not this is called. With
-        ``apply="manual"`` this applies what is staged, between two forward passes.
+        ``apply="manual"`` this applies what is staged, between two forward passes; what it could
+        not apply in time stays staged.
 
         Args:
             timeout: Seconds; ``None`` waits until the trainer goes away, 0 only looks.
@@ -57,14 +58,15 @@ class FollowingScheme(SchemeCore):
             return receiver.inbox.version not in (0, self._reported)
 
         try:
-            if timeout is not None and timeout <= 0:
-                await asyncio.sleep(0)
-                if not arrived():
-                    receiver.check()
-                    return None
-            else:
-                self._check_not_inside("receive", receiver, arrived)
-                await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
+            with receiver.asking():
+                if timeout is not None and timeout <= 0:
+                    await asyncio.sleep(0)
+                    if not arrived():
+                        receiver.check()
+                        return None
+                else:
+                    self._check_not_inside("receive", receiver, arrived)
+                    await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
         except RecvTimeout:
             return None
         self._reported = receiver.inbox.version
@@ -90,9 +92,10 @@ class FollowingScheme(SchemeCore):
                 raise apply_error(*receiver.refused) from receiver.refused[1]
             return False
 
-        if limit is None or limit > 0:
-            self._check_not_inside("wait_for_version", receiver, reached)
-        await receiver.wait_until(reached, timeout=limit, late=late)
+        with receiver.asking():
+            if limit is None or limit > 0:
+                self._check_not_inside("wait_for_version", receiver, reached)
+            await receiver.wait_until(reached, timeout=limit, late=late)
         return receiver.inbox.version
 
     async def _wait_until_staged(self, version: int, limit: float | None, late: RecvTimeout) -> int:
@@ -167,7 +170,8 @@ class FollowingScheme(SchemeCore):
                 return False
             return receiver.wishes.answers != answers or (inbox.epoch, inbox.version) != before
 
-        await receiver.wait_until(arrived, timeout=limit, late=late)
+        with receiver.asking():
+            await receiver.wait_until(arrived, timeout=limit, late=late)
         return inbox.version
 
     def _check_not_inside(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from aiosync.errors import (
@@ -70,7 +71,7 @@ class Workers:
         self._watched = False
         self.closed: bool = False
         self.on_empty: Callable[[], None] = lambda: None  # the last worker's link was lost
-        self.crash: BaseException | None = None
+        self._crash: tuple[BaseException, TracebackType | None] | None = None
         self._on_outcomes = on_outcomes
         self._on_crash = on_crash
         self._refused: list[str] = []
@@ -87,7 +88,7 @@ class Workers:
 
     def _crashed(self, error: BaseException) -> None:
         # A bug in a background task: nothing it was to do will happen, so every call says so.
-        self.crash = error
+        self._crash = error, error.__traceback__
         self._on_crash(error)
         self.notify()
 
@@ -106,8 +107,9 @@ class Workers:
 
     def check(self) -> None:
         """Raise what ended the sender, if anything did."""
-        if self.crash is not None:
-            raise self.crash
+        if self._crash is not None:
+            error, traceback = self._crash
+            raise error.with_traceback(traceback)  # which would grow at each raise
         if self.closed:
             raise TransportClosed("this scheme was closed")
 

@@ -54,7 +54,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             ``send_nowait()`` never does.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
         apply: ``"auto"`` applies each update as soon as no forward pass is running;
-            ``"manual"`` only in :meth:`apply_pending` or :meth:`receive`.
+            ``"manual"`` only in :meth:`apply_pending`, and while a call waits for an update:
+            :meth:`receive`, :meth:`wait_for_version`, :meth:`pull`, and :meth:`connect` for the
+            initial weights.
         apply_copy: Copy updates into the parameters' memory instead of pointing the parameters
             at the received memory. Slower, but addresses stay the same.
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;

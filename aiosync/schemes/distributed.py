@@ -46,7 +46,7 @@ class DistributedWeightSyncScheme(EngineScheme):
         timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
-        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype has to match.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
@@ -29,13 +29,24 @@ __all__ = ["NoWeightSyncScheme"]
 class NoWeightSyncScheme(WeightSyncScheme):
     """A scheme that does nothing: the workers' models are updated by other means, or never.
 
-    ``send()`` reports version 0 and no workers; ``receive()`` returns ``None`` at once.
+    ``send()`` reports version 0 and no workers; ``receive()`` returns ``None``.
     """
 
     def _reset(self) -> None:
         super()._reset()
         self.__dict__.setdefault("_carried", None)  # a pickle brings it
         self.__dict__.setdefault("_not_carried", "")
+        self._closing: asyncio.Event | None = None  # for who waits
+
+    def _get_config(self) -> dict[str, Any]:
+        state = super()._get_config()
+        del state["_closing"]
+        return state
+
+    def _abort_unused_links(self) -> None:
+        super()._abort_unused_links()
+        if self._closing is not None:
+            self._closing.set()
 
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
@@ -107,6 +118,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             self._unpack(self.model)
         if worker_idx is not None:
             self._worker_idx = worker_idx
+        self._loop = asyncio.get_running_loop()
         self._connected = True
 
     async def send(
@@ -120,6 +132,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         del weights, worker_ids
         self._limit(timeout)
         self._check_connected("send", "sender")
+        await asyncio.sleep(0)  # who sends in a loop lets others run
         return SendReport(epoch=0, version=0, acked=frozenset())
 
     def send_nowait(
@@ -138,10 +151,31 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return SendHandle(0, future)
 
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
-        """Return ``None`` at once."""
-        self._limit(timeout)
+        """Wait for nothing as long as the timeout says, and return ``None``.
+
+        Args:
+            timeout: Seconds; ``None`` returns at once, as the trainer never sends anything.
+
+        Raises:
+            ConfigError: The timeout is no number.
+            LocalProtocolError: Not a connected receiver.
+            TransportClosed: This object was closed, also meanwhile.
+
+        Cancellation:
+            Class A.
+        """
+        limit = None if timeout is None else self._limit(timeout)
         self._check_connected("receive", "receiver")
-        return None
+        if timeout is None or timeout <= 0:
+            await asyncio.sleep(0)  # who receives in a loop lets others run
+            return None
+        self._closing = self._closing or asyncio.Event()
+        try:
+            async with asyncio.timeout(limit):
+                await self._closing.wait()
+        except TimeoutError:
+            return None
+        raise TransportClosed("this scheme was closed")
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Return 0, the only version there is.
@@ -153,7 +187,20 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._limit(timeout)
         if version > 0:
             raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
+        await asyncio.sleep(0)
         return 0
+
+    async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        """As :meth:`wait_for_version`: there is nothing to ask for."""
+        self._check_connected("pull", "receiver")
+        return await self.wait_for_version(min_version or 0, timeout=timeout)
+
+    def _is_ready(self) -> bool:
+        return self._connected  # there is nothing to wait for
+
+    async def _wait_until_ready(self, timeout: float | None) -> None:
+        self._limit(timeout)
+        self._check_connected("ready", self._role or "receiver")
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: nothing is ever staged."""

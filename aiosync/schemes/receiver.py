@@ -11,7 +11,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 from aiosync.errors import (
@@ -52,7 +52,7 @@ class WeightReceiver(Answering):
     Args:
         transport: The link, after the handshake; owned from now on.
         resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
-        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         copy: Copy into the parameters instead of pointing them at the received memory.
         strict: Every name and dtype has to match.
         guard: Keeps forwards and updates apart.
@@ -109,6 +109,7 @@ class WeightReceiver(Answering):
         self.lost: AiosyncError | None = None  # why there is no link, while one is looked for
         self.lost_at: float = 0.0  # on time.monotonic()'s clock
         self.error: BaseException | None = None
+        self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
         self.progress: int = 0  # parts of updates that arrived, and answers
         self.progress_at: float = 0.0  # when the last part came, on time.monotonic()'s clock
@@ -127,6 +128,7 @@ class WeightReceiver(Answering):
         """Nothing more will come, for this reason; whoever waits raises it."""
         if self.error is None and not self._closed:
             self.error = without_frames(error)
+            self._error_traceback = error.__traceback__
             self.transport.abort()  # the sender sees it at once
         self._notify()
 
@@ -321,7 +323,7 @@ class WeightReceiver(Answering):
                 if self._relink is not None:
                     text = str(self.error)  # says for how long it was looked for
                 raise PeerClosed(text) from self.error
-            raise self.error
+            raise self.error.with_traceback(self._error_traceback)  # it would grow at each raise
 
     async def wait_until(
         self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout

@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import ConfigError, PartialSyncError
+from aiosync.errors import ConfigError, LocalProtocolError, PartialSyncError, TransportClosed
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._indices import as_indices
@@ -135,15 +135,16 @@ class WeightSender:
         """
         version = self.clock.next() if planned else 0
         self.workers.initial = set(planned)
-        for worker_idx, plan in planned.items():
-            snapshot = await self.maker.take(plan)
-            snapshot.version = version
-            self.workers.initial.discard(worker_idx)
-            self.workers.remember(worker_idx, snapshot)
-            for peer in list(self.workers.peers.values()):
-                if worker_idx in (None, peer.worker_idx) and peer.subscribes:
-                    peer.offer(snapshot)
-            self.workers.answer_all()
+        async with self._snapshot_lock:  # a send that comes meanwhile has newer weights
+            for worker_idx, plan in planned.items():
+                snapshot = await self.maker.take(plan)
+                snapshot.version = version
+                self.workers.initial.discard(worker_idx)
+                self.workers.remember(worker_idx, snapshot)
+                for peer in list(self.workers.peers.values()):
+                    if worker_idx in (None, peer.worker_idx) and peer.subscribes:
+                        peer.offer(snapshot)
+                self.workers.answer_all()
         await self.workers.wait_until_joined(version, processes, timeout)
 
     # -- sending -------------------------------------------------------------------------------
@@ -258,6 +259,11 @@ class WeightSender:
         """Snapshot now and send in the background. See ``WeightSyncScheme.send_nowait``."""
         started = time.perf_counter()
         self.workers.check()
+        if self.workers.initial:
+            raise LocalProtocolError(
+                "send_nowait(): connect() is still copying the initial weights: use `await "
+                "send()`, or call it after connect()"
+            )
         targets = self.targets(worker_ids, planned)
         if worker_ids is not None and not targets:
             done = self._loop.create_future()
@@ -328,9 +334,15 @@ class WeightSender:
         try:
             report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost)
         except PartialSyncError as exc:
-            send.future.set_exception(exc)
-            if self.workers.closed:
-                send.future.exception()  # whoever closed this knows it, where nobody waits
+            if not self.workers.closed:
+                send.future.set_exception(exc)
+                return
+            closed = TransportClosed(
+                f"this scheme was closed while version {tracker.version} was under way"
+            )
+            closed.__cause__ = exc
+            send.future.set_exception(closed)
+            send.future.exception()  # whoever closed this knows it, where nobody waits
         else:
             send.future.set_result(report)
 

@@ -238,10 +238,10 @@ class Following:
         limit = self._gate.swap_timeout or math.inf
         scheme._reported = receiver.inbox.version  # one that was applied in the thread is no news
         while await scheme.receive(timeout=limit) is None:
-            if not (receiver.has_staged or receiver.guard.retry()):
-                return  # nothing is left that could come
-            if receiver.guard.withdraw():
+            if receiver.has_staged:  # and nobody is going to apply it: receive() took that back
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
+            if not receiver.guard.retry():
+                return  # nothing is left that could come
 
     async def _apply_in_thread(self, receiver: WeightReceiver) -> None:
         limit = self._gate.swap_timeout or math.inf

@@ -74,7 +74,7 @@ class WeightSyncScheme(Attributes):
         strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
         sync: Kept for TorchRL's signature.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
-        apply: ``"auto"``, or ``"manual"`` to apply only in :meth:`apply_pending`.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype has to match.
