@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import io
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -66,6 +68,23 @@ async def test_writes_of_a_worker_stay_there_until_the_next_update(make, apply_c
                 targets[0].weight.data[0] += 1.0
             assert models.filled(targets[1], float(value))
             assert models.filled(source, float(value))
+
+
+async def test_a_write_that_ends_after_its_version_was_left_is_gone_with_the_next() -> None:
+    """As an optimizer's step does that runs in another thread while updates come."""
+    source, target = models.linear(), models.linear()
+    make = aiosync.SharedMemWeightSyncScheme
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        seen = set()
+        for version in range(2, 12):
+            stale = (ctypes.c_float * target.weight.numel()).from_address(target.weight.data_ptr())
+            seen.add(target.weight.data_ptr())
+            with torch.no_grad():
+                source.weight.fill_(version)
+            await sender.send()
+            stale[:] = [-1.0] * len(stale)
+            assert torch.equal(target.weight, source.weight), version
+        assert len(seen) < 9  # slots were used again
 
 
 @both
