@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.protocol import Inbox
-from aiosync.schemes._guard_hooks import takes_hooks
+from aiosync.schemes._guard_hooks import in_transform, takes_hooks
+from aiosync.schemes._moment import Moment
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
@@ -56,6 +57,7 @@ class Applying(abc.ABC):
         self._strict = strict
         self._install_hooks = install_hooks
         self._loop = asyncio.get_running_loop()
+        self._moment = Moment(guard)
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
@@ -109,6 +111,20 @@ class Applying(abc.ABC):
             old, self._staged = self._staged, staged
             return old
 
+    def _apply_when_fit(self) -> None:
+        """Apply what is staged, or have the loop try again."""
+        pause = self._moment.pause(self._target)
+        if pause is None:
+            self._apply_staged()
+        else:
+            self._call_soon(self._apply_later, pause)
+
+    def _apply_later(self, pause: float) -> None:
+        if pause:
+            self._loop.call_later(pause, self._apply_later, 0.0)
+        elif not self._closed and (not self._manual or self._askers):
+            self.apply_soon()
+
     def _apply_staged(self) -> None:
         """Apply what is staged. Runs under the guard, on any thread; never raises."""
         self._apply_outcome = None
@@ -145,7 +161,7 @@ class Applying(abc.ABC):
         except Exception:  # noqa: BLE001 - _find_target() meets it again, and the trainer is told
             return False
 
-    def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+    def _call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -205,7 +221,7 @@ class Applying(abc.ABC):
 
     def apply_soon(self) -> None:
         """Apply what is staged between two reads, without waiting. Called on the loop."""
-        if self._staged is not None and not self.guard.submit(self._apply_staged):
+        if self._staged is not None and not self.guard.submit(self._apply_when_fit):
             if self._look_timer is None:
                 self._look_again(_LOOK_SECONDS[0])
 
@@ -318,6 +334,9 @@ class Applying(abc.ABC):
 
     def _adopt_late(self) -> None:
         """The same, as the last reader leaves. Never raises: the weights were found to fit."""
+        if self.guard.at_read and in_transform():
+            self._call_soon(self.guard.submit, self._adopt_late)
+            return
         if self._adopts_late:
             model = self._late_model
             self._forget_late()

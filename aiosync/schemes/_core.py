@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import (
     VersionClock,
@@ -22,7 +20,7 @@ from aiosync.protocol import (
     validate_timeout,
 )
 from aiosync.schemes._context import as_model_id, resolve_model
-from aiosync.schemes._guard_hooks import takes_hooks
+from aiosync.schemes._guard_hooks import why_unguarded
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -368,11 +366,8 @@ class SchemeCore:
             )
 
     def _check_guard(self, target: Any) -> None:
-        module = isinstance(target, nn.Module)
-        if target is None or (module and takes_hooks(target)):
-            return
-        if self.apply == "auto" and self.guard == "forward":
-            lacks = "takes no forward hooks" if module else "has no forward pass to guard"
+        lacks = None if target is None else why_unguarded(target)
+        if lacks is not None and self.apply == "auto" and self.guard == "forward":
             raise ConfigError(
                 f"a {type(target).__name__} {lacks}: construct the scheme "
                 "with guard='reading' and read inside `with scheme.reading():`, or with "

@@ -6,22 +6,43 @@ Called inside of forwards, compiled ones too, from any thread. Must not import t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from torch import nn
-
     from aiosync.schemes.guard import Guard
 
-__all__ = ["EnterHook", "LeaveHook", "never_traced", "takes_hooks"]
+__all__ = [
+    "EnterHook",
+    "LeaveHook",
+    "compile_again",
+    "forward_parts",
+    "in_transform",
+    "never_traced",
+    "takes_hooks",
+    "why_unguarded",
+]
 
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
+_NO_FORWARD = nn.Module.forward
+_CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_impl"})
+
+# Private API; without it updates are applied inside of transforms, too, and refused there by torch.
+_DEPTHS: list[Callable[[], int]] = [
+    getattr(torch._C, name)
+    for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")
+    if hasattr(torch._C, name)
+]
+_interpreter: Callable[[], Any] | None = getattr(
+    torch._C._functorch, "peek_interpreter_stack", None
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -45,9 +66,71 @@ def never_traced(function: _F) -> _F:
 
 
 def takes_hooks(model: object) -> bool:
-    """Whether a guard can be told of the forward passes of this; a scripted module has no hooks."""
-    kind = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
-    return hasattr(model, "register_forward_hook") and not isinstance(model, kind)
+    """Whether a guard can be told of the forward passes of this."""
+    return why_unguarded(model) is None
+
+
+def why_unguarded(model: object) -> str | None:
+    """Why hooks would not tell of the forward passes of this; ``None`` if they do."""
+    if not isinstance(model, nn.Module):
+        return "has no forward pass to guard"
+    for part in forward_parts(model):
+        why = _why_unguarded(part)
+        if why is not None:
+            return why if part is model else f"has a {type(part).__name__} that {why}"
+    return None
+
+
+def forward_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules whose forwards are those of ``module``: itself, or its parts if it has none.
+
+    A ``ModuleDict`` of an actor and a critic is never called, and they are.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        forward: Any = each.forward
+        if getattr(forward, "__func__", forward) is _NO_FORWARD:
+            waiting += each.children()
+        else:
+            found[each] = None
+    return list(found)
+
+
+def _why_unguarded(part: nn.Module) -> str | None:
+    scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
+    if isinstance(part, scripted):
+        return "takes no forward hooks"
+    forward: Any = part.forward
+    if inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward):
+        return "has a forward that is a generator, and goes on after its hooks ran"
+    if inspect.iscoroutinefunction(forward):
+        return "has a forward that is a coroutine, and goes on after its hooks ran"
+    code = getattr(type(part).__call__, "__code__", None)
+    own = type(part).__call__ is not nn.Module.__call__
+    if own and code is not None and not _CALLS.intersection(code.co_names):
+        return "has a __call__ of its own, which runs no hooks"
+    return None
+
+
+def in_transform() -> bool:
+    """Whether torch operations of this thread may do something else than they say.
+
+    Inside of ``torch.func`` transforms, fake tensors, tracers and other modes.
+    """
+    return any(depth() for depth in _DEPTHS) or (
+        _interpreter is not None and _interpreter() is not None
+    )
+
+
+def compile_again() -> None:
+    """Have ``torch.compile`` look again at every module that it compiled.
+
+    It takes for granted that hooks never change: what it compiled before would run without them.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 class _Hook:

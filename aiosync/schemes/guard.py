@@ -23,7 +23,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiosync.schemes._guard_hooks import EnterHook, LeaveHook, never_traced
+from aiosync.schemes._guard_hooks import (
+    EnterHook,
+    LeaveHook,
+    compile_again,
+    forward_parts,
+    never_traced,
+)
 from aiosync.schemes._reading import Reading
 
 if TYPE_CHECKING:
@@ -75,6 +81,8 @@ class Guard:
         self._patience = _PATIENCE_SECONDS
         self._patient_until = 0.0  # 0: nothing waits for readers
         self._watchers: list[Callable[[], None]] = []
+        self.at_read = False  # what is applied now is applied by a read that begins or ends
+        self.readers: set[int] = set()  # threads that ever read
         # Called under the lock when the next outermost read starts, before it sees anything.
         self.before_next_read: Callable[[], None] | None = None
 
@@ -110,8 +118,9 @@ class Guard:
                         call, self.before_next_read = self.before_next_read, None
                         call()
                     self._open.setdefault(thread, []).append(frame)
+                    self.readers.add(thread)
                     return
-            self._run(todo)
+            self._run(todo, at_read=True)
 
     @never_traced
     def leave(self, *, forward: bool = False, thread: int | None = None) -> None:
@@ -131,7 +140,7 @@ class Guard:
             if self._sleepers:
                 self._changed.notify_all()
         if todo is not None:
-            self._run(todo)
+            self._run(todo, at_read=True)
 
     def _wait_for_turn(self, thread: int, *, forward: bool) -> None:
         in_loop = asyncio._get_running_loop() is not None
@@ -328,11 +337,13 @@ class Guard:
             self._pending = None
         return todo
 
-    def _run(self, todo: Callable[[], None]) -> None:
+    def _run(self, todo: Callable[[], None], *, at_read: bool = False) -> None:
         # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
         more: Callable[[], None] | None = todo
         while more is not None:
+            self.at_read = at_read
             more()
+            self.at_read = False
             more = self._end_apply(sys._getframe())
 
     def _end_apply(self, frame: FrameType) -> Callable[[], None] | None:
@@ -353,15 +364,20 @@ class Guard:
     # -- forward hooks -------------------------------------------------------------------------
 
     def install(self, module: nn.Module) -> None:
-        """Make every forward pass of ``module`` a read, through its forward hooks."""
+        """Make every forward pass of ``module`` a read, through its forward hooks.
+
+        Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
+        """
         if self._module is not None and self._module() is module:
             return
         self.uninstall()
         self._module = weakref.ref(module)
-        self._hooks = [
-            module.register_forward_pre_hook(EnterHook(self), prepend=True),
-            module.register_forward_hook(LeaveHook(self), always_call=True),
-        ]
+        compile_again()
+        for part in forward_parts(module):
+            self._hooks += [
+                part.register_forward_pre_hook(EnterHook(self), prepend=True),
+                part.register_forward_hook(LeaveHook(self), always_call=True),
+            ]
 
     def uninstall(self) -> None:
         """Remove the hooks."""

@@ -57,6 +57,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     wait_staged: Final = blocking(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.wait_staged
     )
+    pull: Final = blocking(  # type: ignore[misc]  # the override has the same signature
+        aio.NoWeightSyncScheme.pull
+    )
     apply_pending: Final = direct(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.apply_pending
     )

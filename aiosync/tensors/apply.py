@@ -176,6 +176,11 @@ class Target:
         copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
         return copied <= _QUICK_NBYTES
 
+    def has_other_tensors(self) -> bool:
+        """Whether other tensor objects are in the module than the last apply found there."""
+        found = None if self._plan is None else self._plan.survey
+        return found is not None and found.tree is not None and not found.unchanged_in(self.target)
+
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.
 

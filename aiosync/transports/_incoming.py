@@ -112,11 +112,11 @@ class SlotReader:
     @staticmethod
     def _hold(view: SegmentView, index: int) -> int:
         serial = view.count(index)
-        if not view.reads(index):
-            # An operation of another thread that began on an older version, an optimizer's step,
-            # may have written here since the slot was left.
-            view.forget_writes(index)
         with FORKING:
+            if not view.reads(index):
+                # An operation of another thread that began on an older version, an optimizer's
+                # step, may have written here since the slot was left.
+                view.forget_writes(index)
             view.held.add((index, serial))
         return serial
 
