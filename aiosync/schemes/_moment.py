@@ -1,11 +1,13 @@
-"""Whether this moment, in this thread, is one at which a model may be changed.
+"""Moments at which a model may be changed, and waiting for one on a loop.
 
 Must not import transports.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from aiosync.schemes._guard_hooks import in_transform
@@ -14,7 +16,7 @@ from aiosync.tensors import Target
 if TYPE_CHECKING:
     from aiosync.schemes.guard import Guard
 
-__all__ = ["Moment"]
+__all__ = ["Moment", "keep_for_readers", "wait_for_readers"]
 
 _PAUSE_SECONDS, _LOOKS = 0.005, 20
 
@@ -49,3 +51,17 @@ class Moment:
                 return _PAUSE_SECONDS
         self._looks = 0
         return None
+
+
+async def wait_for_readers(guard: Guard, seconds: float) -> None:
+    """Let the reads of other threads end, for so long at most, while the loop goes on."""
+    until = time.monotonic() + seconds
+    with guard.claiming() as is_free:
+        while not is_free() and time.monotonic() < until:  # noqa: ASYNC110 - threads tell nobody
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def keep_for_readers(guard: Guard, memory: object) -> None:
+    """Keep something until the reads that there are have ended."""
+    kept = [memory]
+    guard.submit(kept.clear)

@@ -5,6 +5,7 @@ Must not import the sender's half.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,8 @@ from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
+
+_PATIENCE_SECONDS = 30.0
 
 
 class ReceivingScheme(FollowingScheme):
@@ -261,7 +264,8 @@ class ReceivingScheme(FollowingScheme):
             LocalProtocolError: Not a receiver, or called inside a forward pass or a
                 :meth:`reading` block, which would see two versions.
             ConfigError: There is no model.
-            SyncTimeout: Another thread's forward pass did not end.
+            SyncTimeout: Another thread's forward pass did not end within 30 seconds; on an
+                event loop it is not waited for.
         """
         self._check_open()
         if self._role == "sender":
@@ -283,8 +287,15 @@ class ReceivingScheme(FollowingScheme):
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)
 
-        if not self._guard_object.exclusively(apply, timeout=30.0):
-            raise SyncTimeout("a forward pass in another thread did not end within 30 s")
+        # A loop must not be held: there, forwards of other threads are not waited for.
+        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
+        if not self._guard_object.exclusively(apply, timeout=patience):
+            if patience:
+                raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
+            raise SyncTimeout(
+                "a forward pass runs in another thread, and an event loop must not be held until "
+                "it ends: call apply_weights() again, or in a thread"
+            )
 
 
 def _worker_idx_of(context: Any) -> int | None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from aiosync.schemes._guard_forks import reset_in_children
 from aiosync.schemes._guard_hooks import (
     EnterHook,
     LeaveHook,
@@ -63,10 +63,11 @@ class Guard:
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._hooks: list[Any] = []
-        self._reset()
-        _register(self)
+        self.reset()
+        reset_in_children(self)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget every read; also in a forked child, where the parent's threads are not."""
         # Re-entrant: a destructor or a signal handler may close a scheme inside any call.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -301,6 +302,29 @@ class Guard:
                 self._run(more)
         return True
 
+    @contextlib.contextmanager
+    def claiming(self) -> Iterator[Callable[[], bool]]:
+        """As long as this is open, new readers let others go first, as for an update.
+
+        Yields what tells whether no other thread reads at this moment.
+        """
+        thread = threading.get_ident()
+
+        def is_free() -> bool:
+            with self._lock:
+                self._sweep()
+                return self._applying is None and not self._open.keys() - {thread}
+
+        with self._lock:
+            self._claims += 1
+            self._want()
+        try:
+            yield is_free
+        finally:
+            with self._lock:
+                self._claims -= 1
+                self._changed.notify_all()
+
     @property
     def reading_here(self) -> bool:
         """Whether this thread is inside a read."""
@@ -384,21 +408,3 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._module = [], None
-
-
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-_registered = False
-
-
-def _register(guard: Guard) -> None:
-    """Have the guard forget the threads of the parent in every child that is forked."""
-    global _registered
-    if not _registered:
-        _registered = True
-        os.register_at_fork(after_in_child=_reset_in_child)
-    _guards.add(guard)
-
-
-def _reset_in_child() -> None:
-    for guard in list(_guards):
-        guard._reset()

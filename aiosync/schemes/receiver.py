@@ -24,6 +24,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes._answering import Answering
 from aiosync.schemes._awake import Alert
+from aiosync.schemes._moment import keep_for_readers, wait_for_readers
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
@@ -359,7 +360,10 @@ class WeightReceiver(Answering):
         """Stop receiving, give the module memory of its own, close the link. Idempotent."""
         if self._closed:
             return
-        self._end()
+        try:
+            await wait_for_readers(self.guard, _CLOSE_SECONDS)
+        finally:
+            self._end()
         try:
             await self._tasks.aclose()
         finally:
@@ -374,6 +378,8 @@ class WeightReceiver(Answering):
         self.transport.abort()
 
     def _end(self) -> None:
+        if self._closed:
+            return  # meanwhile, by another call
         if self._adopts_late:
             self._adopts_late = False
             self.guard.withdraw()
@@ -385,11 +391,13 @@ class WeightReceiver(Answering):
         if self._transforming is not None:
             self._transforming.close()
         if self._current is not None and not self._copy:
-            # The memory goes back to the trainer, who writes the next version into it.
-            # Its values stay the same, so a forward that does not end may go on meanwhile.
-            if not self.guard.exclusively(self._detach, timeout=_CLOSE_SECONDS):
+            # The memory goes back to the trainer, who writes the next version into it; but not
+            # below a forward that does not end. To that the values stay the same.
+            if self.guard.exclusively(self._detach, timeout=0.0):
+                self._staging.retire(self._current)
+            else:
                 self._detach()
-            self._staging.retire(self._current)
+                keep_for_readers(self.guard, self._current)
         self._current = None
         self.guard.uninstall()
         self._staging.close()

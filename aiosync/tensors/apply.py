@@ -18,6 +18,8 @@ from aiosync.tensors import _changes as changes
 from aiosync.tensors._hidden import put_hidden
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
 from aiosync.tensors._plan import Mode, Plan, make_plan
+from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors._tree import find_nested
 from aiosync.tensors._values import unpack_value
 
 if TYPE_CHECKING:
@@ -184,13 +186,19 @@ class Target:
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.
 
+        Also in a target that cannot be one any more, as some module in it is lazy now.
+
         Args:
             flat: The buffer. Afterwards nothing of the target refers to it.
         """
         self._plan = None
+        target = self.target
+        if isinstance(target, nn.Module) and not is_tensordict(target):
+            tensors = [*target.parameters(), *target.buffers()]
+        else:
+            tensors = find_nested(target, pack=False).tensors
         with torch.inference_mode(False), torch.no_grad():
-            for spot in survey(self.target).spots:
-                tensor = spot.tensor
+            for tensor in tensors:
                 if is_ordinary(tensor) and tensor.device.type == "cpu" and tensor.numel():
                     if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
                         tensor.data = tensor.data.clone()

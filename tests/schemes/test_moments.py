@@ -270,3 +270,63 @@ async def test_a_policy_that_was_compiled_and_warm_before(inner) -> None:
         compiled(torch.ones(4))
         assert entered
     torch._dynamo.reset()
+
+
+# -- reads that go on ----------------------------------------------------------------------------
+
+
+async def _longest_pause(stop: asyncio.Event) -> float:
+    longest, last = 0.0, time.monotonic()
+    while not stop.is_set():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@both
+async def test_the_loop_goes_on_while_closing_waits_for_a_forward(make) -> None:
+    source, target = Slow(), Slow()
+    async with harness.here(make(), target, sender={"model": source}) as (_, receiver):
+        inside, go_on = threading.Event(), threading.Event()
+        target.meanwhile = lambda: (inside.set(), go_on.wait(harness.PATIENCE))
+        calling = asyncio.create_task(asyncio.to_thread(target, torch.ones(3)))
+        assert await asyncio.to_thread(inside.wait, harness.PATIENCE)
+        stop = asyncio.Event()
+        ticking = asyncio.create_task(_longest_pause(stop))
+        started = time.monotonic()
+        await receiver.aclose()
+        assert time.monotonic() - started < harness.PATIENCE / 2
+        stop.set()
+        assert await ticking < 0.5
+        go_on.set()
+        assert (await calling).tolist() == [2.0] * 3
+    assert target.weight.tolist() == [1.0] * 3
+
+
+@both
+async def test_weights_by_hand_do_not_hold_the_loop(make) -> None:
+    source, target = Slow(), Slow()
+    async with harness.here(make(), target, sender={"model": source}) as (_, receiver):
+        inside, go_on = threading.Event(), threading.Event()
+        target.meanwhile = lambda: (inside.set(), go_on.wait(harness.PATIENCE))
+        calling = asyncio.create_task(asyncio.to_thread(target, torch.ones(3)))
+        assert await asyncio.to_thread(inside.wait, harness.PATIENCE)
+        started = time.monotonic()
+        with pytest.raises(aiosync.SyncTimeout, match="call apply_weights"):
+            receiver.apply_weights(source.state_dict())
+        assert time.monotonic() - started < 1.0
+        go_on.set()
+        await calling
+        receiver.apply_weights(source.state_dict())
+
+
+@both
+async def test_a_model_that_became_lazy_can_be_left(make) -> None:
+    source, target = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    async with harness.here(make(), target, sender={"model": source}) as (_, receiver):
+        before = target[0].weight.data_ptr()
+        target[1] = nn.LazyLinear(2)
+        await receiver.aclose()
+        assert target[0].weight.data_ptr() != before
+        assert torch.equal(target[0].weight, source[0].weight)
