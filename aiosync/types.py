@@ -35,6 +35,8 @@ class AckStatus(enum.IntEnum):
     """The module is on this version."""
     NACK = 3
     """The update was refused; the module kept the version it had."""
+    SKIPPED = 4
+    """A newer update took its place before it was applied; it never will be."""
 
 
 class Cancellation(enum.Enum):
@@ -104,8 +106,8 @@ class SendReport:
         epoch: Epoch of the sender.
         version: Version that was sent.
         acked: Workers that applied exactly this version.
-        skipped: Workers that never saw this version because a newer one overtook it, with
-            that newer version.
+        skipped: Workers that never applied this version because a newer one overtook it, on
+            its way or while it waited there, with that newer version.
         failed: Workers that did not get it, with the reason. Empty unless the ``require``
             policy of the scheme tolerated the failure.
         lost: Workers that had gone before this send, and were reported by an earlier one.

@@ -16,10 +16,11 @@ from aiosync.protocol.deadline import (
     validate_seconds,
     validate_timeout,
 )
-from aiosync.protocol.outbox import Outbox, Outcome, OutcomeKind
+from aiosync.protocol.outbox import MAX_IN_FLIGHT, Outbox, Outcome, OutcomeKind
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
 
 __all__ = [
+    "MAX_IN_FLIGHT",
     "MAX_VERSION",
     "Assembly",
     "ChunkPlan",

@@ -14,7 +14,13 @@ from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
-__all__ = ["Outbox", "Outcome", "OutcomeKind"]
+__all__ = ["MAX_IN_FLIGHT", "Outbox", "Outcome", "OutcomeKind"]
+
+MAX_IN_FLIGHT = 64
+"""How many versions one receiver may leave unresolved; it gets no more before it settles one.
+
+aiosync's own receivers say at once what was replaced, and have a handful.
+"""
 
 
 class OutcomeKind(enum.Enum):
@@ -51,7 +57,8 @@ class Outbox:
     ``offer()`` makes a version pending, or replaces the pending one. When :attr:`can_take`
     is true the link takes it with ``take()``; it is then in flight, and the window is shut
     until the receiver says RECEIVED (or more), so that at most one update is on the link.
-    Acknowledgements resolve what is in flight. Not thread-safe.
+    Acknowledgements resolve what is in flight, which is never more than
+    :data:`MAX_IN_FLIGHT`. Not thread-safe.
 
     Args:
         epoch: Epoch of the sender.
@@ -126,8 +133,13 @@ class Outbox:
 
     @property
     def can_take(self) -> bool:
-        """Whether a version is pending and the window is open."""
-        return self._pending is not None and self._unreceived is None and self._error is None
+        """Whether a version is pending, the window is open, and there is room in flight."""
+        return (
+            self._pending is not None
+            and self._unreceived is None
+            and self._error is None
+            and len(self._in_flight) < MAX_IN_FLIGHT
+        )
 
     def offer(self, version: int) -> list[Outcome]:
         """Make a version pending; the newest one wins.
@@ -163,7 +175,7 @@ class Outbox:
         return version
 
     def offer_and_take(self, version: int) -> bool:
-        """Both in one, where nothing is pending and the window is open.
+        """Both in one, where nothing is pending, the window is open, and there is room.
 
         Returns:
             Whether the version is in flight now. If not, nothing changed.
@@ -173,6 +185,7 @@ class Outbox:
             or self._unreceived is not None
             or self._error is not None
             or version <= self._last_offered
+            or len(self._in_flight) >= MAX_IN_FLIGHT
         ):
             return False
         self._last_offered = self._unreceived = version
@@ -249,7 +262,8 @@ class Outbox:
         Returns:
             Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version
             and every older one in flight. NACK resolves the version with an
-            :class:`~aiosync.errors.ApplyError`.
+            :class:`~aiosync.errors.ApplyError`, SKIPPED resolves it alone: an older one may be
+            on its way into the model meanwhile.
         """
         version = ack.version
         in_flight = self._in_flight
@@ -258,12 +272,23 @@ class Outbox:
         if ack.epoch != self.epoch or version not in in_flight:
             self._stray += 1
             return []
+        if ack.status == AckStatus.SKIPPED:
+            return self._on_skipped(version)
         if self._unreceived is not None and version >= self._unreceived:
             self._unreceived = None
         if ack.status == AckStatus.RECEIVED:
             return []
         in_flight.remove(version)
         return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
+
+    def _on_skipped(self, version: int) -> list[Outcome]:
+        in_flight = self._in_flight
+        index = in_flight.index(version)
+        if index + 1 == len(in_flight):  # there is nothing newer that could have replaced it
+            self._stray += 1
+            return []
+        del in_flight[index]
+        return [self._skip(version, in_flight[index])]
 
     def on_applied(self, version: int) -> list[Outcome]:
         """The same for an APPLIED of this epoch."""

@@ -243,7 +243,7 @@ class WeightReceiver(Answering):
         """Have the model get this update, now or as soon as it can."""
         if self._staged is not None:
             self.guard.withdraw()
-            self._drop_staged(self._exchange(staged))
+            self._drop_staged(self._exchange(staged), by=staged)
         else:
             self._exchange(staged)
         if not self._manual and self._resolve() is not None:
@@ -282,9 +282,13 @@ class WeightReceiver(Answering):
         self.guard.withdraw()
         self._drop_staged(self._exchange(None))
 
-    def _drop_staged(self, old: Staged | None) -> None:
-        if old is not None:
+    def _drop_staged(self, old: Staged | None, by: Staged | None = None) -> None:
+        if old is not None:  # else another thread has taken it, and applies it
             self._staging.drop(old)
+            if by is not None and by.epoch == old.epoch:
+                # Before anything is said of the newer one. The trainer would keep it otherwise
+                # until something is applied, which may be never.
+                self._outgoing.say(make_ack(old.epoch, old.version, AckStatus.SKIPPED, None))
         if self._adopts_late:
             self.guard.submit(self._adopt_late)
 

@@ -286,17 +286,19 @@ async def check_buffers_given_back(bench: Bench) -> None:
 
 @check()
 async def check_ack_statuses(bench: Bench) -> None:
-    """RECEIVED, then APPLIED, then a NACK with its error's type and text arrive as sent."""
+    """Every status arrives as it was sent, a NACK with its error's type and text."""
     async with bench.pair() as (sender, receiver):
         await within(receiver.ack(EPOCH, 1, AckStatus.RECEIVED), "ack(RECEIVED)")
         await within(receiver.ack(EPOCH, 1, AckStatus.APPLIED), "ack(APPLIED)")
         await within(
             receiver.ack(EPOCH, 2, AckStatus.NACK, error=KeyError("λ.weight")), "ack(NACK)"
         )
+        await within(receiver.ack(EPOCH, 3, AckStatus.SKIPPED), "ack(SKIPPED)")
         for expected in (
             Ack(EPOCH, 1, AckStatus.RECEIVED),
             Ack(EPOCH, 1, AckStatus.APPLIED),
             Ack(EPOCH, 2, AckStatus.NACK, "KeyError", str(KeyError("λ.weight"))),
+            Ack(EPOCH, 3, AckStatus.SKIPPED),
         ):
             received = await within(sender.recv(), f"recv() of {expected.status.name}")
             require(received.message == expected, f"sent {expected}, got {received.message}")

@@ -160,7 +160,7 @@ class Ack:
     Attributes:
         epoch: Epoch of the update.
         version: Version of the update.
-        status: RECEIVED, APPLIED or NACK.
+        status: RECEIVED, APPLIED, NACK or SKIPPED.
         error_type: For a NACK, the name of the exception's type; clipped to 256 bytes.
         error_text: For a NACK, the exception's text; clipped to 4 KiB.
     """

@@ -143,7 +143,7 @@ def corpus() -> dict[str, bytes]:
         "fail-epoch-true": raw_frame({"t": "ack", "epoch": True, "version": 1, "status": 1}),
         "fail-epoch-float": raw_frame({"t": "ack", "epoch": 1.0, "version": 1, "status": 1}),
         "fail-version-negative": raw_frame({"t": "ack", "epoch": 1, "version": -1, "status": 1}),
-        "fail-status-4": raw_frame({"t": "ack", "epoch": 1, "version": 1, "status": 4}),
+        "fail-status-5": raw_frame({"t": "ack", "epoch": 1, "version": 1, "status": 5}),
         "fail-error-text-long": raw_frame(
             {"t": "ack", "epoch": 1, "version": 1, "status": 3, "error_text": "x" * 4097}
         ),

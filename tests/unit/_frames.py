@@ -70,6 +70,7 @@ SAMPLES: list[Message] = [
     Ack(1, 1, AckStatus.RECEIVED),
     Ack(BIG, BIG, AckStatus.APPLIED),
     Ack(7, 8, AckStatus.NACK, "ManifestMismatch", "missing: a"),
+    Ack(7, 8, AckStatus.SKIPPED),
     Segment(0, 0, 1),
     Segment(BIG, 2**17, 65535),
     Release(0, 0, 0),

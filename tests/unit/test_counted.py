@@ -25,6 +25,7 @@ from tests.unit._frames import raw_frame
 MESSAGES: list[Message] = [
     Ack(5, 1, AckStatus.APPLIED),
     Ack(5, 1, AckStatus.RECEIVED),
+    Ack(5, 1, AckStatus.SKIPPED),
     Update(7, 1, b"d" * 16),
     Update(7, 1, b"d" * 16, chunk=(0, 2)),
     Release(1, 0, 1),

@@ -165,7 +165,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("update", "chunk", [1, [], [0], [0, 0], [1, 1], [-1, 2], [0, 2**32], [0, 1, 2], [True, 2]]),
     ("update", "checksum", [b"", b"x" * 65, "x", 1]),
     ("update", "state", [b"", b"x" * 65, "x", 1, None]),
-    ("ack", "status", [0, 4, True, "1", 1.0, None]),
+    ("ack", "status", [0, 5, True, "1", 1.0, None]),
     ("ack", "error_type", [1, "x" * 257]),
     ("ack", "error_text", [None, "x" * 4097]),
     ("segment", "segment_id", [-1, 2**63]),

@@ -20,12 +20,13 @@ from aiosync.errors import (
     StaleVersion,
     TransportBroken,
 )
-from aiosync.protocol import Inbox, Outbox, Outcome, OutcomeKind
+from aiosync.protocol import MAX_IN_FLIGHT, Inbox, Outbox, Outcome, OutcomeKind
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
 EPOCH = 42
 RECEIVED, APPLIED, NACK = AckStatus.RECEIVED, AckStatus.APPLIED, AckStatus.NACK
+SKIPPED = AckStatus.SKIPPED
 
 
 def ack(version: int, status: AckStatus = APPLIED, epoch: int = EPOCH) -> Ack:
@@ -117,6 +118,42 @@ def test_applied_skips_what_is_older() -> None:
     assert (outbox.in_flight, outbox.applied, outbox.skipped) == ((4,), 3, 2)
 
 
+def test_skipped_resolves_one_version_alone() -> None:
+    outbox = outbox_with(1, 2, 4)
+    outbox.offer(7)
+    assert outbox.take() == 7
+    assert outbox.on_ack(ack(2, SKIPPED)) == [skipped(2, by=4)]
+    assert (outbox.in_flight, outbox.applied, outbox.skipped) == ((1, 4, 7), 0, 1)
+    assert not outbox.window_open, "nothing was said about version 7"
+    assert outbox.on_ack(ack(4, SKIPPED)) == [skipped(4, by=7)]
+    assert outbox.on_ack(ack(1)) == [done(1)], "the older one was being applied meanwhile"
+    assert outbox.on_ack(ack(7)) == [done(7)]
+    assert (outbox.in_flight, outbox.applied, outbox.skipped, outbox.stray) == ((), 7, 2, 0)
+
+
+def test_nothing_takes_the_place_of_the_newest_version() -> None:
+    outbox = outbox_with(1, 2)
+    outbox.offer(3)
+    assert outbox.on_ack(ack(2, SKIPPED)) == []
+    assert (outbox.in_flight, outbox.skipped, outbox.stray) == ((1, 2), 0, 1)
+    assert outbox.take() == 3
+    assert outbox.on_ack(ack(3, SKIPPED)) == []
+    assert (outbox.in_flight, outbox.window_open, outbox.stray) == ((1, 2, 3), False, 2)
+
+
+def test_a_receiver_that_settles_nothing_gets_no_more() -> None:
+    outbox = outbox_with(*range(1, MAX_IN_FLIGHT + 1))
+    assert not outbox.offer_and_take(MAX_IN_FLIGHT + 1)
+    assert outbox.offer(MAX_IN_FLIGHT + 1) == []
+    assert not outbox.can_take
+    assert outbox.offer(MAX_IN_FLIGHT + 2) == [skipped(MAX_IN_FLIGHT + 1, by=MAX_IN_FLIGHT + 2)]
+    assert outbox.on_ack(ack(1, SKIPPED)) == [skipped(1, by=2)]
+    assert outbox.take() == MAX_IN_FLIGHT + 2
+    outbox.on_ack(ack(MAX_IN_FLIGHT + 2))
+    assert (outbox.in_flight, outbox.applied) == ((), MAX_IN_FLIGHT + 2)
+    assert outbox.offer_and_take(MAX_IN_FLIGHT + 3)
+
+
 def test_a_nack_fails_one_version_and_says_why() -> None:
     outbox = outbox_with(1, 2)
     (outcome,) = outbox.on_ack(Ack(EPOCH, 2, NACK, "ManifestMismatch", "missing: a"))
@@ -136,7 +173,7 @@ def test_a_nack_without_a_reason() -> None:
     assert str(outcome.error) == "the receiver refused version 1: no reason given"
 
 
-@pytest.mark.parametrize("status", [RECEIVED, APPLIED, NACK])
+@pytest.mark.parametrize("status", list(AckStatus))
 def test_stray_acknowledgements_are_counted_and_never_success(status: AckStatus) -> None:
     outbox = outbox_with(5, received=False)
     outbox.offer(6)
@@ -231,7 +268,8 @@ def test_close_fails_everything_once() -> None:
 class Link(RuleBasedStateMachine):
     """A sender and a receiver that stages one update at a time, over a link that keeps order.
 
-    The link may be cut. Every version that was offered must end in exactly one outcome, and
+    A thread of the receiver takes what is staged and is done with it later, while newer ones
+    come. The link may be cut. Every version that was offered must end in exactly one outcome, and
     the outcome must be the truth about the receiver.
     """
 
@@ -242,10 +280,12 @@ class Link(RuleBasedStateMachine):
         self.offered = 0
         self.updates: list[int] = []
         self.acks: list[Ack] = []
-        self.staged: list[int] = []
+        self.staged: int | None = None
+        self.applying: int | None = None  # by a thread, which has taken it
         self.outcomes: dict[int, Outcome] = {}
         self.applied_log: list[int] = []
         self.refused_log: set[int] = set()
+        self.dropped_log: set[int] = set()
         self.seen: list[int] = []
         self.closed = False
 
@@ -294,7 +334,10 @@ class Link(RuleBasedStateMachine):
         version = self.updates.pop(0)
         self.inbox.offer(EPOCH, version)  # never stale on a link that keeps order
         self.seen.append(version)
-        self.staged.append(version)
+        if self.staged is not None:
+            self.dropped_log.add(self.staged)
+            self.acks.append(ack(self.staged, SKIPPED))
+        self.staged = version
         self.acks.append(ack(version, RECEIVED))
 
     @precondition(lambda self: self.seen)
@@ -303,12 +346,17 @@ class Link(RuleBasedStateMachine):
         with pytest.raises(StaleVersion):
             self.inbox.offer(EPOCH, data.draw(st.sampled_from(self.seen)))
 
-    @precondition(lambda self: self.staged)
+    @precondition(lambda self: self.staged is not None and self.applying is None)
+    @rule()
+    def begin_to_apply(self) -> None:
+        self.applying, self.staged = self.staged, None
+
+    @precondition(lambda self: self.applying is not None)
     @rule(fits=st.booleans())
-    def apply_the_newest(self, fits: bool) -> None:
-        version = self.staged.pop()
+    def end_to_apply(self, fits: bool) -> None:
+        version, self.applying = self.applying, None
+        assert version is not None
         if fits:
-            self.staged.clear()  # the older ones are dropped without a word
             self.inbox.applied(EPOCH, version)
             self.applied_log.append(version)
         else:
@@ -365,12 +413,16 @@ class Link(RuleBasedStateMachine):
                 assert outcome.by is not None
                 assert outcome.by > version
                 assert version not in self.applied_log
+                assert version != self.applying
+                assert version not in self.seen or version in self.dropped_log
             elif not self.closed:
                 assert version in self.refused_log
 
     @invariant()
     def the_receiver_only_moves_forward(self) -> None:
         assert self.applied_log == sorted(set(self.applied_log))
+        # On the link or its answer, staged, being applied or its answer, dropped or its answer.
+        assert len(self.outbox.in_flight) <= 3 + len(self.acks)
         assert self.outbox.applied in [0, *self.applied_log]
         if self.applied_log:
             assert (self.inbox.epoch, self.inbox.version) == (EPOCH, self.applied_log[-1])
@@ -390,8 +442,11 @@ class Link(RuleBasedStateMachine):
                 self.receive()
             while self.acks:
                 self.acknowledge(False)
-        if self.staged:
-            self.apply_the_newest(True)
+        if self.applying is not None:
+            self.end_to_apply(True)
+        if self.staged is not None:
+            self.begin_to_apply()
+            self.end_to_apply(True)
         while self.acks:
             self.acknowledge(False)
         assert self.outbox.pending is None
