@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
-from aiosync.protocol import validate_require
 from aiosync.schemes._context import as_model_id, resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
@@ -142,7 +141,7 @@ class SendingScheme(SchemeCore):
         self._maker = SnapshotMaker(
             self._make_store(),
             self._strategy.extract_as,
-            check_wire_dtype(self.wire_dtype),  # it may have been set since
+            check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
         )
         self._sender = WeightSender(
             model_id=self._model_id or "policy",
@@ -355,9 +354,7 @@ class SendingScheme(SchemeCore):
             and self._loop is asyncio._get_running_loop()
             and self._pid == os.getpid()
         ):
-            if self.require is not sender.require:  # assigned since
-                validate_require(self.require)
-                sender.require = self.require
+            sender.require = self.require  # it may have been assigned since
             return sender
         self._check_open()
         if self._role is None and method == "wait_for_version":

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.schemes._indices import as_index
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
@@ -106,7 +107,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if self._role == "receiver":
             self._unpack(self.model)
         if worker_idx is not None:
-            self._worker_idx = worker_idx
+            self._worker_idx = as_index("worker_idx", worker_idx)
         self._connected = True
 
     async def send(

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError
-from aiosync.protocol import validate_seconds
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
-from aiosync.schemes._indices import as_count
+from aiosync.schemes._options import Fixed, Option, count, flag, seconds
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
@@ -36,6 +35,11 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 
+def _check_streaming(name: str, value: Any) -> Any:
+    Streaming(**{name: value})
+    return value
+
+
 class TCPWeightSyncScheme(StreamReceiving):
     """Sends weights to workers on any host, over TCP or Unix sockets.
 
@@ -43,6 +47,10 @@ class TCPWeightSyncScheme(StreamReceiving):
     middle, after a crash. Each gets the newest version, and then every new one as it comes; a
     slow worker skips versions and delays nobody. A worker whose link is lost dials again and
     goes on where the transfer stopped. See ``docs/topics/across-machines.md``.
+
+    Options may be assigned until :meth:`connect`, but for ``address``, ``token``, ``tls`` and
+    ``dial``; a side that listens takes ``keepalive``, ``handshake_timeout``, ``max_connections``
+    and ``limits`` as they are when it begins to: a sender in ``init_on_sender()``.
 
     Args:
         address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker,
@@ -80,6 +88,14 @@ class TCPWeightSyncScheme(StreamReceiving):
     Raises:
         ConfigError: An option has an illegal value.
     """
+
+    tls: Fixed = Fixed()
+    dial: Fixed = Fixed()
+    subscribe: Option[bool] = Option(flag)
+    stall_timeout: Option[float | None] = Option(_check_streaming)
+    chunk_nbytes: Option[int] = Option(_check_streaming)
+    keepalive: Option[float | None] = Option(seconds(none=True))
+    max_connections: Option[int] = Option(count(1))
 
     def __init__(
         self,
@@ -121,26 +137,34 @@ class TCPWeightSyncScheme(StreamReceiving):
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
-        if reconnect is not None:
-            validate_seconds("reconnect", reconnect, zero=True, endless=True)
-        if keepalive is not None:
-            validate_seconds("keepalive", keepalive)
-        validate_seconds("handshake_timeout", handshake_timeout)
         listed = [address] if isinstance(address, str | Address) else list(address)
         if not listed or (len(listed) > 1 and dial != "sender"):
             raise ConfigError("pass one address; a list of them only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]
         self._credentials = Credentials(token=token, tls=tls)
         self._dial: Literal["receiver", "sender", "both"] = dial
-        self._wants_updates = subscribe
+        self.subscribe = subscribe
         self.reconnect = reconnect
-        self._options = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
-        self._keepalive = keepalive
-        self._handshake_timeout = handshake_timeout
-        self._max_connections = as_count("max_connections", max_connections, 1)
-        self._limits = limits
+        self.stall_timeout = stall_timeout
+        self.chunk_nbytes = chunk_nbytes
+        self.keepalive = keepalive
+        self.handshake_timeout = handshake_timeout
+        self.max_connections = max_connections
+        self.limits = limits
 
     # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
+        return self.subscribe
+
+    @property
+    def _keepalive(self) -> float | None:  # type: ignore[override]  # as well
+        return self.keepalive
+
+    @property
+    def _max_connections(self) -> int:  # type: ignore[override]  # as well
+        return self.max_connections
 
     @property
     def reconnects(self) -> int:
@@ -164,7 +188,7 @@ class TCPWeightSyncScheme(StreamReceiving):
     # -- what the base class asks --------------------------------------------------------------
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        return TCPTransport(sock, limits=self._limits, name=name)
+        return TCPTransport(sock, limits=self.limits, name=name)
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a connected stream socket. Takes ownership of it; needs a running loop.
@@ -176,13 +200,13 @@ class TCPWeightSyncScheme(StreamReceiving):
             return pipe_or_context
         if not isinstance(pipe_or_context, socket.socket):
             raise ConfigError(f"{pipe_or_context!r} is no connected socket")
-        return TCPTransport(pipe_or_context, limits=self._limits)
+        return TCPTransport(pipe_or_context, limits=self.limits)
 
     def _make_store(self) -> SnapshotStore:
         return PrivateStore()
 
     def _streaming(self) -> Streaming:
-        return self._options
+        return Streaming(chunk_nbytes=self.chunk_nbytes, stall_timeout=self.stall_timeout)
 
     # -- the sender ----------------------------------------------------------------------------
 

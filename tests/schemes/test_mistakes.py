@@ -605,10 +605,9 @@ async def test_a_timeout_that_was_assigned_is_checked(timeout) -> None:
     source, target = models.linear(), models.linear()
     scheme = aiosync.MultiProcessWeightSyncScheme()
     async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
-        sender.timeout = timeout
         with pytest.raises(aiosync.ConfigError, match="timeout must be positive"):
-            await sender.send()
-        sender.timeout = harness.PATIENCE
+            sender.timeout = timeout
+        assert sender.timeout == 120.0
         assert (await sender.send()).version == 2
 
 

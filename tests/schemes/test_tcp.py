@@ -959,8 +959,8 @@ def test_options_travel() -> None:
     for other in (copy.copy(scheme), harness.twin(scheme)):
         assert other.address == "tcp://10.0.0.1:7"
         assert other.reconnect == 1.5
-        assert other._options == scheme._options
-        assert other._wants_updates is False
+        assert other._streaming() == scheme._streaming()
+        assert other.subscribe is False
         assert other._arrived is None
         assert other._session != scheme._session
 
