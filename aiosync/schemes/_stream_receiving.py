@@ -44,6 +44,13 @@ OF_USE_SECONDS = 1.0
 _MAX_UNGREETED = 8
 """Links that have not said who they are yet; one more ends the oldest."""
 
+_ADVICE = {
+    "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
+    "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
+    "both": "`aiosync serve` has to run there",
+}
+"""What the side that listens has to do, by ``dial``."""
+
 _NOT_PICKLED = (
     "_session",
     "_arrived",
@@ -155,6 +162,7 @@ class StreamReceiving(WeightSyncScheme):
             untaken=self._untaken,
             attempt_timeout=self.handshake_timeout,
             name=name,
+            advice=_ADVICE[self._dial],
         )
 
     # -- meeting the sender --------------------------------------------------------------------
@@ -187,7 +195,8 @@ class StreamReceiving(WeightSyncScheme):
             return await super()._reach(timeout)
         if self._dial == "sender":
             return await self._next_arrival(timeout)
-        return await self._dialler(self._addresses[0], "the trainer").reach(timeout)
+        name = "the weight server" if self._dial == "both" else "the trainer"
+        return await self._dialler(self._addresses[0], name).reach(timeout)
 
     async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
         """As in the base class, but a link that is lost meanwhile is no reason to give up."""

@@ -76,6 +76,8 @@ class Workers:
         self._refused: list[str] = []
         self._failures: dict[int, AiosyncError] = {}
         self.initial: set[int | None] = set()  # whose initial weights are still being copied
+        # Workers that do not come by themselves: what an error says while one is not there.
+        self.dialled: dict[int, Callable[[], str]] = {}
         # Links in their handshake, with the worker's index once it is known.
         self._arriving: dict[Transport, int] = {}
         self._pids: dict[int, int] = {}  # the process that each index was given to, as it said
@@ -367,14 +369,11 @@ class Workers:
         return self._latest_for.get(idx, self._latest)
 
     def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
-        missing = [idx for idx in range(self.num_workers or 0) if idx not in self.peers]
-        late = [
-            idx
-            for idx in range(self.num_workers or 0)
-            if idx in self.peers and not self._has_joined(idx, version)
-        ]
-        parts = []
-        if missing:
+        expected = range(self.num_workers or 0)
+        absent = [idx for idx in expected if idx not in self.peers]
+        late = [idx for idx in expected if idx in self.peers and not self._has_joined(idx, version)]
+        parts = [self.dialled[idx]() for idx in absent if idx in self.dialled]
+        if missing := [idx for idx in absent if idx not in self.dialled]:
             parts.append(
                 f"workers {missing} did not connect: each has to call init_on_receiver() and "
                 "connect() on its copy of this scheme"

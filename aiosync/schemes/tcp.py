@@ -231,15 +231,18 @@ class TCPWeightSyncScheme(StreamReceiving):
             self._listener.start(sender.welcome, sender.workers._crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
-                dialler = self._dialler(address, f"worker {idx}")
+                name = "the weight server" if self._dial == "both" else f"worker {idx}"
+                dialler = self._dialler(address, name)
+                sender.workers.dialled[idx] = dialler.not_reached
                 keep = self._keep_dialling(sender, idx, dialler)
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 
     async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialler) -> None:
-        """Reach one worker, and again whenever its link is lost, until that takes too long."""
+        """Reach one worker whenever it comes, and again if its link is lost, for ``reconnect``."""
         loop = asyncio.get_running_loop()
         backoff = Backoff()
         applied = 0  # newest version that the worker has said it applied
+        joined = False
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
@@ -252,8 +255,9 @@ class TCPWeightSyncScheme(StreamReceiving):
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS)
 
-        patience = self.timeout
         while True:
+            # connect() says how long it waits for a worker; who comes later is welcome as well.
+            patience = self.reconnect if joined else None
             try:
                 link = await dialler.reach(patience, greet=introduce, backoff=backoff)
             except AiosyncError as exc:
@@ -264,9 +268,10 @@ class TCPWeightSyncScheme(StreamReceiving):
             ended = asyncio.Event()
 
             def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
-                nonlocal applied
+                nonlocal applied, joined
                 peer = sender.workers.peers.get(idx)  # it is forgotten after this
                 if peer is not None and peer.transport is link:
+                    joined = True
                     applied = max(applied, peer.outbox.applied)
                 ended.set()
 
@@ -280,6 +285,5 @@ class TCPWeightSyncScheme(StreamReceiving):
             error = sender.workers.lost.get(idx)  # known by now, if this link was refused
             if error is not before and isinstance(error, AuthError | ConfigError):
                 return  # for good: connect() and send() say so
-            if self.reconnect == 0:
+            if joined and self.reconnect == 0:
                 return
-            patience = self.reconnect
