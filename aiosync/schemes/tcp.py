@@ -217,8 +217,21 @@ class TCPWeightSyncScheme(StreamReceiving):
                 listener = self._listen(self._addresses[0])
             self._addresses = [Address.parse(listener.url)]  # copies find the port in it
             return listener
+        most = len(self._addresses)
         if sources.num_workers is None:
-            sources.num_workers = len(self._addresses)
+            sources.num_workers = most
+        if sources.num_workers > most and self._dial == "both":
+            raise ConfigError(
+                f"{sources.num_workers} workers are expected, but with dial='both' the weight "
+                "server is the trainer's only peer: leave num_workers out (or pass 1), and one "
+                "model or weights for all workers"
+            )
+        if sources.num_workers > most:
+            raise ConfigError(
+                f"{sources.num_workers} workers are expected, but there are addresses of {most}: "
+                "with dial='sender' construct the scheme with a list of addresses, one for each "
+                "worker, or leave num_workers out"
+            )
         return None
 
     def _early_address(self) -> Address | None:

@@ -415,3 +415,21 @@ async def test_a_worker_that_listens_may_come_after_connect_has_given_up() -> No
         await workers[1].connect()
         await harness.until(lambda: len(sender.worker_versions) == 2)
         assert (await sender.send(models.linear())).acked == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("where", "dial", "init", "advice"),
+    [
+        (["tcp://a:1"], "sender", {"num_workers": 2}, "a list of addresses, one for each"),
+        (["tcp://a:1", "tcp://b:1"], "sender", {"num_workers": 3}, "addresses of 2"),
+        (["tcp://a:1"], "sender", {"params_map": {1: {"a": torch.ones(1)}}}, "addresses of 1"),
+        ("tcp://a:1", "both", {"num_workers": 2}, "leave num_workers out"),
+    ],
+)
+def test_more_workers_than_can_be_dialled_are_refused(
+    where: Any, dial: Any, init: Any, advice: str
+) -> None:
+    sender = aiosync.TCPWeightSyncScheme(where, dial=dial)
+    with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
+        sender.init_on_sender(**init)
+    sender.init_on_sender(num_workers=1)  # it has no role yet
