@@ -370,6 +370,13 @@ class SchemeCore:
                 "copy.copy(scheme) for the other side"
             )
 
+    def _check_has_role(self) -> None:
+        if self._role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called. Call "
+                "init_on_sender() in the trainer and init_on_receiver() in a worker first"
+            )
+
     def _check_guard(self, target: Any) -> None:
         module = isinstance(target, nn.Module)
         if target is None or (module and takes_hooks(target)):

@@ -128,10 +128,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             Breaks the attempt: the scheme is closed.
         """
         self._check_open()
-        if self._role is None:
-            raise LocalProtocolError(
-                "Neither init_on_sender nor init_on_receiver have been called."
-            )
+        self._check_has_role()
         self._check_process()
         if self._connected or self._loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")

@@ -100,10 +100,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         del weights, processes
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._check_open()
-        if self._role is None:
-            raise LocalProtocolError(
-                "Neither init_on_sender nor init_on_receiver have been called."
-            )
+        self._check_has_role()
         if self._role == "receiver":
             self._unpack(self.model)
         if worker_idx is not None:
