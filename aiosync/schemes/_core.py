@@ -13,14 +13,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
-from aiosync.protocol import (
-    VersionClock,
-    validate_default_timeout,
-    validate_require,
-    validate_timeout,
-)
+from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import why_unguarded
+from aiosync.schemes._indices import as_index
+from aiosync.schemes._options import Option, check_require, check_timeout, flag, one_of
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -49,6 +46,16 @@ _PATIENCE_SECONDS = 30.0
 class SchemeCore:
     """Options and state of a scheme; see :class:`aiosync.WeightSyncScheme`."""
 
+    # Each is checked whenever it is assigned, here or by the user.
+    per_worker_weights: Option[bool] = Option(flag)
+    apply: Option[Literal["auto", "manual"]] = Option(one_of("auto", "manual"))
+    apply_copy: Option[bool] = Option(flag)
+    guard: Option[Literal["forward", "reading"]] = Option(one_of("forward", "reading"))
+    strict: Option[bool] = Option(flag)
+    require: Option[Require] = Option(check_require)
+    timeout: Option[float | None] = Option(check_timeout)
+    wire_dtype: Option[Dtypes | None] = Option(lambda _, value: check_wire_dtype(value))
+
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
@@ -63,23 +70,17 @@ class SchemeCore:
         timeout: float | None = 120.0,
         wire_dtype: Dtypes | None = None,
     ) -> None:
-        if apply not in ("auto", "manual"):
-            raise ConfigError(f"apply must be 'auto' or 'manual', got {apply!r}")
-        if guard not in ("forward", "reading"):
-            raise ConfigError(f"guard must be 'forward' or 'reading', got {guard!r}")
-        validate_require(require)
-        validate_default_timeout(timeout)
         self._strategy = get_strategy(strategy)
         self.strategy_str: str = self._strategy.extract_as
         self.sync = sync
         self.per_worker_weights = per_worker_weights
-        self.apply: Literal["auto", "manual"] = apply
+        self.apply = apply
         self.apply_copy = apply_copy
-        self.guard: Literal["forward", "reading"] = guard
+        self.guard = guard
         self.strict = strict
-        self.require: Require = require
+        self.require = require
         self.timeout = timeout
-        self.wire_dtype: Dtypes | None = check_wire_dtype(wire_dtype)
+        self.wire_dtype = wire_dtype
         self._address = new_address()
         self._model_id: str | None = None
         self._sender_pid: int | None = None
@@ -181,7 +182,11 @@ class SchemeCore:
     def worker_idx(self, value: int | None) -> None:
         if self._role == "sender" and value is not None:
             raise LocalProtocolError("Worker index cannot be set after initialization on sender")
-        self._worker_idx = value
+        if self._connected:
+            raise LocalProtocolError(
+                "worker_idx cannot be changed once connected: the trainer knows this worker by it"
+            )
+        self._worker_idx = None if value is None else as_index("worker_idx", value)
 
     @property
     def context(self) -> Any:
@@ -326,8 +331,6 @@ class SchemeCore:
             validate_timeout(timeout)
         else:
             timeout = self.timeout
-            if type(timeout) is not float or not timeout > 0:  # it may have been assigned
-                validate_default_timeout(timeout)
         return None if timeout is None or timeout == float("inf") else timeout
 
     def _check_open(self) -> None:
@@ -363,6 +366,13 @@ class SchemeCore:
             raise LocalProtocolError(
                 f"{method}(): this object is a {self._role} already; pickle it or use "
                 "copy.copy(scheme) for the other side"
+            )
+
+    def _check_has_role(self) -> None:
+        if self._role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called. Call "
+                "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
     def _check_guard(self, target: Any) -> None:

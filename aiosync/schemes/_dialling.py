@@ -51,6 +51,7 @@ class Dialler:
         untaken: See :meth:`TCPTransport.connect`.
         attempt_timeout: Seconds for one attempt, its handshakes included.
         name: How errors call the other end.
+        advice: What the other end has to do to be reached.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class Dialler:
         untaken: float | None = None,
         attempt_timeout: float,
         name: str,
+        advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`",
     ) -> None:
         self.address = address
+        self._advice = advice
+        self._last: AiosyncError | None = None  # why the last attempt failed
         self._credentials = credentials
         self._limits = limits
         self._keepalive = keepalive
@@ -128,7 +132,7 @@ class Dialler:
     ) -> _T:
         """Await ``attempt()`` until it works, otherwise as :meth:`reach`."""
         backoff = backoff or Backoff()
-        last: AiosyncError | None = None
+        self._last = None
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -137,13 +141,16 @@ class Dialler:
                     except (AuthError, ConfigError):
                         raise
                     except AiosyncError as exc:
-                        last = exc
+                        self._last = exc
                     await backoff.wait()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):
                 raise
-            reason = f"; the last attempt: {last}" if last is not None else ""
-            raise ConnectTimeout(
-                f"{self._name} at {self.address} was not reached within {timeout:g} s: it has to "
-                f"run init_on_sender() and connect(), or `aiosync serve`{reason}"
-            ) from (last or exc)
+            raise ConnectTimeout(self.not_reached(f" within {timeout:g} s")) from (
+                self._last or exc
+            )
+
+    def not_reached(self, within: str = "") -> str:
+        """What an error says while nobody is reached."""
+        reason = f"; the last attempt: {self._last}" if self._last is not None else ""
+        return f"{self._name} at {self.address} was not reached{within}: {self._advice}{reason}"

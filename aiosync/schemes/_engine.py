@@ -17,8 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
-from aiosync.protocol import validate_seconds
-from aiosync.schemes._indices import as_count
+from aiosync.schemes._options import Option, count, flag
 from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._same_host import SameHost, available, dial_here
 from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
@@ -70,6 +69,9 @@ class EngineScheme(StreamReceiving):
         shared_memory: Workers on the sender's host read updates from shared memory.
     """
 
+    inline_nbytes: Option[int] = Option(count(0))
+    shared_memory: Option[bool] = Option(flag)
+
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
@@ -103,20 +105,14 @@ class EngineScheme(StreamReceiving):
             timeout=timeout,
             wire_dtype=wire_dtype,
         )
-        if reconnect is not None:
-            validate_seconds("reconnect", reconnect, zero=True, endless=True)
-        validate_seconds("handshake_timeout", handshake_timeout)
         self._addresses = [] if address is None else [Address.parse(address)]
         self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)
         self._dial = "receiver"
-        self._wants_updates = True
         self.reconnect = reconnect
         self.shared_memory = shared_memory
-        self.inline_nbytes: int = as_count("inline_nbytes", inline_nbytes, 0)
-        self._keepalive = 30.0
-        self._handshake_timeout = handshake_timeout
-        self._max_connections = 65536
-        self._limits = limits
+        self.inline_nbytes = inline_nbytes
+        self.handshake_timeout = handshake_timeout
+        self.limits = limits
 
     def _reset(self) -> None:
         super()._reset()
@@ -188,7 +184,7 @@ class EngineScheme(StreamReceiving):
         return link
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        control = TCPTransport(sock, limits=self._limits, name=name)
+        control = TCPTransport(sock, limits=self.limits, name=name)
         return self._linked(control, listened=self._role == "sender")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
@@ -220,8 +216,8 @@ class EngineScheme(StreamReceiving):
             self._same_host = SameHost(
                 Address.parse(listener.url),
                 self._credentials,
-                handshake_timeout=self._handshake_timeout,
-                limits=self._limits,
+                handshake_timeout=self.handshake_timeout,
+                limits=self.limits,
             )
         return listener
 
@@ -287,7 +283,7 @@ class EngineScheme(StreamReceiving):
             here = None
             if self._shares_memory:
                 here = await dial_here(
-                    address, self._credentials, self._limits, called=self._called()
+                    address, self._credentials, self.limits, called=self._called()
                 )
             return here or await dialler.dial()
 

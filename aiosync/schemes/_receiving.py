@@ -117,7 +117,8 @@ class ReceivingScheme(FollowingScheme):
         self._loader, self._transform = loader, transform
         self.context = context
         self._pipe = transport if transport is not None else pipe
-        found = worker_idx if worker_idx is not None else _worker_idx_of(context)
+        found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before
+        found = found if found is not None else _worker_idx_of(context)
         self._worker_idx = None if found is None else as_index("worker_idx", found)
         self._role = "receiver"
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
-from aiosync.protocol import validate_require
 from aiosync.schemes._context import as_model_id, resolve_model, resolve_path
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
@@ -101,11 +100,12 @@ class SendingScheme(SchemeCore):
             device_map_fn: Called with (worker index, weights) for each worker and send.
             num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
             pipes: Connections to the workers, by index, instead of the scheme's own socket.
-            transports: Links to the workers, by index, instead of the scheme's own socket.
+            transports: Links to the workers, by index, instead of the scheme's own socket. Only
+                these workers are expected.
             ctx: Ignored; TorchRL passes its multiprocessing context.
 
         Raises:
-            ConfigError: The arguments exclude each other.
+            ConfigError: The arguments exclude each other, or so many workers can never come.
             LocalProtocolError: This object has a role already.
         """
         del ctx
@@ -124,11 +124,7 @@ class SendingScheme(SchemeCore):
         )
         self.context = context
         if transports is not None:
-            if sources.pipes is not None:
-                raise ConfigError("pipes cannot be provided if transports is provided")
-            if sources.num_workers is None:
-                sources.num_workers = len(transports)
-            self._links = dict(transports)
+            self._links = sources.link(transports)
         if sources.pipes is None and transports is None:
             self._listener = self._make_listener(sources)
         self._model_id = name
@@ -142,12 +138,13 @@ class SendingScheme(SchemeCore):
         self._maker = SnapshotMaker(
             self._make_store(),
             self._strategy.extract_as,
-            check_wire_dtype(self.wire_dtype),  # it may have been set since
+            check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
         )
         self._sender = WeightSender(
             model_id=self._model_id or "policy",
             strategy=self.strategy_str,
             num_workers=self._sources.num_workers,
+            expected=self._sources.expected,
             require=self.require,
             maker=self._maker,
             clock=self._clock,
@@ -281,10 +278,7 @@ class SendingScheme(SchemeCore):
             # A module is changed itself by .to() and such, and a state dict has no such methods.
             if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
                 given = self._strategy.extract_weights(weights)
-            mapped = {
-                idx: self._sources.device_map(idx, given)
-                for idx in range(self._sources.num_workers or 0)
-            }
+            mapped = {idx: self._sources.device_map(idx, given) for idx in self._sources.expected}
             if all(value is given for value in mapped.values()):
                 return {None: maker.prepare(weights)}
             return {idx: maker.prepare(value, idx) for idx, value in mapped.items()}
@@ -355,9 +349,7 @@ class SendingScheme(SchemeCore):
             and self._loop is asyncio._get_running_loop()
             and self._pid == os.getpid()
         ):
-            if self.require is not sender.require:  # assigned since
-                validate_require(self.require)
-                sender.require = self.require
+            sender.require = self.require  # it may have been assigned since
             return sender
         self._check_open()
         if self._role is None and method == "wait_for_version":

@@ -33,6 +33,7 @@ class Sources:
         device_map: Maps (worker index, weights) to what that worker gets.
         num_workers: How many workers are expected; ``None`` when any number may come.
         pipes: Connections to the workers, by index.
+        indices: Of the workers that are expected, if others than 0 to ``num_workers - 1``.
     """
 
     weights: Any = None
@@ -40,6 +41,29 @@ class Sources:
     device_map: DeviceMap | None = None
     num_workers: int | None = None
     pipes: Sequence[Any] | None = None
+    indices: Sequence[int] | None = None
+
+    @property
+    def expected(self) -> Sequence[int]:
+        """Indices of the workers that are waited for."""
+        return range(self.num_workers or 0) if self.indices is None else self.indices
+
+    def link(self, transports: Mapping[int, Any]) -> dict[int, Any]:
+        """Expect those workers that links are given to, which are the only ones that can come.
+
+        Raises:
+            ConfigError: There are other links than workers.
+        """
+        links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
+        if self.pipes is not None:
+            raise ConfigError("pipes cannot be provided if transports is provided")
+        if not self.per_worker and self.num_workers not in (None, len(links)):
+            raise ConfigError(
+                f"the number of workers is not the same everywhere (num_workers: "
+                f"{self.num_workers}, transports: {len(links)})"
+            )
+        self.num_workers, self.indices = len(links), sorted(links)
+        return links
 
     def replace(self, weights: Any) -> None:
         """Send these from now on; ``None`` for those of the context, or of each call.
@@ -63,7 +87,7 @@ class Sources:
             return
         if each is None:
             each = dict.fromkeys(as_indices("worker_ids", worker_ids or ()), weights)
-        others = self.per_worker or dict.fromkeys(range(self.num_workers or 0), self.weights)
+        others = self.per_worker or dict.fromkeys(self.expected, self.weights)
         self.weights, self.per_worker = None, {**others, **each}
 
     @property

@@ -22,6 +22,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._options import Fixed, Option, check_limits, seconds
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.listening import StreamListener
@@ -43,6 +44,13 @@ OF_USE_SECONDS = 1.0
 _MAX_UNGREETED = 8
 """Links that have not said who they are yet; one more ends the oldest."""
 
+_ADVICE = {
+    "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
+    "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
+    "both": "`aiosync serve` has to run there",
+}
+"""What the side that listens has to do, by ``dial``."""
+
 _NOT_PICKLED = (
     "_session",
     "_arrived",
@@ -62,15 +70,17 @@ _NOT_PICKLED = (
 class StreamReceiving(WeightSyncScheme):
     """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
 
+    token: Fixed = Fixed()
+    reconnect: Option[float | None] = Option(seconds(zero=True, endless=True, none=True))
+    handshake_timeout: Option[float] = Option(seconds())
+    limits: Option[Limits | None] = Option(check_limits)
+
     _addresses: list[Address]
     _credentials: Credentials
     _dial: Literal["receiver", "sender", "both"]
-    _wants_updates: bool
-    reconnect: float | None
-    _keepalive: float | None
-    _handshake_timeout: float
-    _max_connections: int
-    _limits: Limits | None
+    # Options of some of these schemes, constants of the others.
+    _keepalive: float | None = 30.0
+    _max_connections: int = 65536
 
     def _reset(self) -> None:
         super()._reset()
@@ -116,9 +126,9 @@ class StreamReceiving(WeightSyncScheme):
         listener = StreamListener(
             address,
             credentials=self._credentials,
-            limits=self._limits,
+            limits=self.limits,
             max_connections=self._max_connections,
-            handshake_timeout=self._handshake_timeout,
+            handshake_timeout=self.handshake_timeout,
             keepalive=self._keepalive,
             untaken=self._untaken,
         )
@@ -147,18 +157,15 @@ class StreamReceiving(WeightSyncScheme):
         return Dialler(
             address,
             credentials=self._credentials,
-            limits=self._limits,
+            limits=self.limits,
             keepalive=self._keepalive,
             untaken=self._untaken,
-            attempt_timeout=self._handshake_timeout,
+            attempt_timeout=self.handshake_timeout,
             name=name,
+            advice=_ADVICE[self._dial],
         )
 
     # -- meeting the sender --------------------------------------------------------------------
-
-    @property
-    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
-        return self._wants_updates
 
     def _hello(self) -> Hello:
         receiver = self._receiver
@@ -177,7 +184,7 @@ class StreamReceiving(WeightSyncScheme):
             epoch=epoch if version else None,
             version=version or None,
             session=self._session,
-            subscribe=self._wants_updates,
+            subscribe=self._subscribes,
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
@@ -188,7 +195,8 @@ class StreamReceiving(WeightSyncScheme):
             return await super()._reach(timeout)
         if self._dial == "sender":
             return await self._next_arrival(timeout)
-        return await self._dialler(self._addresses[0], "the trainer").reach(timeout)
+        name = "the weight server" if self._dial == "both" else "the trainer"
+        return await self._dialler(self._addresses[0], name).reach(timeout)
 
     async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
         """As in the base class, but a link that is lost meanwhile is no reason to give up."""

@@ -39,6 +39,7 @@ class Workers:
         model_id: Which model.
         strategy: Name of the strategy, compared in the handshake.
         num_workers: How many workers are expected; ``None`` for any number.
+        expected: Indices of those that are waited for.
         clock: Draws the versions.
         on_outcomes: Told what became of versions at a worker.
         on_crash: Told when a background task ends with an exception.
@@ -52,6 +53,7 @@ class Workers:
         model_id: str,
         strategy: str,
         num_workers: int | None,
+        expected: Sequence[int] = (),
         clock: VersionClock,
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_crash: Callable[[BaseException], None],
@@ -63,6 +65,7 @@ class Workers:
         self.model_id = model_id
         self.strategy = strategy
         self.num_workers = num_workers
+        self.expected = expected
         self.clock = clock
         self.peers: dict[int, Peer] = {}
         self.lost: dict[int, AiosyncError] = {}
@@ -77,6 +80,8 @@ class Workers:
         self._refused: list[str] = []
         self._failures: dict[int, AiosyncError] = {}
         self.initial: set[int | None] = set()  # whose initial weights are still being copied
+        # Workers that do not come by themselves: what an error says while one is not there.
+        self.dialled: dict[int, Callable[[], str]] = {}
         # Links in their handshake, with the worker's index once it is known.
         self._arriving: dict[Transport, int] = {}
         self._pids: dict[int, int] = {}  # the process that each index was given to, as it said
@@ -309,7 +314,7 @@ class Workers:
             raise self._nobody_came(timeout, version) from exc
 
     async def _wait(self, version: int, processes: Sequence[Any]) -> None:
-        expected = range(self.num_workers or 0)
+        expected = self.expected
         watched = Processes(processes)
         loop = asyncio.get_running_loop()
         try:
@@ -369,19 +374,15 @@ class Workers:
         return self._latest_for.get(idx, self._latest)
 
     def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
-        missing = [idx for idx in range(self.num_workers or 0) if idx not in self.peers]
-        late = [
-            idx
-            for idx in range(self.num_workers or 0)
-            if idx in self.peers and not self._has_joined(idx, version)
-        ]
-        parts = []
-        if missing:
+        late = [idx for idx in self.expected if not self._has_joined(idx, version)]
+        absent = set(late) - self.peers.keys()
+        parts = [self.dialled[idx]() for idx in sorted(absent & self.dialled.keys())]
+        if missing := sorted(absent - self.dialled.keys()):
             parts.append(
                 f"workers {missing} did not connect: each has to call init_on_receiver() and "
                 "connect() on its copy of this scheme"
             )
-        if late:
+        if late := [idx for idx in late if idx in self.peers]:
             parts.append(f"workers {late} connected but have not applied the initial weights")
         if self._refused:
             parts.append(f"refused: {'; '.join(self._refused)}")

@@ -66,7 +66,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         require: How many workers have to apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the
-            other options count as they are when ``connect()`` is called.
+            other options count as they are when ``connect()`` is called. An option that is
+            assigned is checked as here.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
             ``None`` waits for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
@@ -129,10 +130,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             Breaks the attempt: the scheme is closed.
         """
         self._check_open()
-        if self._role is None:
-            raise LocalProtocolError(
-                "Neither init_on_sender nor init_on_receiver have been called."
-            )
+        self._check_has_role()
         self._check_process()
         if self._connected or self._loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")

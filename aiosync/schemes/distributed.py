@@ -11,8 +11,8 @@ import zlib
 from typing import Any, Literal
 
 from aiosync.errors import ConnectError, ConnectTimeout
-from aiosync.protocol import validate_seconds
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._options import Fixed, Option, seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
@@ -26,6 +26,13 @@ __all__ = ["DistributedWeightSyncScheme"]
 
 _LOOK_SECONDS = 0.05
 _SEPARATOR = b"\n"
+
+
+def _check_backend(name: str, value: Any) -> Literal["gloo", "nccl"]:
+    del name
+    check_backend(value)
+    backend: Literal["gloo", "nccl"] = value
+    return backend
 
 
 class DistributedWeightSyncScheme(EngineScheme):
@@ -78,6 +85,11 @@ class DistributedWeightSyncScheme(EngineScheme):
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
     """
 
+    backend: Option[Literal["gloo", "nccl"]] = Option(_check_backend)
+    patience: Option[float] = Option(seconds())
+    group: Fixed = Fixed()
+    store: Fixed = Fixed()
+
     def __init__(
         self,
         backend: Literal["gloo", "nccl"] = "gloo",
@@ -103,8 +115,7 @@ class DistributedWeightSyncScheme(EngineScheme):
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
-        check_backend(backend)
-        validate_seconds("patience", patience)
+        self.backend = backend
         self._group = group
         self._store = store
         super().__init__(
@@ -126,7 +137,6 @@ class DistributedWeightSyncScheme(EngineScheme):
             wire_dtype=wire_dtype,
             shared_memory=shared_memory,
         )
-        self.backend: Literal["gloo", "nccl"] = backend
         self.patience = patience
 
     _copies_ahead = True

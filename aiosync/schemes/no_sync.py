@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.schemes._indices import as_index
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
@@ -110,14 +111,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
         del weights, processes
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._check_open()
-        if self._role is None:
-            raise LocalProtocolError(
-                "Neither init_on_sender nor init_on_receiver have been called."
-            )
+        self._check_has_role()
         if self._role == "receiver":
             self._unpack(self.model)
         if worker_idx is not None:
-            self._worker_idx = worker_idx
+            self._worker_idx = as_index("worker_idx", worker_idx)
         self._loop = asyncio.get_running_loop()
         self._connected = True
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
-from aiosync.protocol import validate_seconds
 from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._options import Option, seconds
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -76,6 +76,8 @@ class RPCWeightSyncScheme(EngineScheme):
         ConfigError: An option has an illegal value.
     """
 
+    patience: Option[float] = Option(seconds())
+
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
@@ -98,7 +100,6 @@ class RPCWeightSyncScheme(EngineScheme):
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
-        validate_seconds("patience", patience)
         super().__init__(
             strategy,
             sync=sync,
@@ -172,8 +173,8 @@ class RPCWeightSyncScheme(EngineScheme):
         name = _name_of(pipe_or_context[0])
         rpc_name()  # before anything else is tried
         host = (self._addresses or [self._default_address()])[0].host
-        sock = _meeting().stream_to(name, self._scheme_id, host, self._handshake_timeout)
-        control = TCPTransport(sock, limits=self._limits, name=f"the RPC worker {name}")
+        sock = _meeting().stream_to(name, self._scheme_id, host, self.handshake_timeout)
+        control = TCPTransport(sock, limits=self.limits, name=f"the RPC worker {name}")
         return self._linked(control, listened=True)
 
     # -- the sender tells the workers ----------------------------------------------------------

@@ -41,6 +41,7 @@ class WeightSender:
         model_id: Which model.
         strategy: Name of the strategy, compared in the handshake.
         num_workers: How many workers are expected; ``None`` for any number.
+        expected: Indices of those that are waited for.
         require: What counts as success of a send.
         maker: Makes the snapshots.
         clock: Draws the versions.
@@ -57,6 +58,7 @@ class WeightSender:
         model_id: str,
         strategy: str,
         num_workers: int | None,
+        expected: Sequence[int],
         require: Require,
         maker: SnapshotMaker,
         clock: VersionClock,
@@ -74,6 +76,7 @@ class WeightSender:
             model_id=model_id,
             strategy=strategy,
             num_workers=num_workers,
+            expected=expected,
             clock=clock,
             on_outcomes=self._on_outcomes,
             on_crash=self._on_crash,

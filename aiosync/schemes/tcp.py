@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError
-from aiosync.protocol import validate_seconds
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
-from aiosync.schemes._indices import as_count
+from aiosync.schemes._options import Fixed, Option, count, flag, seconds
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
@@ -36,6 +35,11 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 
+def _check_streaming(name: str, value: Any) -> Any:
+    Streaming(**{name: value})
+    return value
+
+
 class TCPWeightSyncScheme(StreamReceiving):
     """Sends weights to workers on any host, over TCP or Unix sockets.
 
@@ -43,6 +47,10 @@ class TCPWeightSyncScheme(StreamReceiving):
     middle, after a crash. Each gets the newest version, and then every new one as it comes; a
     slow worker skips versions and delays nobody. A worker whose link is lost dials again and
     goes on where the transfer stopped. See ``docs/topics/across-machines.md``.
+
+    Options may be assigned until :meth:`connect`, but for ``address``, ``token``, ``tls`` and
+    ``dial``; a side that listens takes ``keepalive``, ``handshake_timeout``, ``max_connections``
+    and ``limits`` as they are when it begins to: a sender in ``init_on_sender()``.
 
     Args:
         address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker,
@@ -80,6 +88,14 @@ class TCPWeightSyncScheme(StreamReceiving):
     Raises:
         ConfigError: An option has an illegal value.
     """
+
+    tls: Fixed = Fixed()
+    dial: Fixed = Fixed()
+    subscribe: Option[bool] = Option(flag)
+    stall_timeout: Option[float | None] = Option(_check_streaming)
+    chunk_nbytes: Option[int] = Option(_check_streaming)
+    keepalive: Option[float | None] = Option(seconds(none=True))
+    max_connections: Option[int] = Option(count(1))
 
     def __init__(
         self,
@@ -121,26 +137,34 @@ class TCPWeightSyncScheme(StreamReceiving):
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
-        if reconnect is not None:
-            validate_seconds("reconnect", reconnect, zero=True, endless=True)
-        if keepalive is not None:
-            validate_seconds("keepalive", keepalive)
-        validate_seconds("handshake_timeout", handshake_timeout)
         listed = [address] if isinstance(address, str | Address) else list(address)
         if not listed or (len(listed) > 1 and dial != "sender"):
             raise ConfigError("pass one address; a list of them only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]
         self._credentials = Credentials(token=token, tls=tls)
         self._dial: Literal["receiver", "sender", "both"] = dial
-        self._wants_updates = subscribe
+        self.subscribe = subscribe
         self.reconnect = reconnect
-        self._options = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
-        self._keepalive = keepalive
-        self._handshake_timeout = handshake_timeout
-        self._max_connections = as_count("max_connections", max_connections, 1)
-        self._limits = limits
+        self.stall_timeout = stall_timeout
+        self.chunk_nbytes = chunk_nbytes
+        self.keepalive = keepalive
+        self.handshake_timeout = handshake_timeout
+        self.max_connections = max_connections
+        self.limits = limits
 
     # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
+        return self.subscribe
+
+    @property
+    def _keepalive(self) -> float | None:  # type: ignore[override]  # as well
+        return self.keepalive
+
+    @property
+    def _max_connections(self) -> int:  # type: ignore[override]  # as well
+        return self.max_connections
 
     @property
     def reconnects(self) -> int:
@@ -164,7 +188,7 @@ class TCPWeightSyncScheme(StreamReceiving):
     # -- what the base class asks --------------------------------------------------------------
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        return TCPTransport(sock, limits=self._limits, name=name)
+        return TCPTransport(sock, limits=self.limits, name=name)
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a connected stream socket. Takes ownership of it; needs a running loop.
@@ -176,13 +200,13 @@ class TCPWeightSyncScheme(StreamReceiving):
             return pipe_or_context
         if not isinstance(pipe_or_context, socket.socket):
             raise ConfigError(f"{pipe_or_context!r} is no connected socket")
-        return TCPTransport(pipe_or_context, limits=self._limits)
+        return TCPTransport(pipe_or_context, limits=self.limits)
 
     def _make_store(self) -> SnapshotStore:
         return PrivateStore()
 
     def _streaming(self) -> Streaming:
-        return self._options
+        return Streaming(chunk_nbytes=self.chunk_nbytes, stall_timeout=self.stall_timeout)
 
     # -- the sender ----------------------------------------------------------------------------
 
@@ -193,8 +217,21 @@ class TCPWeightSyncScheme(StreamReceiving):
                 listener = self._listen(self._addresses[0])
             self._addresses = [Address.parse(listener.url)]  # copies find the port in it
             return listener
+        most = len(self._addresses)
         if sources.num_workers is None:
-            sources.num_workers = len(self._addresses)
+            sources.num_workers = most
+        if sources.num_workers > most and self._dial == "both":
+            raise ConfigError(
+                f"{sources.num_workers} workers are expected, but with dial='both' the weight "
+                "server is the trainer's only peer: leave num_workers out (or pass 1), and one "
+                "model or weights for all workers"
+            )
+        if sources.num_workers > most:
+            raise ConfigError(
+                f"{sources.num_workers} workers are expected, but there are addresses of {most}: "
+                "with dial='sender' construct the scheme with a list of addresses, one for each "
+                "worker, or leave num_workers out"
+            )
         return None
 
     def _early_address(self) -> Address | None:
@@ -207,15 +244,18 @@ class TCPWeightSyncScheme(StreamReceiving):
             self._listener.start(sender.welcome, sender.workers._crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
-                dialler = self._dialler(address, f"worker {idx}")
+                name = "the weight server" if self._dial == "both" else f"worker {idx}"
+                dialler = self._dialler(address, name)
+                sender.workers.dialled[idx] = dialler.not_reached
                 keep = self._keep_dialling(sender, idx, dialler)
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 
     async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialler) -> None:
-        """Reach one worker, and again whenever its link is lost, until that takes too long."""
+        """Reach one worker whenever it comes, and again if its link is lost, for ``reconnect``."""
         loop = asyncio.get_running_loop()
         backoff = Backoff()
         applied = 0  # newest version that the worker has said it applied
+        joined = False
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
@@ -228,8 +268,9 @@ class TCPWeightSyncScheme(StreamReceiving):
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS)
 
-        patience = self.timeout
         while True:
+            # connect() says how long it waits for a worker; who comes later is welcome as well.
+            patience = self.reconnect if joined else None
             try:
                 link = await dialler.reach(patience, greet=introduce, backoff=backoff)
             except AiosyncError as exc:
@@ -240,9 +281,10 @@ class TCPWeightSyncScheme(StreamReceiving):
             ended = asyncio.Event()
 
             def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
-                nonlocal applied
+                nonlocal applied, joined
                 peer = sender.workers.peers.get(idx)  # it is forgotten after this
                 if peer is not None and peer.transport is link:
+                    joined = True
                     applied = max(applied, peer.outbox.applied)
                 ended.set()
 
@@ -256,6 +298,5 @@ class TCPWeightSyncScheme(StreamReceiving):
             error = sender.workers.lost.get(idx)  # known by now, if this link was refused
             if error is not before and isinstance(error, AuthError | ConfigError):
                 return  # for good: connect() and send() say so
-            if self.reconnect == 0:
+            if joined and self.reconnect == 0:
                 return
-            patience = self.reconnect

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import aiosync.schemes as aio
 from aiosync.schemes._engine import INLINE_NBYTES
+from aiosync.schemes._options import Fixed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
@@ -21,7 +22,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     _async_class = aio.DistributedWeightSyncScheme
     _scheme: aio.DistributedWeightSyncScheme
 
+    token: Fixed = Fixed()
+    group: Fixed = Fixed()
+    store: Fixed = Fixed()
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    limits: option[Limits | None] = option("What a peer may announce.")
     backend: option[Literal["gloo", "nccl"]] = option("What moves large updates.")
     patience: option[float] = option("Seconds that a transfer may stand still.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")

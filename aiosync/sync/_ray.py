@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Final, Literal
 
 import aiosync.schemes as aio
 from aiosync.schemes._engine import INLINE_NBYTES
+from aiosync.schemes._options import Fixed
 from aiosync.schemes.ray_transform import RayModuleTransformSender
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import blocking, initialising, on_loop, option
@@ -22,7 +23,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aio.RayWeightSyncScheme]] = aio.RayWeightSyncScheme
     _scheme: aio.RayWeightSyncScheme
 
+    token: Fixed = Fixed()
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    limits: option[Limits | None] = option("What a peer may announce.")
     backend: option[str] = option("Kept for TorchRL's signature.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
     shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")

@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 import aiosync.schemes as aio
 from aiosync.schemes._engine import INLINE_NBYTES
+from aiosync.schemes._options import Fixed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import initialising, on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
@@ -21,7 +22,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     _async_class = aio.RPCWeightSyncScheme
     _scheme: aio.RPCWeightSyncScheme
 
+    token: Fixed = Fixed()
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    limits: option[Limits | None] = option("What a peer may announce.")
     patience: option[float] = option("Seconds that a transfer may stand still.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
     shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 import aiosync.schemes as aio
+from aiosync.schemes._options import Fixed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import on_loop, option
 from aiosync.sync._schemes import _TWINS, WeightSyncScheme
@@ -23,7 +24,17 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class = aio.TCPWeightSyncScheme
     _scheme: aio.TCPWeightSyncScheme
 
+    token: Fixed = Fixed()
+    tls: Fixed = Fixed()
+    dial: Fixed = Fixed()
+    subscribe: option[bool] = option("Whether a worker gets every update.")
     reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    stall_timeout: option[float | None] = option("Seconds without progress until a drop.")
+    chunk_nbytes: option[int] = option("Bytes that share one checksum.")
+    keepalive: option[float | None] = option("Seconds after which a silent peer is asked.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    max_connections: option[int] = option("Links that a listening side takes at a time.")
+    limits: option[Limits | None] = option("What a peer may announce.")
 
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
         aio.TCPWeightSyncScheme.create_transport

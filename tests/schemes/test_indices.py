@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -179,3 +180,53 @@ async def test_why_nobody_is_left_is_said(make) -> None:
         crew[0].kill()
         with pytest.raises(aiosync.PartialSyncError, match="worker_idx 0 is taken"):
             await connecting
+
+
+@both
+async def test_only_workers_whose_links_are_given_are_expected(make) -> None:
+    mine, theirs = socket.socketpair()
+    sender, receiver = make(), make()
+    link = sender.create_transport(mine)
+    source, target = models.linear(), models.linear()
+    models.fill(source, 3.0)
+    sender.init_on_sender(model=source, transports={1: link})
+    receiver.init_on_receiver(model=target, transport=receiver.create_transport(theirs))
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        assert receiver.worker_idx == 1
+        assert (await sender.send()).acked == {1}
+        assert sender.ready
+
+
+@both
+async def test_as_many_workers_as_links(make) -> None:
+    mine, theirs = socket.socketpair()
+    sender = make()
+    link = sender.create_transport(mine)
+    with pytest.raises(aiosync.ConfigError, match=r"num_workers: 2, transports: 1"):
+        sender.init_on_sender(transports={0: link}, num_workers=2)
+    with pytest.raises(aiosync.ConfigError, match="a key of transports must be an int"):
+        sender.init_on_sender(transports={"0": link})
+    assert not sender.initialized_on_sender
+    link.abort()
+    theirs.close()
+
+
+@both
+async def test_device_map_of_a_single_link(make) -> None:
+    mine, theirs = socket.socketpair()
+    sender, receiver = make(), make()
+    link = sender.create_transport(mine)
+    asked = []
+
+    def device_map(idx, weights):
+        asked.append(idx)
+        return weights
+
+    sender.init_on_sender(
+        model=models.linear(), transports={1: link}, device_map_fn=device_map, num_workers=1
+    )
+    receiver.init_on_receiver(model=models.linear(), transport=receiver.create_transport(theirs))
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        assert set(asked) == {1}

@@ -31,6 +31,12 @@ pytestmark = pytest.mark.one_loop
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
+NO_ROLE = (
+    r"^Neither init_on_sender nor init_on_receiver have been called\. Call init_on_sender\(\) in "
+    r"the trainer and init_on_receiver\(\) in a worker first$"
+)
+
+
 def _weights() -> dict[str, torch.Tensor]:
     return {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
 
@@ -41,7 +47,7 @@ async def test_send_before_init_and_before_connect(make) -> None:
     async with make() as scheme:
         with pytest.raises(aiosync.LocalProtocolError, match=r"call init_on_sender\(\)"):
             await scheme.send()
-        with pytest.raises(aiosync.LocalProtocolError, match="Neither init_on_sender nor"):
+        with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
             await scheme.connect()
         scheme.init_on_sender(model=models.linear())
         for call in (scheme.send, scheme.send_nowait):
@@ -49,6 +55,13 @@ async def test_send_before_init_and_before_connect(make) -> None:
                 await call()
         with pytest.raises(aiosync.LocalProtocolError, match="init_on_receiver"):
             await scheme.receive()
+
+
+@pytest.mark.asyncio
+async def test_connect_before_init_without_synchronization() -> None:
+    async with aiosync.NoWeightSyncScheme() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
+            await scheme.connect()
 
 
 @pytest.mark.asyncio
@@ -605,10 +618,9 @@ async def test_a_timeout_that_was_assigned_is_checked(timeout) -> None:
     source, target = models.linear(), models.linear()
     scheme = aiosync.MultiProcessWeightSyncScheme()
     async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
-        sender.timeout = timeout
         with pytest.raises(aiosync.ConfigError, match="timeout must be positive"):
-            await sender.send()
-        sender.timeout = harness.PATIENCE
+            sender.timeout = timeout
+        assert sender.timeout == 120.0
         assert (await sender.send()).version == 2
 
 

@@ -390,7 +390,7 @@ async def test_who_refuses_what_is_sent_says_so_when_it_gives_up(shared_memory: 
     """And does not blame the trainer, which has no time to answer the last time it is dialled."""
     scheme, _ = sending(models.linear)
     limits = aiosync.Limits(max_payload_nbytes=2**20)
-    changes = {"shared_memory": shared_memory, "_limits": limits, "reconnect": 0.7}
+    changes = {"shared_memory": shared_memory, "limits": limits, "reconnect": 0.7}
     receiver, _ = receiving(scheme, models.linear, **changes)
     async with scheme, receiver:
         await asyncio.gather(scheme.connect(), receiver.connect())

@@ -445,9 +445,8 @@ async def test_require_may_change_between_two_sends(make) -> None:
             await sender.send(source)
         sender.require = 0.5
         assert (await sender.send(source)).acked == {0}
-        sender.require = "most"
         with pytest.raises(aiosync.ConfigError, match="most"):
-            await sender.send(source)
+            sender.require = "most"
         sender.require = 1
         assert (await sender.send(source)).acked == {0}
 

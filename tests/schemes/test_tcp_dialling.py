@@ -354,3 +354,82 @@ async def test_port_0_of_a_worker_that_listens_asks_for_a_port() -> None:
         ) as found:
             await sender.connect()
         assert "pickle" not in str(found.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("dial", "says", "advice"),
+    [
+        ("sender", "worker 0 at", r"init_on_receiver\(\) and connect\(\), with dial='sender'"),
+        ("both", "the weight server at", "`aiosync serve` has to run there"),
+    ],
+)
+async def test_connect_has_its_own_timeout_for_those_it_dials(
+    dial: Any, says: str, advice: str
+) -> None:
+    """And not the scheme's; it is the documented error, and says who has to do what."""
+    sender = make(free_address(), dial=dial, timeout=0.1)
+    sender.init_on_sender(model=models.linear())
+    began = asyncio.get_running_loop().time()
+    async with sender:
+        with pytest.raises(
+            aiosync.ConnectTimeout, match=rf"after 0.8 s {says}.*{advice}"
+        ) as caught:
+            await sender.connect(timeout=0.8)
+        assert "init_on_sender" not in str(caught.value)
+        assert "the last attempt: " in str(caught.value)
+    assert asyncio.get_running_loop().time() - began >= 0.7
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("dial", "advice"),
+    [
+        ("receiver", r"init_on_sender\(\) and connect\(\), or"),
+        ("both", "`aiosync serve` has to run"),
+    ],
+)
+async def test_a_worker_that_dials_says_what_the_other_side_has_to_do(
+    dial: Any, advice: str
+) -> None:
+    receiver = make(free_address(), dial=dial)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with receiver:
+        with pytest.raises(aiosync.ConnectTimeout, match=rf"not reached within 0.3 s: .*{advice}"):
+            await receiver.connect(timeout=0.3)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_listens_may_come_after_connect_has_given_up() -> None:
+    where = [free_address(), free_address()]
+    sender = aiosync.TCPWeightSyncScheme(where, dial="sender", timeout=PATIENCE, reconnect=0)
+    sender.init_on_sender(model=models.linear())
+    workers = [aiosync.TCPWeightSyncScheme(where, dial="sender", timeout=PATIENCE) for _ in where]
+    for idx, worker in enumerate(workers):
+        worker.init_on_receiver(model=models.linear(), worker_idx=idx)
+    async with sender, workers[0], workers[1]:
+        connecting = asyncio.ensure_future(sender.connect(timeout=1.0))
+        await workers[0].connect()
+        with pytest.raises(aiosync.ConnectTimeout, match="worker 1 at"):
+            await connecting
+        await workers[1].connect()
+        await harness.until(lambda: len(sender.worker_versions) == 2)
+        assert (await sender.send(models.linear())).acked == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("where", "dial", "init", "advice"),
+    [
+        (["tcp://a:1"], "sender", {"num_workers": 2}, "a list of addresses, one for each"),
+        (["tcp://a:1", "tcp://b:1"], "sender", {"num_workers": 3}, "addresses of 2"),
+        (["tcp://a:1"], "sender", {"params_map": {1: {"a": torch.ones(1)}}}, "addresses of 1"),
+        ("tcp://a:1", "both", {"num_workers": 2}, "leave num_workers out"),
+    ],
+)
+def test_more_workers_than_can_be_dialled_are_refused(
+    where: Any, dial: Any, init: Any, advice: str
+) -> None:
+    sender = aiosync.TCPWeightSyncScheme(where, dial=dial)
+    with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
+        sender.init_on_sender(**init)
+    sender.init_on_sender(num_workers=1)  # it has no role yet
