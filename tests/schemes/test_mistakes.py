@@ -645,7 +645,7 @@ async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
         await asyncio.sleep(0.05)
         del handle
         await sender.aclose()
-        with pytest.raises(aiosync.PartialSyncError, match="this scheme was closed"):
+        with pytest.raises(aiosync.TransportClosed, match="this scheme was closed"):
             await kept
         del kept
         gc.collect()
