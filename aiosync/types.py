@@ -54,6 +54,9 @@ class Cancellation(enum.Enum):
 class Limits:
     """Bounds on what a peer may announce, checked before anything is allocated for it.
 
+    The defaults are those of links to other hosts. Within one host a payload may have 1 TiB where
+    no ``Limits`` are given.
+
     Attributes:
         max_header_nbytes: Bytes of one message header (a manifest travels in a header).
         max_payload_nbytes: Bytes of one payload.
@@ -64,7 +67,7 @@ class Limits:
     """
 
     max_header_nbytes: int = 16 * 2**20
-    max_payload_nbytes: int = 2**40
+    max_payload_nbytes: int = 2**36
     max_buffer_nbytes: int = 2**30
     max_tensors: int = 200_000
     max_name_nbytes: int = 1024

@@ -31,7 +31,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import Limits
-from aiosync.wire import Message, Setup
+from aiosync.wire import DEFAULT_LIMITS, Message, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
@@ -123,7 +123,7 @@ class SameHost:
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
             return
-        link.channel.set_limits(self._limits or Limits())
+        link.channel.set_limits(self._limits or DEFAULT_LIMITS)
         welcome(link)
 
     def _end_stranger(self, link: SharedMemTransport, task: asyncio.Task[None]) -> None:
@@ -195,5 +195,5 @@ async def dial_here(
         link.abort()
         raise
     link.takes_segments = True
-    link.channel.set_limits(limits or Limits())
+    link.channel.set_limits(limits or DEFAULT_LIMITS)
     return link

@@ -230,7 +230,13 @@ class SendingScheme(SchemeCore):
             timeout: As for :meth:`send`.
 
         Returns:
-            Await it for the report; it raises what :meth:`send` raises.
+            Await it for the report; it raises what :meth:`send` raises. A failure that nobody
+            awaits is printed by the event loop's exception handler.
+
+        Raises:
+            LocalProtocolError: Not a connected sender; or :meth:`connect` is still copying the
+                initial weights.
+            ConfigError: As for :meth:`send`. What becomes of workers, the handle raises.
         """
         sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["WeightSyncScheme"]
 
 _PATIENCE_SECONDS = 30.0
+_BLOCKING_NAMES = {
+    "send_async": "handle = scheme.send_nowait()",
+    "shutdown": "await scheme.aclose()",
+    "wait_async": "await handle",
+}
 
 
 class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
@@ -360,6 +365,25 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    if not TYPE_CHECKING:  # checkers see these mistakes by themselves
+
+        def __enter__(self) -> None:
+            raise LocalProtocolError(
+                "this scheme lives on an event loop: use `async with scheme:`, or the class of "
+                "`aiosync.sync`, which has `with scheme:`"
+            )
+
+        def __exit__(self, *exc_info: object) -> None:
+            """Looked for by ``with``, and never called."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _BLOCKING_NAMES:
+                return object.__getattribute__(self, name)  # raises what it has raised
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, as it does not block: "
+                f"use `{_BLOCKING_NAMES[name]}`, or the class of `aiosync.sync`"
+            )
 
     def __del__(self) -> None:
         self._abandon()

@@ -166,6 +166,21 @@ class WeightFeed:
         return self.gate.epoch
 
     @property
+    def lag(self) -> int:
+        """How far :attr:`version` is behind the newest version that the feed has heard of.
+
+        Of another epoch than that newest one, all of its versions count. 0 while no source was
+        reached, as nothing newer is known of then: see :attr:`status`.
+        """
+        receiver = None if self._following is None else self._following.receiver
+        if receiver is None:
+            return 0
+        inbox = receiver.inbox
+        if inbox.newest_epoch != self.gate.epoch:
+            return inbox.newest
+        return max(inbox.newest - self.gate.version, 0)
+
+    @property
     def ready(self) -> Ready:
         """The condition that there is a complete version, to look at or to await."""
         return self.gate.ready

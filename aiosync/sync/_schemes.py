@@ -32,6 +32,13 @@ __all__ = ["WeightSyncScheme"]
 
 _T = TypeVar("_T")
 _AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
+_FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
+_ASYNC_NAMES = {"aclose": "scheme.shutdown()", "send_nowait": "scheme.send_async()"}
+
+
+def _has_failed(handle: aio.SendHandle) -> bool:
+    # exception() would count as somebody who has seen it.
+    return handle.done() and handle._future._exception is not None
 
 
 class _Tenant:
@@ -240,32 +247,53 @@ class WeightSyncScheme(Attributes):
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())
-        self._handles = [pending for pending in self._handles if not pending.done()] + [handle]
+        with self._lock:
+            failed = [each for each in self._handles if _has_failed(each)][-_FAILURES_KEPT:]
+            self._handles = [
+                each for each in self._handles if not each.done() or each in failed
+            ] + [handle]
         return handle.version
 
     def wait_async(self) -> SendReport:
-        """Wait for the newest :meth:`send_async`.
+        """Wait for every :meth:`send_async` that is under way.
 
         Returns:
-            Its report; workers that it skipped, or that a newer version overtook, are named.
+            The report of the newest; workers that it skipped, or that a newer version overtook,
+            are named.
 
         Raises:
             LocalProtocolError: No :meth:`send_async` is pending.
-            PartialSyncError: As :meth:`aiosync.WeightSyncScheme.send` raises it.
+            PartialSyncError: As :meth:`aiosync.WeightSyncScheme.send` raises it, for the newest
+                one that failed since the last call; its notes tell of older ones.
         """
         self._check("wait_async", "await handle")
-        if not self._handles:
+        handles = list(self._handles)
+        if not handles:
             raise LocalProtocolError("No async send is pending: call send_async() first.")
-        handle = self._handles[-1]
 
-        async def wait() -> SendReport:
-            return await handle
+        async def wait() -> tuple[SendReport | None, list[Exception]]:
+            report, failures = None, []
+            for handle in handles:
+                try:
+                    report = await handle
+                except Exception as exc:  # noqa: BLE001 - raised in the thread that waits
+                    failures.append(exc)
+            return report, failures
 
+        report, failures = self._call(wait())  # if Ctrl-C ends the wait, the sends go on
+        with self._lock:
+            self._handles = [each for each in self._handles if each not in handles]
+        if not failures:
+            assert report is not None
+            return report
+        newest = failures.pop()
+        for older in failures:
+            newest.add_note(f"before it failed: {type(older).__name__}: {older}")
+        failures.clear()
         try:
-            return self._call(wait())
+            raise newest
         finally:
-            if handle.done():  # otherwise Ctrl-C ended the wait, and the send goes on
-                self._handles = [pending for pending in self._handles if not pending.done()]
+            del newest  # the traceback refers to this frame: leave no cycle
 
     @property
     def ready(self) -> Ready:
@@ -320,6 +348,25 @@ class WeightSyncScheme(Attributes):
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+    if not TYPE_CHECKING:  # checkers see these mistakes by themselves
+
+        async def __aenter__(self) -> None:
+            raise LocalProtocolError(
+                "this scheme blocks: use `with scheme:` outside of event loops, and the class of "
+                "`aiosync` with `async with scheme:` inside"
+            )
+
+        async def __aexit__(self, *exc_info: object) -> None:
+            """Looked for by ``async with``, and never called."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _ASYNC_NAMES:
+                return object.__getattribute__(self, name)  # raises what it has raised
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, as it blocks: use "
+                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside of an event loop"
+            )
 
     def __del__(self) -> None:
         held: Lease | None = getattr(self, "_lease", None)

@@ -21,7 +21,7 @@ from aiosync.transports._source import Intercept
 from aiosync.transports._writer import FrameWriter
 from aiosync.transports.base import Lender
 from aiosync.types import Limits
-from aiosync.wire import Message
+from aiosync.wire import DEFAULT_LIMITS, Message
 
 __all__ = ["FramedChannel"]
 
@@ -53,7 +53,7 @@ class FramedChannel:
                 so that cancelling ``recv()`` never cuts them.
         """
         self.io = io
-        self.limits: Limits = limits or Limits()
+        self.limits: Limits = limits or DEFAULT_LIMITS
         self._state = LinkState(name)
         self._pidfd = -1
         self._reader = FrameReader(

@@ -27,7 +27,7 @@ from aiosync.errors import (
 from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Message, encode_frame
+from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame
 
 __all__ = ["MemoryTransport"]
 
@@ -58,7 +58,7 @@ class MemoryTransport(Transport):
     )
 
     def __init__(self, *, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or DEFAULT_LIMITS
         self._peer: MemoryTransport | None = None
         self._inbox: deque[_Parcel] = deque()
         self._queued_nbytes = 0

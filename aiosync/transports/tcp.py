@@ -29,7 +29,7 @@ from aiosync.wire import Refuse, encode_frame
 
 __all__ = ["TCP_LIMITS", "TCPTransport"]
 
-TCP_LIMITS = Limits(max_payload_nbytes=2**36)
+TCP_LIMITS = Limits()
 """What a peer may announce once it has proved who it is; 64 GiB for one payload."""
 
 _NO_CREDENTIALS = Credentials()

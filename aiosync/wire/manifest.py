@@ -34,8 +34,8 @@ __all__ = [
     "plan_manifest",
 ]
 
-DEFAULT_LIMITS = Limits()
-"""The limits that apply when none are given."""
+DEFAULT_LIMITS = Limits(max_payload_nbytes=2**40)
+"""The limits within one host, when none are given; ``Limits()`` is for links to others."""
 
 MANIFEST_VERSION = 1
 """Version of the manifest encoding, its first field."""

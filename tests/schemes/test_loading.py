@@ -360,7 +360,7 @@ async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_transformed
         handle = sender.send_nowait()
         await asyncio.to_thread(started.wait, 30)
         await sender.aclose()
-        with pytest.raises(aiosync.PartialSyncError):
+        with pytest.raises(aiosync.TransportClosed):
             await handle
         models.fill(source, 9.0)
         again = aiosync.TCPWeightSyncScheme(address)

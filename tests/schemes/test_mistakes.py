@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
@@ -55,6 +56,76 @@ async def test_send_before_init_and_before_connect(make) -> None:
                 await call()
         with pytest.raises(aiosync.LocalProtocolError, match="init_on_receiver"):
             await scheme.receive()
+
+
+@both
+def test_an_async_scheme_used_as_a_blocking_one(make) -> None:
+    scheme = make()
+    with pytest.raises(aiosync.LocalProtocolError, match=r"`async with.*aiosync\.sync"), scheme:
+        pass
+    for name, instead in (
+        ("shutdown", "await scheme.aclose()"),
+        ("send_async", "scheme.send_nowait()"),
+        ("wait_async", "await handle"),
+    ):
+        assert not hasattr(scheme, name)
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(scheme, name)
+
+
+@both
+@pytest.mark.asyncio
+async def test_a_blocking_scheme_used_as_an_async_one(make) -> None:
+    scheme = getattr(aiosync.sync, make.__name__)()
+    with pytest.raises(aiosync.LocalProtocolError, match="use `with scheme:`"):
+        async with scheme:
+            pass
+    for name, instead in (("aclose", "scheme.shutdown()"), ("send_nowait", "scheme.send_async()")):
+        assert not hasattr(scheme, name)
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(scheme, name)
+
+
+@pytest.mark.parametrize("module", [aiosync, aiosync.sync])
+def test_an_unknown_attribute_is_named_and_its_cause_kept(module) -> None:
+    class Scheme(module.SharedMemWeightSyncScheme):
+        @property
+        def broken(self) -> int:
+            return self.nothing.value
+
+    for name in ("nothing", "broken"):
+        with pytest.raises(AttributeError, match="'Scheme' object has no attribute 'nothing'"):
+            getattr(Scheme(), name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        (aiosync, "WeightFeed", "from aiosync.serving import WeightFeed"),
+        (aiosync, "AdmissionGate", "from aiosync.serving import AdmissionGate"),
+        (aiosync, "WeightServer", "from aiosync.server import WeightServer"),
+        (aiosync, "WeightClient", "from aiosync.server import WeightClient"),
+        (aiosync, "WeightsMiddleware", "from aiosync.integrations.asgi import WeightsMiddleware"),
+        (aiosync.sync, "PartialSyncError", "use aiosync.PartialSyncError"),
+        (aiosync.sync, "TLS", "use aiosync.TLS"),
+        (aiosync, "nothing", "no attribute 'nothing'$"),
+        (aiosync.sync, "nothing", "no attribute 'nothing'$"),
+    ],
+)
+def test_names_that_are_elsewhere(module, name, instead) -> None:
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=instead):
+        getattr(module, name)
+    if instead.startswith("from"):
+        exec(instead)
+
+
+def test_a_package_that_was_not_imported() -> None:
+    script = "import aiosync; from aiosync import serving; aiosync.serving; aiosync.sync"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.endswith("'sync': use `import aiosync.sync` first\n")
 
 
 @pytest.mark.asyncio
@@ -587,7 +658,7 @@ async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
         await asyncio.sleep(0.05)
         del handle
         await sender.aclose()
-        with pytest.raises(aiosync.PartialSyncError, match="this scheme was closed"):
+        with pytest.raises(aiosync.TransportClosed, match="this scheme was closed"):
             await kept
         del kept
         gc.collect()

@@ -48,6 +48,7 @@ async def test_it_starts_before_its_trainer_and_follows_it() -> None:
     address, source, target = _free_address(), models.linear(), models.linear()
     feed = feed_of(address, model=target)
     assert feed.status.state == "closed"
+    assert feed.lag == 0
     async with feed:
         await asyncio.sleep(0.05)
         assert not feed.ready
@@ -84,8 +85,10 @@ async def test_an_update_waits_for_the_requests_that_run() -> None:
             await scheme.wait_staged(handle.version, timeout=PATIENCE)
             await asyncio.sleep(0.02)
             assert feed.version == version == 1
+            assert feed.lag == 1
             assert models.filled(target, -1.0)
         await handle
+        assert feed.lag == 0
         assert feed.version == 2
         assert models.filled(target, 5.0)
 
@@ -170,6 +173,7 @@ async def test_the_trainer_goes_and_another_one_comes() -> None:
         await until(lambda: feed.status.state == "stale")
         status = feed.status
         assert not status.connected
+        assert feed.lag == 0  # as far as it knows
         assert "the link to the source was lost" in status.reason
         async with feed.request() as version:
             assert version == first.version
@@ -214,7 +218,7 @@ async def test_the_network_is_lost_in_the_middle_of_an_update() -> None:
 
 
 async def _outcome(handle: aiosync.SendHandle) -> None:
-    with contextlib.suppress(aiosync.PartialSyncError):
+    with contextlib.suppress(aiosync.PartialSyncError, aiosync.TransportClosed):
         await handle
 
 
@@ -386,6 +390,7 @@ async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_loaded() ->
         models.fill(source, 9.0)
         async with trainer(source, address):
             await until(lambda: feed.status.newest == 1)
+            assert feed.lag == 1  # all versions of the new trainer
             go_on.set()
             seen = set()
             async with asyncio.timeout(PATIENCE):

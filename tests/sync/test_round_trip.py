@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,66 @@ def test_send_async_and_wait_async(make: Any) -> None:
         assert receiver.wait_for_version(2) == 2
         assert receiver.receive(timeout=0) is not None
         assert receiver.receive(timeout=0) is None
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+@pytest.mark.parametrize("again", [False, True])
+def test_wait_async_tells_every_failure_and_the_loop_none(
+    make: Any, again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, apply="manual") as (sender, receiver):
+        first = sender.send_async()
+        tools.until(lambda: receiver.lag == 1)
+        second = sender.send_async()
+        receiver.abort()
+        if again:  # the two have failed by then
+            tools.until(lambda: all(handle.done() for handle in sender._handles))
+            assert sender.send_async() == second + 1
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            sender.wait_async()
+        versions = [first, second, second + 1][: 3 if again else 2]
+        assert caught.value.version == versions.pop()
+        notes = caught.value.__notes__
+        assert len(notes) == len(versions)
+        for version, note in zip(versions, notes, strict=True):
+            assert note.startswith(f"before it failed: PartialSyncError: version {version} did not")
+        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+            sender.wait_async()
+        del caught
+        gc.collect()
+    assert not caplog.records
+
+
+def test_wait_async_raises_a_failure_also_when_newer_sends_succeed() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        version = sender.send_async({"weight": torch.zeros(3, 3)})
+        tools.until(lambda: sender._handles[0].done())
+        tools.fill(source, 2.0)
+        for _ in range(3):
+            assert receiver.wait_for_version(sender.send_async())
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            sender.wait_async()
+        assert caught.value.version == version
+        assert sender.send_async() == version + 4
+        assert sender.wait_async().acked == {0}
+
+
+def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.SHM, source, target) as (sender, _):
+        for _ in range(40):
+            sender.send_async({"weight": torch.zeros(3, 3)})
+            tools.until(lambda: sender._handles[-1].done())
+        assert len(sender._handles) <= 17
+        gc.collect()
+        told = [each for each in caplog.records if "never retrieved" in each.message]
+        assert len(told) == 40 - len(sender._handles)
+        with pytest.raises(aiosync.PartialSyncError):
+            sender.wait_async()
 
 
 @pytest.mark.parametrize("make", tools.SCHEMES)

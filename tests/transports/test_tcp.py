@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import struct
@@ -25,6 +26,7 @@ from aiosync.errors import (
 from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.pipe import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import Current, Fetch, Update, encode_frame
@@ -160,6 +162,18 @@ async def test_options_of_the_socket() -> None:
         for end in ends:
             sock = end.channel.io.sock
             assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_limits_for_one_thing_leave_the_others_as_they_are() -> None:
+    """A limit on tensors once raised that on payloads from 64 GiB to 1 TiB."""
+    async with (
+        linked("tcp://127.0.0.1:0") as (_, default),
+        linked("tcp://127.0.0.1:0", limits=Limits(max_tensors=5)) as (_, given),
+    ):
+        assert default.channel.limits.max_payload_nbytes == 2**36
+        assert dataclasses.replace(default.channel.limits, max_tensors=5) == given.channel.limits
+    async with MPTransport.pair() as (local, _):  # within one host
+        assert local.channel.limits.max_payload_nbytes == 2**40
 
 
 async def test_limits_hold_after_the_handshake() -> None:
