@@ -23,7 +23,11 @@ from aiosync.errors import (
 )
 from aiosync.integrations.torchrl._cascade import Cascade, has_workers
 from aiosync.integrations.torchrl._labels import Labels
-from aiosync.integrations.torchrl._own_policy import acts_itself, send_to_itself
+from aiosync.integrations.torchrl._own_policy import (
+    acts_itself,
+    guard_forwards,
+    send_to_itself,
+)
 from aiosync.integrations.torchrl._policies import (
     factories_of,
     find_model,
@@ -146,6 +150,8 @@ class CollectorOwner:
         processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
         if all(isinstance(getattr(process, "pid", None), int) for process in processes):
             kwargs = {"processes": processes, **kwargs}
+        if acts_itself(scheme, collector):
+            guard_forwards(scheme, collector)
         try:
             proceed(*args, **kwargs)
         except PartialSyncError as exc:

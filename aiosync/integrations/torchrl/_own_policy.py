@@ -5,8 +5,10 @@ Must not import collectors.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +18,10 @@ from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.integrations.torchrl._policies import find_model
 from aiosync.schemes._indices import as_index, as_indices
 from aiosync.schemes._sources import is_per_worker
+from aiosync.schemes.guard import Guard
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
 
-__all__ = ["acts_itself", "send_to_itself"]
+__all__ = ["acts_itself", "guard_forwards", "send_to_itself"]
 
 
 def acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
@@ -103,3 +106,57 @@ def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: floa
             f"end within {limit:g} s; nothing was changed. Give the scheme a longer timeout=, or "
             "update once the policy has answered"
         )
+
+
+def guard_forwards(scheme: WeightSyncScheme, collector: Any) -> None:
+    """Have the forward passes of the collector's policy be reads of the scheme's guard.
+
+    ``Collector.start()`` collects in a thread of its own, and the trainer updates in another.
+    The policy itself gets no hooks: it is the trainer's, who may compile, export or script it.
+    """
+    core = scheme._scheme
+    if (scheme.model_id or "policy") != "policy" or core.guard != "forward":
+        return
+    policy = getattr(collector, "_wrapped_policy", None)
+    if not callable(policy) or isinstance(policy, _Guarded):
+        return
+    if getattr(collector, "_wrapped_policy_maybe_compiled", None) is policy:
+        collector._wrapped_policy_maybe_compiled = _Guarded(policy, scheme)
+
+
+class _Guarded:
+    """A policy as its collector calls it. Calls it as it is once the scheme is closed."""
+
+    def __init__(self, policy: Any, scheme: WeightSyncScheme) -> None:
+        self._policy = policy
+        self._scheme = weakref.ref(scheme._scheme)
+        self._guard: Guard = scheme._scheme._guard_object
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        core = self._scheme()
+        if core is None or core._closed:
+            return self._policy(*args, **kwargs)
+        guard = self._guard
+        guard.enter(sys._getframe())  # known by its frame, should Ctrl-C come before leave()
+        try:
+            return self._policy(*args, **kwargs)
+        finally:
+            guard.leave(forward=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_policy" not in self.__dict__:  # a copy asks before it is set
+            raise AttributeError(name)
+        return getattr(self._policy, name)
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._policy, memo)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._policy,)  # a pickled collector has no guard
+
+
+def _itself(policy: Any) -> Any:
+    return policy
