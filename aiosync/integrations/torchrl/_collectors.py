@@ -57,6 +57,8 @@ class CollectorOwner:
         scheme: The scheme that it calls.
     """
 
+    blocks_loops = True  # as its iterator does: a notebook runs a loop, and calls it all the same
+
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         self._collector = weakref.ref(collector)
         self._scheme = weakref.ref(scheme)

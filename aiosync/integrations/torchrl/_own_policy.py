@@ -52,7 +52,8 @@ def send_to_itself(
     """
     given = dict(kwargs)
     given.update(zip(("weights", "worker_ids"), args, strict=False))
-    weights, worker_ids = given.get("weights"), given.get("worker_ids")
+    weights: Any = given.get("weights")
+    worker_ids: Any = given.get("worker_ids")
     scheme._check(name)  # before anything changes
     named = None if worker_ids is None else as_indices("worker_ids", worker_ids)
     if scheme.worker_versions:

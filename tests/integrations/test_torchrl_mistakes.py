@@ -1,0 +1,102 @@
+"""What a TorchRL program may get wrong, or do elsewhere: it is said early, or it works."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import aiosync
+import aiosync.sync
+
+pytest.importorskip("torchrl")
+
+
+from tests.integrations import _multi_workers as workers
+from tests.integrations import _worlds as worlds
+from tests.integrations._multi_workers import Collector, collecting, seen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHM = aiosync.sync.SharedMemWeightSyncScheme
+PIPE = aiosync.sync.MultiProcessWeightSyncScheme
+TCP = aiosync.sync.TCPWeightSyncScheme
+SCHEMES = [SHM, PIPE, TCP]
+
+pytestmark = [
+    pytest.mark.slow,
+    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """Fork the workers, which takes a tenth of a second; spawning them takes five."""
+    with workers.start_method("fork"):
+        yield
+
+
+# -- where an event loop runs, as in a notebook -----------------------------------------------
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+def test_a_collector_made_and_used_where_an_event_loop_runs(make: Any) -> None:
+    async def cell() -> None:
+        policy = worlds.make_policy(1.0)
+        with collecting(make(), policy) as collector:
+            batches = iter(collector)
+            assert seen(next(batches)) == [(1.0, 0)] * 2
+            worlds.set_value(policy, 2.0)
+            collector.update_policy_weights_()
+            assert seen(next(batches)) == [(2.0, 1)] * 2
+        await asyncio.sleep(0)
+
+    asyncio.run(cell())
+
+
+def test_a_collector_of_one_process_where_an_event_loop_runs() -> None:
+    async def cell() -> None:
+        scheme = SHM()
+        collector = Collector(
+            worlds.World,
+            worlds.make_policy(1.0),
+            frames_per_batch=4,
+            total_frames=-1,
+            weight_sync_schemes={"policy": scheme},
+        )
+        collector.update_policy_weights_(worlds.make_policy(2.0))
+        assert worlds.actions(next(iter(collector))).unique().tolist() == [2.0]
+        scheme.send_async(worlds.make_policy(3.0))
+        scheme.wait_async()
+        collector.shutdown()
+        scheme.shutdown()
+
+    asyncio.run(cell())
+
+
+def test_a_scheme_of_its_own_still_refuses_to_block_a_loop() -> None:
+    async def program() -> None:
+        with SHM() as scheme:
+            scheme.init_on_sender(model=worlds.make_policy(1.0), num_workers=0)
+            with pytest.raises(aiosync.LocalProtocolError, match="running event loop"):
+                scheme.connect()
+
+    asyncio.run(program())
+
+
+def test_the_loop_of_the_schemes_is_never_blocked() -> None:
+    """It would wait for itself for ever."""
+    scheme = SHM()
+    with collecting(scheme, worlds.make_policy(1.0)):
+        held = scheme._lease
+        assert held is not None
+
+        async def inside() -> None:
+            scheme.send()
+
+        with pytest.raises(aiosync.LocalProtocolError, match="running event loop"):
+            held.call(inside())
