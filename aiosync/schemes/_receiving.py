@@ -19,7 +19,7 @@ from aiosync.errors import (
     LocalProtocolError,
     SyncTimeout,
 )
-from aiosync.schemes._context import as_model_id
+from aiosync.schemes._context import as_model_id, refuse_blocking_callers
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
 from aiosync.schemes._indices import as_index
@@ -97,6 +97,7 @@ class ReceivingScheme(FollowingScheme):
                 or ``apply="manual"``.
             LocalProtocolError: This object has a role already.
         """
+        refuse_blocking_callers(self)
         self._check_role("init_on_receiver")
         if model is not None and weights is not None:
             raise ConfigError("weights cannot be provided if model is provided")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,3 +101,56 @@ def test_the_loop_of_the_schemes_is_never_blocked() -> None:
 
         with pytest.raises(aiosync.LocalProtocolError, match="running event loop"):
             held.call(inside())
+
+
+# -- the wrong class --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        aiosync.SharedMemWeightSyncScheme,
+        aiosync.MultiProcessWeightSyncScheme,
+        aiosync.TCPWeightSyncScheme,
+        aiosync.NoWeightSyncScheme,
+    ],
+)
+def test_the_async_class_names_its_blocking_twin(make: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(aiosync.ConfigError, match=rf"aiosync\.sync\.{make.__name__}"):
+        with collecting(make(), worlds.make_policy(1.0)):
+            pass
+    assert time.monotonic() - started < workers.PATIENCE / 2
+    with pytest.raises(aiosync.ConfigError, match=rf"aiosync\.sync\.{make.__name__}"):
+        Collector(
+            worlds.World,
+            worlds.make_policy(1.0),
+            frames_per_batch=4,
+            total_frames=-1,
+            weight_sync_schemes={"policy": make()},
+        )
+
+
+def test_the_blocking_twin_of_a_class_of_the_users_own_is_that_of_its_base() -> None:
+    class Mine(aiosync.SharedMemWeightSyncScheme):
+        pass
+
+    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync\.SharedMemWeightSyncScheme"):
+        with collecting(Mine(), worlds.make_policy(1.0)):
+            pass
+
+
+def test_an_async_scheme_by_hand_beside_a_collector() -> None:
+    """Only TorchRL's own calls would never be awaited."""
+
+    async def program() -> None:
+        collector = Collector(
+            worlds.World, worlds.make_policy(1.0), frames_per_batch=4, total_frames=-1
+        )
+        async with aiosync.SharedMemWeightSyncScheme() as scheme:
+            scheme.init_on_sender(model_id="policy", context=collector)
+            await scheme.connect()
+            await scheme.send()
+        collector.shutdown()
+
+    asyncio.run(program())
