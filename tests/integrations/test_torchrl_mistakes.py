@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import aiosync
 import aiosync.sync
 
 pytest.importorskip("torchrl")
 
+from torchrl.modules import RandomPolicy
 
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
@@ -154,3 +157,50 @@ def test_an_async_scheme_by_hand_beside_a_collector() -> None:
         collector.shutdown()
 
     asyncio.run(program())
+
+
+# -- a policy that is no module ---------------------------------------------------------------
+
+
+class Constant:
+    """A policy that is no module."""
+
+    def __call__(self, data: Any) -> Any:
+        return data.set("action", torch.ones(worlds.WIDTH))
+
+
+@pytest.mark.parametrize("make", [*SCHEMES, aiosync.sync.DistributedWeightSyncScheme])
+@pytest.mark.parametrize("kind", ["random", "callable"])
+def test_a_policy_that_is_no_module_needs_no_scheme(make: Any, kind: str) -> None:
+    policy: Any = RandomPolicy(worlds.World().action_spec) if kind == "random" else Constant()
+    name = type(policy).__name__
+    before = len(multiprocessing.active_children())
+    with pytest.raises(aiosync.ConfigError, match=f"{name}.*nn.Module.*weight_sync_schemes"):
+        with collecting(make(), policy, track_policy_version=False):
+            pass
+    assert len(multiprocessing.active_children()) == before
+    with pytest.raises(aiosync.ConfigError, match=f"{name}.*nn.Module"):
+        Collector(
+            worlds.World,
+            policy,
+            frames_per_batch=4,
+            total_frames=-1,
+            trust_policy=True,
+            weight_sync_schemes={"policy": make()},
+        )
+
+
+def test_no_synchronization_takes_a_policy_that_is_no_module() -> None:
+    scheme = aiosync.sync.NoWeightSyncScheme()
+    collector = Collector(
+        worlds.World,
+        Constant(),
+        frames_per_batch=4,
+        total_frames=-1,
+        trust_policy=True,
+        weight_sync_schemes={"policy": scheme},
+    )
+    with scheme:
+        next(iter(collector))
+        collector.update_policy_weights_()
+        collector.shutdown()

@@ -32,6 +32,7 @@ from aiosync.integrations.torchrl._policies import (
     factories_of,
     find_model,
     from_factories,
+    refuse_no_module,
 )
 from aiosync.sync import (
     NoWeightSyncScheme,
@@ -113,6 +114,8 @@ class CollectorOwner:
             if actors is not None:
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id", args[0] if args else None) or "policy"
+        if not isinstance(scheme, NoWeightSyncScheme):
+            refuse_no_module(collector, model_id)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which
