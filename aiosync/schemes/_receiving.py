@@ -110,6 +110,8 @@ class ReceivingScheme(FollowingScheme):
         loader = None if load is None else LoadTarget(load)
         target = model if model is not None else weights if weights is not None else load
         self._check_guard(target)
+        if self._prepare_model is not None:
+            self._prepare_model(target)
         self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
         self._loader, self._transform = loader, transform

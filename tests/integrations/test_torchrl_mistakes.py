@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
 
 import aiosync
 import aiosync.sync
@@ -19,7 +21,7 @@ from torchrl.modules import RandomPolicy
 
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
-from tests.integrations._multi_workers import Collector, collecting, seen
+from tests.integrations._multi_workers import Collector, ask, collecting, seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +44,52 @@ def forked() -> Iterator[None]:
     """Fork the workers, which takes a tenth of a second; spawning them takes five."""
     with workers.start_method("fork"):
         yield
+
+
+# -- buffers that are in no state dict --------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Has a buffer that is in no state dict."""
+
+    def __init__(self, value: float = 0.0, scale: float = 2.0) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((worlds.WIDTH,), value))
+        self.register_buffer("scale", torch.full((worlds.WIDTH,), scale), persistent=False)
+        self.register_buffer("nothing", None, persistent=False)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.value * self.scale + 0 * observation
+
+
+def make_scaled(value: float = 0.0, scale: float = 2.0) -> TensorDictModule:
+    return TensorDictModule(Scaled(value, scale), in_keys=["observation"], out_keys=["action"])
+
+
+@pytest.mark.parametrize("make", SCHEMES)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_state_dicts_and_a_buffer_that_is_in_none(make: Any, method: str) -> None:
+    policy = make_scaled(1.0)
+    scheme = make(strategy="state_dict")
+    with workers.start_method(method), collecting(scheme, policy) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(2.0, 0)] * 2
+        worlds.set_value(policy, 3.0)
+        policy.module.scale.fill_(7.0)  # in no state dict: each side has its own from now on
+        collector.update_policy_weights_()
+        assert seen(next(batches)) == [(6.0, 1)] * 2
+        scales = [ask(collector, idx, "policy.module.scale.tolist") for idx in range(2)]
+        assert scales == [[2.0] * worlds.WIDTH] * 2
+
+
+def test_such_a_buffer_that_cannot_be_brought_is_named() -> None:
+    """Whoever gave the scheme its role did it before there was a collector to look into."""
+    policy = make_scaled(1.0)
+    scheme = SHM(strategy="state_dict", timeout=5.0)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    with scheme, pytest.raises(Exception, match=r"module\.scale.*strategy='tensordict'"):
+        with collecting(scheme, policy):
+            pass
 
 
 # -- where an event loop runs, as in a notebook -----------------------------------------------

@@ -22,6 +22,10 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.integrations.torchrl._cascade import Cascade, has_workers
+from aiosync.integrations.torchrl._hidden_buffers import (
+    carry_buffers,
+    refuse_missing_buffers,
+)
 from aiosync.integrations.torchrl._labels import Labels
 from aiosync.integrations.torchrl._own_policy import (
     acts_itself,
@@ -143,6 +147,8 @@ class CollectorOwner:
                     core._sources.per_worker = made
         if isinstance(scheme, NoWeightSyncScheme):
             scheme.carry(find_model(collector, model_id))
+        elif model_id == "policy":
+            carry_buffers(scheme, collector)
 
     def _connect_sender(
         self,
@@ -155,6 +161,8 @@ class CollectorOwner:
         processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
         if all(isinstance(getattr(process, "pid", None), int) for process in processes):
             kwargs = {"processes": processes, **kwargs}
+        if (scheme.model_id or "policy") == "policy":
+            refuse_missing_buffers(scheme, collector)
         if acts_itself(scheme, collector):
             guard_forwards(scheme, collector)
         try:
