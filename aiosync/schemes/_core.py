@@ -86,6 +86,10 @@ class SchemeCore:
         self._sender_pid: int | None = None
         self._reset()
 
+    # Called with what a receiver is given to keep up to date, before it is. Unlike what _reset()
+    # sets, one that an integration puts here travels in copies and pickles.
+    _prepare_model: Callable[[Any], None] | None = None
+
     def _reset(self) -> None:
         """Everything that a pickle does not carry; all else that an object has, it does."""
         self._role: Literal["sender", "receiver"] | None = None

@@ -12,6 +12,18 @@ from aiosync.wire import MAX_WORKER_IDX
 __all__ = ["as_count", "as_index", "as_indices"]
 
 
+def _as_int(value: Any) -> int:
+    """An int, or an integer of numpy or torch.
+
+    Raises:
+        TypeError: Something else. Also a truth value: ``worker_ids=True`` never means worker 1.
+        RuntimeError: Something else of torch.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+        raise TypeError("a truth value is no number")
+    return operator.index(value)
+
+
 def as_index(name: str, value: Any) -> int:
     """A count, or the index of a worker: also one of numpy's or torch's integers.
 
@@ -19,7 +31,7 @@ def as_index(name: str, value: Any) -> int:
         ConfigError: It is no integer of at least 0, or none that can travel.
     """
     try:
-        index = operator.index(value)
+        index = _as_int(value)
     except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
         index = -1
     if not 0 <= index <= MAX_WORKER_IDX:
@@ -35,7 +47,7 @@ def as_count(name: str, value: Any, least: int) -> int:
         ConfigError: It is no integer of at least ``least``.
     """
     try:
-        count = operator.index(value)
+        count = _as_int(value)
     except (TypeError, RuntimeError):
         count = least - 1
     if count < least:
@@ -50,8 +62,12 @@ def as_indices(name: str, value: int | Iterable[int]) -> set[int]:
         ConfigError: Something else.
     """
     try:
-        return {operator.index(value)}  # type: ignore[arg-type]  # a list has none
+        return {_as_int(value)}
     except (TypeError, RuntimeError):
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
+        try:
+            several = None if isinstance(value, str) else list(value)  # type: ignore[arg-type]
+        except TypeError:  # not all that has __iter__ can be iterated over: a number of torch
+            several = None
+        if several is None:
             raise ConfigError(f"{name} must be an int or ints, got {value!r}") from None
-        return {as_index(f"an index in {name}", each) for each in value}
+        return {as_index(f"an index in {name}", each) for each in several}

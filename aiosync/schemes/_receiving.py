@@ -20,7 +20,7 @@ from aiosync.errors import (
     LocalProtocolError,
     SyncTimeout,
 )
-from aiosync.schemes._context import as_model_id
+from aiosync.schemes._context import as_model_id, refuse_blocking_callers
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
 from aiosync.schemes._indices import as_index
@@ -100,6 +100,7 @@ class ReceivingScheme(FollowingScheme):
                 or ``apply="manual"``.
             LocalProtocolError: This object has a role already.
         """
+        refuse_blocking_callers(self)
         self._check_role("init_on_receiver")
         if model is not None and weights is not None:
             raise ConfigError("weights cannot be provided if model is provided")
@@ -112,6 +113,8 @@ class ReceivingScheme(FollowingScheme):
         loader = None if load is None else LoadTarget(load)
         target = model if model is not None else weights if weights is not None else load
         self._check_guard(target)
+        if self._prepare_model is not None:
+            self._prepare_model(target)
         self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
         self._loader, self._transform = loader, transform

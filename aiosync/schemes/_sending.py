@@ -13,7 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
-from aiosync.schemes._context import as_model_id, resolve_model, resolve_path
+from aiosync.schemes._context import (
+    as_model_id,
+    refuse_blocking_callers,
+    resolve_model,
+    resolve_path,
+)
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
@@ -109,6 +114,7 @@ class SendingScheme(SchemeCore):
             LocalProtocolError: This object has a role already.
         """
         del ctx
+        refuse_blocking_callers(self)
         self._check_role("init_on_sender")
         name = as_model_id(model_id or self._model_id or "policy")
         sources = resolve_sources(

@@ -27,7 +27,14 @@ _INTEGRATIONS = {
 
 
 class Owner(Protocol):
-    """Stands between a library's object and the scheme that it calls."""
+    """Stands between a library's object and the scheme that it calls.
+
+    Attributes:
+        blocks_loops: Whether the object blocks the event loop of its caller anyway, as in a
+            notebook, where there is no other API. The scheme does, too, then.
+    """
+
+    blocks_loops: bool
 
     def call(
         self,

@@ -283,22 +283,31 @@ def lease(tenant: Tenant) -> Lease:
     return held
 
 
-def refuse_inside_loop(what: str, instead: str | None = None) -> None:
+def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool = False) -> None:
     """Raise unless it is safe to block this thread.
 
     Args:
         what: The method that would block.
         instead: What to write in async code.
+        may_block: Whether any loop may be blocked but the portal's own, which would wait for
+            itself.
 
     Raises:
         LocalProtocolError: An event loop runs in this thread: it would be blocked.
     """
-    if asyncio._get_running_loop() is not None:
+    loop = asyncio._get_running_loop()
+    if loop is not None and not (may_block and not _is_portal(loop)):
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside a running event loop, which it would "
             f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
             "of `aiosync`"
         )
+
+
+def _is_portal(loop: asyncio.AbstractEventLoop) -> bool:
+    with _lock:
+        portals = _leaving if _portal is None else {_portal, *_leaving}
+        return any(portal.loop is loop for portal in portals)
 
 
 def _forget() -> None:

@@ -163,7 +163,7 @@ class WeightSyncScheme(Attributes):
     # -- the portal ----------------------------------------------------------------------------
 
     def _check(self, what: str, instead: str | None = None) -> None:
-        refuse_inside_loop(what, instead)
+        refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
         self._scheme._check_open()
         if self._is_inherited:
@@ -171,6 +171,10 @@ class WeightSyncScheme(Attributes):
                 f"{what}(): this scheme was set up before the process forked; call "
                 "init_on_receiver() and connect() in the child"
             )
+
+    @property
+    def _may_block(self) -> bool:
+        return self._owner is not None and self._owner.blocks_loops
 
     def _after_fork(self) -> None:
         # The parent's other threads may have held the locks, and its sends are not ours.
@@ -315,7 +319,7 @@ class WeightSyncScheme(Attributes):
         if held is None or not held.valid:
             self._scheme.abort()
             return
-        refuse_inside_loop("shutdown", "await scheme.aclose()")
+        refuse_inside_loop("shutdown", "await scheme.aclose()", may_block=self._may_block)
         with self._closing:  # another thread's shutdown has to be over when this one returns
             if not held.valid:
                 return

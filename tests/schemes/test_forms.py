@@ -376,3 +376,13 @@ def test_schemes_by_back_end_name() -> None:
         assert type(scheme_from_backend(name, strategy="state_dict")) is cls
     with pytest.raises(aiosync.ConfigError, match="shared"):
         scheme_from_backend("carrier pigeon")
+
+
+@pytest.mark.parametrize("value", [True, False, torch.tensor(True)])
+def test_a_truth_value_is_no_index_and_no_count(value) -> None:
+    with pytest.raises(aiosync.ConfigError, match="num_workers must be an int"):
+        aiosync.SharedMemWeightSyncScheme().init_on_sender(num_workers=value)
+    with pytest.raises(aiosync.ConfigError, match="worker_idx must be an int"):
+        aiosync.SharedMemWeightSyncScheme().init_on_receiver(worker_idx=value)
+    with pytest.raises(aiosync.ConfigError, match="a key of params_map must be an int"):
+        aiosync.SharedMemWeightSyncScheme().init_on_sender(params_map={value: {}})

@@ -110,7 +110,7 @@ async def test_closing_in_the_middle_of_a_send_leaves_no_thread() -> None:
             sending = asyncio.create_task(scheme.send())
             await h.until(lambda: scheme.version == 2)
             await scheme.aclose()
-            with pytest.raises(aiosync.PartialSyncError):
+            with pytest.raises(aiosync.TransportClosed):
                 await sending
         finally:
             proxy.resume()

@@ -22,11 +22,21 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.integrations.torchrl._cascade import Cascade, has_workers
+from aiosync.integrations.torchrl._hidden_buffers import (
+    carry_buffers,
+    refuse_missing_buffers,
+)
 from aiosync.integrations.torchrl._labels import Labels
+from aiosync.integrations.torchrl._own_policy import (
+    acts_itself,
+    guard_forwards,
+    send_to_itself,
+)
 from aiosync.integrations.torchrl._policies import (
     factories_of,
     find_model,
     from_factories,
+    refuse_no_module,
 )
 from aiosync.sync import (
     NoWeightSyncScheme,
@@ -51,6 +61,8 @@ class CollectorOwner:
         collector: The collector; referred to weakly.
         scheme: The scheme that it calls.
     """
+
+    blocks_loops = True  # as its iterator does: a notebook runs a loop, and calls it all the same
 
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         self._collector = weakref.ref(collector)
@@ -83,7 +95,7 @@ class CollectorOwner:
         if name == "connect":
             return self._connect_receiver(scheme, proceed, args, kwargs)
         if name in ("send", "send_async"):
-            return self._send(scheme, collector, proceed, args, kwargs)
+            return self._send(scheme, collector, name, proceed, args, kwargs)
         return proceed(*args, **kwargs)
 
     def stands_for(self, context: object) -> bool:
@@ -106,6 +118,8 @@ class CollectorOwner:
             if actors is not None:
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id", args[0] if args else None) or "policy"
+        if not isinstance(scheme, NoWeightSyncScheme):
+            refuse_no_module(collector, model_id)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which
@@ -133,6 +147,8 @@ class CollectorOwner:
                     core._sources.per_worker = made
         if isinstance(scheme, NoWeightSyncScheme):
             scheme.carry(find_model(collector, model_id))
+        elif model_id == "policy":
+            carry_buffers(scheme, collector)
 
     def _connect_sender(
         self,
@@ -145,6 +161,10 @@ class CollectorOwner:
         processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
         if all(isinstance(getattr(process, "pid", None), int) for process in processes):
             kwargs = {"processes": processes, **kwargs}
+        if (scheme.model_id or "policy") == "policy":
+            refuse_missing_buffers(scheme, collector)
+        if acts_itself(scheme, collector):
+            guard_forwards(scheme, collector)
         try:
             proceed(*args, **kwargs)
         except PartialSyncError as exc:
@@ -161,21 +181,19 @@ class CollectorOwner:
         self,
         scheme: WeightSyncScheme,
         collector: Any,
+        name: str,
         proceed: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
         worker_ids = kwargs.get("worker_ids")
-        if isinstance(worker_ids, int) and _is_rank(sys._getframe(1)):
-            kwargs = {**kwargs, "worker_ids": worker_ids - 1}
+        # A truth value is no rank: taking one from it would make an index of it.
+        if isinstance(worker_ids, int) and not isinstance(worker_ids, bool):
+            if _is_rank(sys._getframe(1)):
+                kwargs = {**kwargs, "worker_ids": worker_ids - 1}
         weights = kwargs.get("weights", args[0] if args else None)
-        if not isinstance(weights, str | None) and _acts_itself(scheme, collector):
-            # It has no workers: what it is given is for its own policy.
-            model = find_model(collector, scheme.model_id or "policy")
-            if isinstance(model, nn.Module) and model is not weights:
-                core = scheme._scheme
-                given = core._strategy.extract_weights(weights)
-                core._strategy.apply_weights(model, given, strict=core.strict)
+        if acts_itself(scheme, collector):
+            return send_to_itself(scheme, collector, name, proceed, args, kwargs)
         try:
             result = proceed(*args, **kwargs)
         finally:
@@ -304,15 +322,6 @@ def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
     found = scheme()
     if found is not None:
         found.abort()
-
-
-def _acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
-    """Whether this is the scheme of a collector that steps its environments itself."""
-    if isinstance(scheme, NoWeightSyncScheme):
-        return False
-    torchrl: Any = sys.modules.get("torchrl.collectors")
-    single = getattr(torchrl, "Collector", None) or getattr(torchrl, "SyncDataCollector", None)
-    return single is not None and isinstance(collector, single)
 
 
 def _own_idx(collector: Any) -> int | None:

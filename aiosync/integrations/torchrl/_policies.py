@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from aiosync.errors import ConfigError
 from aiosync.schemes._context import resolve_model
 
-__all__ = ["factories_of", "find_model", "from_factories"]
+__all__ = ["factories_of", "find_model", "from_factories", "refuse_no_module"]
 
 
 def find_model(collector: Any, model_id: str) -> Any:
@@ -18,6 +19,21 @@ def find_model(collector: Any, model_id: str) -> Any:
         return resolve_model(collector, model_id)
     except (AttributeError, ValueError):
         return None
+
+
+def refuse_no_module(collector: Any, model_id: str) -> None:
+    """Raise if the collector's policy has no weights that could be sent.
+
+    Raises:
+        ConfigError: It is no module.
+    """
+    policy = find_model(collector, model_id) if model_id == "policy" else None
+    if policy is not None and not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"the policy is a {type(policy).__name__} and no nn.Module: it needs no weight "
+            "synchronization. Leave weight_sync_schemes= away; a Collector also takes "
+            "NoWeightSyncScheme"
+        )
 
 
 def factories_of(collector: Any) -> list[Callable[[], Any]]:

@@ -33,6 +33,8 @@ class ServerOwner:
         scheme: The scheme that it calls.
     """
 
+    blocks_loops = False  # it calls the scheme in a thread of its own
+
     def __init__(self, server: Any, scheme: WeightSyncScheme) -> None:
         self._server = weakref.ref(server)
         self._scheme = weakref.ref(scheme)

@@ -1,0 +1,260 @@
+"""Collectors of TorchRL that have no workers: what they are given is for their own policy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import pickle
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import aiosync
+import aiosync.sync
+
+pytest.importorskip("torchrl")
+
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tests.integrations import _multi_workers as workers
+from tests.integrations import _worlds as worlds
+from tests.integrations._multi_workers import Collector, collecting, seen, seen_by_one, weights_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHM = aiosync.sync.SharedMemWeightSyncScheme
+
+pytestmark = [
+    pytest.mark.slow,
+    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _arena() -> None:
+    """Let multiprocessing map what it keeps for values that processes share."""
+    [multiprocessing.Value("q") for _ in range(40)]
+
+
+@contextlib.contextmanager
+def alone(policy: Any, scheme: Any = None, **options: Any) -> Iterator[Any]:
+    scheme = SHM(timeout=workers.PATIENCE) if scheme is None else scheme
+    collector = Collector(
+        worlds.World,
+        policy,
+        frames_per_batch=4,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+        **options,
+    )
+    try:
+        yield collector
+    finally:
+        collector.async_shutdown(timeout=workers.PATIENCE)
+        scheme.shutdown()
+
+
+# -- indices ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker_ids", [None, 0, [0], {0}, torch.tensor(0)])
+def test_index_0_is_the_collector_itself(worker_ids: Any) -> None:
+    with alone(worlds.make_policy(1.0), track_policy_version=True) as collector:
+        batches = iter(collector)
+        assert seen_by_one(next(batches)) == (1.0, 0)
+        collector.update_policy_weights_(worlds.make_policy(2.0), worker_ids=worker_ids)
+        assert collector.policy_version == 1
+        assert seen_by_one(next(batches)) == (2.0, 1)
+        collector.update_policy_weights_(weights_of(worlds.make_policy(3.0)), worker_ids=worker_ids)
+        assert seen_by_one(next(batches)) == (3.0, 2)
+        collector._weight_sync_schemes["policy"].send(worlds.make_policy(4.0), worker_ids)
+        assert worlds.actions(next(batches)).unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("worker_ids", [1, [7], [0, 7], True, [False], -1, "0", [0.5]])
+def test_other_indices_are_refused_before_anything_changes(worker_ids: Any) -> None:
+    with alone(worlds.make_policy(1.0), track_policy_version=True) as collector:
+        batches = iter(collector)
+        next(batches)
+        with pytest.raises(aiosync.ConfigError, match="not registered|must be an int"):
+            collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=worker_ids)
+        assert collector.policy_version == 0
+        assert seen_by_one(next(batches)) == (1.0, 0)
+
+
+def test_nobody_is_nobody() -> None:
+    with alone(worlds.make_policy(1.0)) as collector:
+        collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=[])
+        assert worlds.actions(next(iter(collector))).unique().tolist() == [1.0]
+
+
+def test_weights_for_each_worker_are_those_of_index_0() -> None:
+    with alone(worlds.make_policy(1.0), SHM(per_worker_weights=True)) as collector:
+        batches = iter(collector)
+        collector.update_policy_weights_({0: weights_of(worlds.make_policy(2.0))})
+        assert worlds.actions(next(batches)).unique().tolist() == [2.0]
+        with pytest.raises(aiosync.ConfigError, match="Worker 1 not registered"):
+            collector.update_policy_weights_({1: weights_of(worlds.make_policy(3.0))})
+        assert worlds.actions(next(batches)).unique().tolist() == [2.0]
+
+
+def test_a_closed_scheme_changes_nothing() -> None:
+    scheme = SHM()
+    with alone(worlds.make_policy(1.0), scheme) as collector:
+        scheme.shutdown()
+        with pytest.raises(aiosync.TransportClosed):
+            collector.update_policy_weights_(worlds.make_policy(9.0))
+        assert worlds.actions(next(iter(collector))).unique().tolist() == [1.0]
+
+
+def test_a_truth_value_is_no_index() -> None:
+    with workers.start_method("fork"), collecting(SHM(), worlds.make_policy(1.0)) as collector:
+        batches = iter(collector)
+        for worker_ids in (True, [True], torch.tensor(True)):
+            with pytest.raises(aiosync.ConfigError, match="must be an int"):
+                collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=worker_ids)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+
+
+# -- in a thread of its own -------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Reads one parameter in each millisecond."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        count = range(worlds.WIDTH)
+        self.values = nn.ParameterList([nn.Parameter(torch.full((), value)) for _ in count])
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        read = []
+        for each in self.values:
+            read.append(each + 0 * observation[..., 0])
+            time.sleep(0.001)
+        return torch.stack(read, -1)
+
+
+def make_slow(value: float) -> TensorDictModule:
+    return TensorDictModule(Slow(value), in_keys=["observation"], out_keys=["action"])
+
+
+def make_buffer() -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(2000), batch_size=8)
+
+
+def test_updates_stay_out_of_forwards_of_a_collector_that_was_started() -> None:
+    buffer = make_buffer()
+    with alone(make_slow(0.0), replay_buffer=buffer) as collector:
+        collector.start()
+        for version in range(1, 101):
+            collector.update_policy_weights_(make_slow(float(version)))
+            time.sleep(0.005)
+        newest = buffer.write_count
+        workers.until(lambda: buffer.write_count > newest + 8)
+    values = worlds.actions(buffer[:])  # fails on a mix of two
+    assert values.max() == 100.0
+    assert len(values.unique()) > 10  # or nothing was shown
+
+
+class Blocked(nn.Module):
+    """A forward pass that ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(worlds.WIDTH))
+        self.gate: dict[str, threading.Event] = {}  # not a part of the module
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        if self.gate:
+            self.gate["inside"].set()
+            self.gate["go"].wait(workers.PATIENCE)
+        return self.value + 0 * observation
+
+
+def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
+    module = Blocked()
+    policy = TensorDictModule(module, in_keys=["observation"], out_keys=["action"])
+    other = {"module.value": torch.ones(worlds.WIDTH)}
+    with alone(policy, SHM(timeout=0.2), replay_buffer=make_buffer()) as collector:
+        module.gate = {"inside": threading.Event(), "go": threading.Event()}
+        collector.start()
+        try:
+            assert module.gate["inside"].wait(workers.PATIENCE)
+            with pytest.raises(aiosync.SyncTimeout, match=r"0\.2 s.*timeout="):
+                collector.update_policy_weights_(other)
+            assert not module.value.any()
+        finally:
+            module.gate["go"].set()
+        collector.update_policy_weights_(other)
+        assert module.value.all()
+
+
+def test_an_update_inside_of_the_forward_is_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.zeros(worlds.WIDTH))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            if holder:
+                with pytest.raises(aiosync.LocalProtocolError, match="between two"):
+                    holder[0].update_policy_weights_({"module.value": torch.ones(worlds.WIDTH)})
+                refused.append(True)
+            return self.value + 0 * observation
+
+    holder: list[Any] = []
+    refused: list[bool] = []
+    policy = TensorDictModule(Own(), in_keys=["observation"], out_keys=["action"])
+    with alone(policy) as collector:
+        holder.append(collector)
+        assert not next(iter(collector))["action"].any()
+        holder.clear()
+    assert refused
+
+
+def test_the_policy_itself_has_no_hooks() -> None:
+    """It is the trainer's: it is compiled, exported, scripted and pickled there."""
+    policy = worlds.make_policy(1.0)
+    with alone(policy) as collector:
+        next(iter(collector))
+        for module in policy.modules():
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+        copy.deepcopy(policy)
+        pickle.loads(pickle.dumps(policy))
+        compiled = torch.compile(policy.module, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1)).tolist() == [1.0] * worlds.WIDTH
+
+
+def test_a_compiled_policy() -> None:
+    policy = TensorDictModule(nn.Linear(1, worlds.WIDTH), ["observation"], ["action"])
+    worlds.set_value(policy, 1.0)
+    other = copy.deepcopy(policy)
+    with alone(policy, compile_policy={"backend": "eager", "fullgraph": True}) as collector:
+        batches = iter(collector)
+        for value in (2.0, 3.0, 4.0):
+            worlds.set_value(other, value)
+            collector.update_policy_weights_(other)
+            assert set(worlds.actions(next(batches)).tolist()) == {value}
+
+
+def test_a_closed_scheme_lets_forwards_be() -> None:
+    scheme = SHM()
+    with alone(worlds.make_policy(1.0), scheme) as collector:
+        batches = iter(collector)
+        next(batches)
+        scheme.shutdown()
+        entered: list[object] = []
+        scheme._scheme._guard_object.enter = entered.append
+        next(batches)
+        assert not entered
