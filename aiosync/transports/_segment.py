@@ -9,6 +9,7 @@ leave the slot. Must not import asyncio, torch or anything above ``transports``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -31,6 +32,12 @@ class Segment:
 
     Args:
         slot_nbytes: Bytes of one slot; rounded up to whole pages.
+
+    Attributes:
+        read_only_fd: A descriptor that peers may map but not write.
+
+    Raises:
+        ConfigError: The system has no memory for it, or the process no descriptor left.
     """
 
     def __init__(self, slot_nbytes: int) -> None:
@@ -41,10 +48,14 @@ class Segment:
             self.fd: int = anonymous_file()
         except OSError as exc:
             raise ConfigError(f"no shared memory: {exc}") from exc
+        try:  # now, as a link could not say that there is no descriptor left
+            self.read_only_fd: int = _read_only(self.fd)
+        except OSError as exc:
+            os.close(self.fd)
+            raise ConfigError(f"no descriptor for readers of shared memory: {exc}") from exc
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
-        self._read_only_fd: int | None = None
 
     def grow(self, arena: Arena) -> Slot:
         """Add one slot.
@@ -74,22 +85,12 @@ class Segment:
         """
         return _Reservation(self)
 
-    @property
-    def read_only_fd(self) -> int:
-        """A descriptor that peers may map but not write."""
-        if self._read_only_fd is None:
-            try:
-                self._read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # no /proc: hand out the writable one; receivers map it privately
-                self._read_only_fd = os.dup(self.fd)
-        return self._read_only_fd
-
     def close(self) -> None:
         """Close the descriptors; the memory goes when its last mapping does."""
-        for fd in (self.fd, self._read_only_fd):
-            if fd is not None and fd >= 0:
+        for fd in (self.fd, self.read_only_fd):
+            if fd >= 0:
                 os.close(fd)
-        self.fd, self._read_only_fd = -1, None
+        self.fd = self.read_only_fd = -1
         for slot in self.slots:
             slot.view = memoryview(b"")
         self.slots.clear()
@@ -361,6 +362,15 @@ class SegmentView:
             except BufferError:  # a tensor still views it: it goes with that
                 if self.reads(index):
                     self._maps[index] = mapping, memoryview(mapping)
+
+
+def _read_only(fd: int) -> int:
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return os.dup(fd)  # no /proc: the writable one; receivers map it privately
 
 
 class _Reservation:
