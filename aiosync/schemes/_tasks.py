@@ -64,8 +64,15 @@ class TaskOwner:
             task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel every task and wait, at most 5 seconds, until they are gone."""
+        """Cancel every task and wait, at most 5 seconds, until they are gone.
+
+        Tasks of a loop that does not run would never be: they are cancelled, as in :meth:`abort`.
+        """
         self._closed = True
+        running = asyncio.get_running_loop()
+        if any(task.get_loop() is not running for task in self._tasks):
+            self.abort()
+            return
         current = asyncio.current_task()
         tasks = {task for task in self._tasks if task is not current}
         for task in tasks:

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -626,3 +627,30 @@ def test_a_trainer_without_descriptors_is_told() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     scheme.init_on_sender(model=models.linear())
     scheme.abort()
+
+
+@pytest.mark.parametrize("make", harness.SCHEMES)
+@pytest.mark.parametrize("closed", [False, True], ids=["stopped", "closed"])
+def test_a_scheme_is_closed_when_its_own_loop_does_not_run(make, closed) -> None:
+    source, target = models.linear(), models.linear()
+    scheme = make()
+    worker = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    worker.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    loop = asyncio.SelectorEventLoop()
+
+    async def connect() -> None:
+        await asyncio.gather(scheme.connect(), worker.connect())
+
+    loop.run_until_complete(connect())
+    if closed:
+        loop.close()
+    started = time.monotonic()
+    for each in (worker, scheme):
+        asyncio.run(each.aclose())
+        asyncio.run(each.aclose())
+    assert time.monotonic() - started < 4.5, "it waited for tasks that nothing runs"
+    if not closed:
+        loop.run_until_complete(asyncio.sleep(0.01))
+        assert not asyncio.all_tasks(loop)
+        loop.close()
