@@ -247,6 +247,12 @@ class Workers:
         snapshot = self.snapshot_for(worker_idx)
         return 0 if snapshot is None else snapshot.version
 
+    def not_let_in(self, error: OSError) -> None:
+        """Somebody came, but there is no link; connect() says so if it waits in vain."""
+        text = f"a worker could not be let in: {error}"
+        if text not in self._refused:
+            self._refused = [*self._refused[-2:], text]
+
     def not_reached(self, worker_idx: int, error: AiosyncError) -> None:
         """A worker that cannot come by itself cannot be reached any more."""
         if worker_idx not in self.peers:
