@@ -13,11 +13,26 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from aiosync.errors import TransportClosed
+from aiosync.errors import LocalProtocolError, TransportClosed
 
-__all__ = ["TaskOwner"]
+__all__ = ["TaskOwner", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that runs in this thread.
+
+    Raises:
+        LocalProtocolError: None does, as under trio.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as exc:
+        raise LocalProtocolError(
+            "aiosync needs an asyncio event loop: use asyncio.run(), aiosync.run(), or anyio with "
+            "its asyncio backend"
+        ) from exc
 
 
 class TaskOwner:

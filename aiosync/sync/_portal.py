@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -293,12 +294,27 @@ def refuse_inside_loop(what: str, instead: str | None = None) -> None:
     Raises:
         LocalProtocolError: An event loop runs in this thread: it would be blocked.
     """
+    if _inside_trio():
+        raise LocalProtocolError(
+            f"aiosync.sync: {what}() was called inside trio's event loop, which it would block; "
+            f"use `await trio.to_thread.run_sync(scheme.{what})`"
+        )
     if asyncio._get_running_loop() is not None:
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside a running event loop, which it would "
             f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
             "of `aiosync`"
         )
+
+
+def _inside_trio() -> bool:
+    sniffio = sys.modules.get("sniffio")  # which trio needs to be found out
+    if sniffio is None:
+        return False
+    try:
+        return bool(sniffio.current_async_library() == "trio")
+    except sniffio.AsyncLibraryNotFoundError:
+        return False
 
 
 def _forget() -> None:
