@@ -58,9 +58,8 @@ class SendingScheme(SchemeCore):
 
     def _start_listening(self, sender: WeightSender) -> None:
         """Let workers in from now on. Called on the loop."""
-        del sender
         if isinstance(self._listener, Listener):
-            self._listener.start(self._on_connection)
+            self._listener.start(self._on_connection, sender.workers.not_let_in)
 
     # Whether what carries large payloads takes them from the tensors at once.
     _borrows = False

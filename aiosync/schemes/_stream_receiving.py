@@ -254,7 +254,7 @@ class StreamReceiving(WeightSyncScheme):
         """Hear who dialled, whether or not anybody waits for a link."""
         if len(self._ungreeted) >= _MAX_UNGREETED:
             oldest = next(iter(self._ungreeted))
-            self._ungreeted.pop(oldest).cancel()
+            self._greetings.cancel(self._ungreeted.pop(oldest))
             oldest.abort()  # a task that never ran does not
         task = self._greetings.start(self._hear(link), "aiosync greeting of a trainer")
         self._ungreeted[link] = task

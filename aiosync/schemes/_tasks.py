@@ -3,7 +3,7 @@
 A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
 ``aclose()``, which different tasks may call; a task group must be left by the task that entered
 it. Nothing else below ``sync`` calls ``create_task``. Must not import torch, nor anything else
-of aiosync.
+of aiosync but its errors.
 """
 
 from __future__ import annotations
@@ -13,21 +13,41 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["TaskOwner"]
+from aiosync.errors import LocalProtocolError, TransportClosed
+
+__all__ = ["TaskOwner", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that runs in this thread.
+
+    Raises:
+        LocalProtocolError: None does, as under trio.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as exc:
+        raise LocalProtocolError(
+            "aiosync needs an asyncio event loop: use asyncio.run(), aiosync.run(), or anyio with "
+            "its asyncio backend"
+        ) from exc
 
 
 class TaskOwner:
     """Starts tasks, hands their crashes to one callback, and ends them together.
 
     Args:
-        on_crash: Called on the loop with the exception that a task ended with.
+        on_crash: Called on the loop with the exception that a task ended with; with
+            ``TransportClosed`` where somebody else cancelled it.
     """
 
     def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
         self._on_crash = on_crash
         self._tasks: set[asyncio.Task[None]] = set()
+        self._given_up: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``coroutine`` in the background until it ends or :meth:`aclose` cancels it."""
@@ -38,11 +58,36 @@ class TaskOwner:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)
+        own = self._closed or task in self._given_up
+        self._given_up.discard(task)
+        if not task.cancelled():
+            if (error := task.exception()) is not None:
+                self._on_crash(error)
+        elif not own:  # whoever waits for what it was to do would wait for ever
+            self._on_crash(
+                TransportClosed(
+                    f"a background task of this scheme was cancelled ({task.get_name()!r}), by "
+                    "other code or by a CancelledError that a function of yours raised; close "
+                    "schemes with aclose() before tasks are cancelled"
+                )
+            )
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Cancel one task, and forget it: nobody waits for what it was to do."""
+        if task in self._tasks:
+            self._given_up.add(task)
+            task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel every task and wait, at most 5 seconds, until they are gone."""
+        """Cancel every task and wait, at most 5 seconds, until they are gone.
+
+        Tasks of a loop that does not run would never be: they are cancelled, as in :meth:`abort`.
+        """
+        self._closed = True
+        running = asyncio.get_running_loop()
+        if any(task.get_loop() is not running for task in self._tasks):
+            self.abort()
+            return
         current = asyncio.current_task()
         tasks = {task for task in self._tasks if task is not current}
         for task in tasks:
@@ -52,6 +97,7 @@ class TaskOwner:
 
     def abort(self) -> None:
         """Cancel every task without waiting. May be called from any thread."""
+        self._closed = True
         for task in tuple(self._tasks):
             loop = task.get_loop()
             if loop.is_running() and asyncio._get_running_loop() is not loop:

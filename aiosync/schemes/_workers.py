@@ -95,6 +95,8 @@ class Workers:
         # A bug in a background task: nothing it was to do will happen, so every call says so.
         self._crash = error, error.__traceback__
         self._on_crash(error)
+        if isinstance(error, TransportClosed):  # cancelled by others: nobody reads the links
+            self._end_links(error)
         self.notify()
 
     def notify(self) -> None:
@@ -134,6 +136,9 @@ class Workers:
             hello: What was read from it already.
             given: There will be no other link to that worker.
         """
+        if self._crash is not None:
+            transport.abort()
+            return
         self._arriving[transport] = -1
         coroutine = self._welcome(transport, worker_idx, hello, given=given)
         self.tasks.start(coroutine, "aiosync handshake")
@@ -246,6 +251,12 @@ class Workers:
             return self.clock.current
         snapshot = self.snapshot_for(worker_idx)
         return 0 if snapshot is None else snapshot.version
+
+    def not_let_in(self, error: OSError) -> None:
+        """Somebody came, but there is no link; connect() says so if it waits in vain."""
+        text = f"a worker could not be let in: {error}"
+        if text not in self._refused:
+            self._refused = [*self._refused[-2:], text]
 
     def not_reached(self, worker_idx: int, error: AiosyncError) -> None:
         """A worker that cannot come by itself cannot be reached any more."""
@@ -391,12 +402,14 @@ class Workers:
     def end(self) -> None:
         """Close every link; what is on its way fails with ``TransportClosed``."""
         self.closed = True
-        error = TransportClosed("this scheme was closed")
+        self._end_links(TransportClosed("this scheme was closed"))
+        self.peers.clear()
+        self.forget_all()
+        self.notify()
+
+    def _end_links(self, error: AiosyncError) -> None:
         for peer in list(self.peers.values()):
             peer.lose(error)
             peer.transport.abort()
         for transport in self._arriving:  # a task that never ran cannot close its link
             transport.abort()
-        self.peers.clear()
-        self.forget_all()
-        self.notify()

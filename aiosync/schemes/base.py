@@ -26,6 +26,7 @@ from aiosync.errors import (
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
 from aiosync.schemes._snapshots import SnapshotStore
+from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.handles import Ready
 from aiosync.transports.base import Transport
 
@@ -129,7 +130,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
             LocalProtocolError: Called twice, or before ``init_on_*``, or in a child that was
-                forked after it.
+                forked after it; or without an asyncio event loop, as under trio.
 
         Cancellation:
             Breaks the attempt: the scheme is closed.
@@ -148,7 +149,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
                 "Cannot specify weights on receiver side during synchronization."
             )
         limit = self._limit(timeout)
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._connecting = task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()

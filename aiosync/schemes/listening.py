@@ -153,7 +153,7 @@ class StreamListener:
             if full or len(self._strangers) >= _MAX_STRANGERS:
                 # Forgotten at once: its task ends later, and the next one has to go, too.
                 self.counts.refused["crowded out"] += 1
-                self._strangers.pop(next(iter(self._strangers))).cancel()
+                self._tasks.cancel(self._strangers.pop(next(iter(self._strangers))))
             task = self._tasks.start(self._let_in(sock), "aiosync handshake of a stranger")
             self._strangers[sock] = task
             task.add_done_callback(lambda task, sock=sock: self._end_stranger(sock, task))  # type: ignore[misc]  # the default binds it

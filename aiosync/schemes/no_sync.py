@@ -17,6 +17,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
+from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import Layout, Target, collect
@@ -116,7 +117,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             self._unpack(self.model)
         if worker_idx is not None:
             self._worker_idx = as_index("worker_idx", worker_idx)
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._connected = True
 
     async def send(

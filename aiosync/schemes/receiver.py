@@ -179,6 +179,9 @@ class WeightReceiver(Answering):
             await self._outgoing.flush()
 
     def _on_message(self, received: Received) -> Again | None:
+        if self._closed:  # and the link is about to be
+            received.release()
+            return None
         message = received.message
         self._outgoing.check()
         if isinstance(message, Update) and self._staging.checks:
@@ -215,6 +218,9 @@ class WeightReceiver(Answering):
         give_back: Callable[[], None],
     ) -> None:
         """Another version where an earlier one was: the short way."""
+        if self._closed:
+            give_back()
+            return
         assert payload is not None
         layout = self._staging.known(layout)
         flat = self._staging.map(key, payload)

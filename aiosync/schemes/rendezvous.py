@@ -73,9 +73,19 @@ class Listener:
         self._sock.setblocking(False)
         close_in_child(self)
 
-    def start(self, on_connection: Callable[[socket.socket, int], None]) -> None:
-        """Accept on the running loop; calls back with each socket and its process id."""
+    def start(
+        self,
+        on_connection: Callable[[socket.socket, int], None],
+        on_trouble: Callable[[OSError], None] = lambda exc: None,
+    ) -> None:
+        """Accept on the running loop.
+
+        Args:
+            on_connection: Called with each socket and its process id; owns it once it returns.
+            on_trouble: Called when somebody could not be let in; may be called again for him.
+        """
         self._loop = asyncio.get_running_loop()
+        self._on_trouble = on_trouble
         self._loop.add_reader(self._sock.fileno(), self._accept, on_connection)
 
     def _accept(self, on_connection: Callable[[socket.socket, int], None]) -> None:
@@ -84,16 +94,24 @@ class Listener:
                 sock, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError:
+            except OSError as exc:
                 # No descriptors, most likely. Who waits is told by the next turn, or by its own
                 # deadline; the loop would say it a hundred thousand times a second.
+                self._on_trouble(exc)
                 self._pause(on_connection)
                 return
-            pid, uid = peer_pid(sock)
-            if uid is not None and uid != os.geteuid():
-                sock.close()  # another user's process: it has no business here
-                continue
-            on_connection(sock, pid)
+            try:
+                pid, uid = peer_pid(sock)
+                if uid is not None and uid != os.geteuid():
+                    sock.close()  # another user's process: it has no business here
+                    continue
+                on_connection(sock, pid)
+            except OSError as exc:
+                sock.close()  # who dialled sees it at once
+                self._on_trouble(exc)
+            except BaseException:  # a bug, for the loop's exception handler
+                sock.close()
+                raise
 
     def _pause(self, on_connection: Callable[[socket.socket, int], None]) -> None:
         assert self._loop is not None
@@ -101,7 +119,7 @@ class Listener:
 
         def go_on() -> None:
             if self._sock.fileno() >= 0:
-                self.start(on_connection)
+                self.start(on_connection, self._on_trouble)
 
         self._loop.call_later(_PAUSE_SECONDS, go_on)
 

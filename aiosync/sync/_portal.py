@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -295,6 +296,11 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
     Raises:
         LocalProtocolError: An event loop runs in this thread: it would be blocked.
     """
+    if _inside_trio():
+        raise LocalProtocolError(
+            f"aiosync.sync: {what}() was called inside trio's event loop, which it would block; "
+            f"use `await trio.to_thread.run_sync(scheme.{what})`"
+        )
     loop = asyncio._get_running_loop()
     if loop is not None and not (may_block and not _is_portal(loop)):
         raise LocalProtocolError(
@@ -308,6 +314,16 @@ def _is_portal(loop: asyncio.AbstractEventLoop) -> bool:
     with _lock:
         portals = _leaving if _portal is None else {_portal, *_leaving}
         return any(portal.loop is loop for portal in portals)
+
+
+def _inside_trio() -> bool:
+    sniffio = sys.modules.get("sniffio")  # which trio needs to be found out
+    if sniffio is None:
+        return False
+    try:
+        return bool(sniffio.current_async_library() == "trio")
+    except sniffio.AsyncLibraryNotFoundError:
+        return False
 
 
 def _forget() -> None:

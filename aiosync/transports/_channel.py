@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConnectError, PeerClosed
@@ -179,6 +179,15 @@ class FramedChannel:
         """Descriptor that is readable once the peer's process has ended, or -1."""
         return self._pidfd
 
+    def take_pidfd(self) -> int:
+        """Hand over :attr:`pidfd`: the link does not watch the process any more."""
+        # The loop may be gone when a destructor calls this.
+        with contextlib.suppress(RuntimeError):
+            if not self._state.loop.is_closed():
+                self._forget_process()
+        pidfd, self._pidfd = self._pidfd, -1
+        return pidfd
+
     def _on_process_end(self) -> None:
         self._forget_process()
         # What it said before it died still counts.
@@ -210,6 +219,10 @@ class FramedChannel:
             self._told_peer = True
             self._drain()
             self.io.close()
+
+    def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
+        """What the peer said before the link ended, and nobody took; ends reading."""
+        return self._reader.last_words()
 
     def _drain(self) -> None:
         # Unread bytes would turn our orderly end of the stream into a reset at the peer.

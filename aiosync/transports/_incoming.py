@@ -11,15 +11,20 @@ import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from aiosync.errors import FrameTooLarge, RemoteProtocolError, TransportBroken
+from aiosync.errors import (
+    FrameTooLarge,
+    RemoteProtocolError,
+    TransportBroken,
+    TransportClosed,
+)
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
-from aiosync.transports._publishing import LEFT, LEFT_SLOT, FrameCache
+from aiosync.transports._publishing import LAST, LEFT, LEFT_SLOT, FrameCache
 from aiosync.transports._segment import SegmentView
 from aiosync.transports.base import Again, Received
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Message, Release, Repeat, Segment
+from aiosync.wire import Ack, Message, Release, Repeat, Segment, encode_frame
 
 __all__ = ["LAZY_NBYTES", "SlotReader"]
 
@@ -47,7 +52,7 @@ class SlotReader:
         self._views: dict[int, SegmentView] = {}
         # What rides along with the next write: releases that the peer does not wait for.
         self._releases: list[Release] = []
-        self._flushing = False
+        self._flushing = self._said_farewell = False
         keep_across_fork(self)
         close_in_child(self)
 
@@ -109,10 +114,11 @@ class SlotReader:
         release = functools.partial(self._release, view, index, serial)
         return Received(message, [payload], payload.nbytes, release, (view.segment_id, index))
 
-    @staticmethod
-    def _hold(view: SegmentView, index: int) -> int:
+    def _hold(self, view: SegmentView, index: int) -> int:
         serial = view.count(index)
         with FORKING:
+            if self._said_farewell:  # by another thread: the sender believes it
+                raise TransportClosed(f"this end of the link to {self._channel.name} was closed")
             if not view.reads(index):
                 # An operation of another thread that began on an older version, an optimizer's
                 # step, may have written here since the slot was left.
@@ -203,6 +209,19 @@ class SlotReader:
         if self._releases and not self._channel.ended:
             self._channel.queue(self.pending())
         self._releases.clear()
+
+    def farewell(self) -> None:
+        """Say which slots this process goes on using; it reads none of the others any more.
+
+        Neither what came and was not read, nor what may still come.
+        """
+        if self._channel.ended or self._loop.is_closed():
+            return
+        with FORKING:
+            self._said_farewell = True
+            held = [(view.segment_id, *each) for view in self._views.values() for each in view.held]
+        said = [Release(*each, retained=True) for each in held] + [Release(0, 0, 0)]
+        self._channel.queue(b"".join(encode_frame(each, 0, ext={LAST: True}) for each in said))
 
     def pending(self) -> bytes:
         """The releases that wait, as frames; :meth:`sent` says that they are on their way."""

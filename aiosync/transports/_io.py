@@ -233,7 +233,10 @@ def widen_socket(fd: int) -> None:
 
     The kernel grants what its limits allow; a descriptor that is no socket is left as it is.
     """
-    copy = os.dup(fd)
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return  # no descriptor left: it stays as narrow as it is
     try:
         sock = socket.socket(fileno=copy)
     except OSError:

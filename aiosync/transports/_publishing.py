@@ -17,16 +17,20 @@ from aiosync.wire import (
     Ack,
     CountedFrame,
     Message,
+    Release,
     Segment,
     Update,
     counted_frame,
     encode_frame,
 )
 
-__all__ = ["LEFT", "LEFT_SLOT", "FrameCache", "SlotPublisher"]
+__all__ = ["LAST", "LEFT", "LEFT_SLOT", "FrameCache", "SlotPublisher"]
 
 LEFT, LEFT_SLOT = "left", "left-slot"
 """Entries of an acknowledgement's extension map: segment and slot that its sender left."""
+
+LAST = "last"
+"""Entry of a release's extension map: the reader closes the link and reads nothing any more."""
 
 _MAX_FRAMES = 64
 _NEVER = (0, 0)
@@ -86,6 +90,9 @@ class SlotPublisher:
         self._announced: set[int] = set()
         # How often each slot was published on this link, and last with which version.
         self._published: dict[tuple[int, int], tuple[int, int]] = {}
+        # What the peer says as it leaves: the slots that it goes on using, and that this is all.
+        self._kept: set[tuple[int, int]] = set()
+        self._left_the_rest = False
 
     def publish_nowait(self, message: Message, slot: Slot, nbytes: int) -> bool:
         """Tell the peer to read ``nbytes`` of ``slot``, without waiting.
@@ -190,6 +197,24 @@ class SlotPublisher:
                 self._on_free()
             else:
                 slot.leave(self._holder)
+
+    def on_last(self, release: Release) -> None:
+        """The peer closes the link, and goes on using this slot; or none that it did not name."""
+        if release.retained:
+            self._kept.add((release.segment_id, release.slot))
+        else:
+            self._left_the_rest = True
+
+    def end(self) -> None:
+        """The link is closed: have the arena take back what the peer has left, now or later."""
+        if not self._arena.held_by(self._holder):
+            return
+        if not self._left_the_rest:  # a write may have failed before all was read
+            for message, ext in self._channel.last_words():
+                if isinstance(message, Release) and ext and ext.get(LAST) is True:
+                    self.on_last(message)
+        kept = self._kept if self._left_the_rest else None
+        self._arena.drop_holder(self._holder, self._channel.take_pidfd, kept=kept)
 
     def on_left(self, key: tuple[int, int], version: int) -> None:
         """With its word on ``version`` the peer said that it left a slot of an older one."""

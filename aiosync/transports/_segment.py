@@ -9,11 +9,12 @@ leave the slot. Must not import asyncio, torch or anything above ``transports``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
 import select
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 
 import numpy as np
 
@@ -31,6 +32,12 @@ class Segment:
 
     Args:
         slot_nbytes: Bytes of one slot; rounded up to whole pages.
+
+    Attributes:
+        read_only_fd: A descriptor that peers may map but not write.
+
+    Raises:
+        ConfigError: The system has no memory for it, or the process no descriptor left.
     """
 
     def __init__(self, slot_nbytes: int) -> None:
@@ -41,10 +48,14 @@ class Segment:
             self.fd: int = anonymous_file()
         except OSError as exc:
             raise ConfigError(f"no shared memory: {exc}") from exc
+        try:  # now, as a link could not say that there is no descriptor left
+            self.read_only_fd: int = _read_only(self.fd)
+        except OSError as exc:
+            os.close(self.fd)
+            raise ConfigError(f"no descriptor for readers of shared memory: {exc}") from exc
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
-        self._read_only_fd: int | None = None
 
     def grow(self, arena: Arena) -> Slot:
         """Add one slot.
@@ -74,22 +85,12 @@ class Segment:
         """
         return _Reservation(self)
 
-    @property
-    def read_only_fd(self) -> int:
-        """A descriptor that peers may map but not write."""
-        if self._read_only_fd is None:
-            try:
-                self._read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # no /proc: hand out the writable one; receivers map it privately
-                self._read_only_fd = os.dup(self.fd)
-        return self._read_only_fd
-
     def close(self) -> None:
         """Close the descriptors; the memory goes when its last mapping does."""
-        for fd in (self.fd, self._read_only_fd):
-            if fd is not None and fd >= 0:
+        for fd in (self.fd, self.read_only_fd):
+            if fd >= 0:
                 os.close(fd)
-        self.fd, self._read_only_fd = -1, None
+        self.fd = self.read_only_fd = -1
         for slot in self.slots:
             slot.view = memoryview(b"")
         self.slots.clear()
@@ -107,6 +108,7 @@ class Slot:
         refs: References inside the sender.
         holders: Readers that were told to read it, and whether each said that something in its
             process goes on using the memory.
+        num_orphans: Readers whose link has ended, but not the process that may still use it.
     """
 
     def __init__(self, arena: Arena, segment: Segment, index: int, view: memoryview) -> None:
@@ -117,7 +119,7 @@ class Slot:
         self.view = view
         self.refs: int = 0
         self.holders: dict[Hashable, bool] = {}
-        self.orphans: list[int | None] = []
+        self.num_orphans: int = 0
 
     def retain(self) -> None:
         """Add a reference inside the sender."""
@@ -133,27 +135,9 @@ class Slot:
         if self.holders.pop(holder, None) is not None:
             self.arena.notify(self)
 
-    def orphan(self, holder: Hashable, pidfd: int | None) -> None:
-        """A reader's link ended without a release: wait for the end of its process."""
-        if self.holders.pop(holder, None) is not None:
-            self.orphans.append(None if pidfd is None else os.dup(pidfd))
-            self.arena.notify(self)
-
     def is_free(self) -> bool:
         """Whether nobody reads the slot."""
-        if self.refs or self.holders:
-            return False
-        return not self.orphans or self._bury()
-
-    def _bury(self) -> bool:
-        alive = []
-        for pidfd in self.orphans:
-            if pidfd is not None and has_ended(pidfd):
-                os.close(pidfd)
-            else:
-                alive.append(pidfd)
-        self.orphans = alive
-        return not alive
+        return not (self.refs or self.holders or self.num_orphans)
 
 
 class Arena:
@@ -162,6 +146,8 @@ class Arena:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self._retired: list[Segment] = []
+        # Slots of readers that were lost, by the descriptor that tells of the process's end.
+        self._orphaned: list[tuple[int, list[Slot]]] = []
         self._closed = False
         self.on_free: Callable[[], None] | None = None
         close_in_child(self)
@@ -179,6 +165,7 @@ class Arena:
         """Acquire a slot that nobody reads, or ``None``. The caller owns one reference."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
+        self.bury()
         if self.segment is not None and self.segment.slot_nbytes < nbytes:
             self._retired.append(self.segment)
             self.segment = None
@@ -241,21 +228,49 @@ class Arena:
     def _segments(self) -> list[Segment]:
         return [*self._retired, *([self.segment] if self.segment else [])]
 
-    def drop_holder(self, holder: Hashable, pidfd: int | None, *, ended: bool) -> None:
-        """A reader's link is gone.
+    def held_by(self, holder: Hashable) -> list[Slot]:
+        """The slots that a reader was told to read, and did not leave."""
+        slots = [slot for segment in self._segments() for slot in segment.slots]
+        return [slot for slot in slots if holder in slot.holders]
+
+    def drop_holder(
+        self,
+        holder: Hashable,
+        take_pidfd: Callable[[], int],
+        *,
+        kept: Container[tuple[int, int]] | None = None,
+    ) -> None:
+        """A reader's link is gone. What it may still use waits for the end of its process.
 
         Args:
             holder: The reader.
-            pidfd: A descriptor that tells when its process ends, if there is one.
-            ended: Whether its process is known to have ended.
+            take_pidfd: Hands over a descriptor that tells when its process ends; -1 for none, and
+                then it never ends.
+            kept: The slots that it goes on using, if it said so as it left; ``None``: any.
         """
-        for segment in self._segments():
-            for slot in segment.slots:
-                if holder in slot.holders:
-                    if ended or (pidfd is not None and has_ended(pidfd)):
-                        slot.leave(holder)
-                    else:
-                        slot.orphan(holder, pidfd)
+        held = self.held_by(holder)
+        orphaned = [slot for slot in held if kept is None or slot.key in kept]
+        if orphaned:  # before anybody is told that a slot is free
+            self._orphaned.append((take_pidfd(), orphaned))
+            for slot in orphaned:
+                slot.num_orphans += 1
+        for slot in held:
+            slot.leave(holder)
+        self.bury()
+
+    def bury(self) -> None:
+        """Give back what readers used whose process has ended."""
+        if not self._orphaned:
+            return
+        ended = [each for each in self._orphaned if each[0] >= 0 and has_ended(each[0])]
+        self._orphaned = [each for each in self._orphaned if each not in ended]
+        for pidfd, slots in ended:
+            os.close(pidfd)
+            for slot in slots:
+                slot.num_orphans -= 1
+        for _, slots in ended:
+            for slot in slots:
+                self.notify(slot)
 
     def find(self, segment_id: int, index: int) -> Slot | None:
         """The slot that a peer names, if it exists."""
@@ -270,12 +285,11 @@ class Arena:
             return
         self._closed = True
         self.on_free = None
+        for pidfd, _ in self._orphaned:
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._orphaned.clear()
         for segment in self._segments():
-            for slot in segment.slots:
-                for pidfd in slot.orphans:
-                    if pidfd is not None:
-                        os.close(pidfd)
-                slot.orphans.clear()
             segment.close()
         self._retired.clear()
         self.segment = None
@@ -361,6 +375,15 @@ class SegmentView:
             except BufferError:  # a tensor still views it: it goes with that
                 if self.reads(index):
                     self._maps[index] = mapping, memoryview(mapping)
+
+
+def _read_only(fd: int) -> int:
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return os.dup(fd)  # no /proc: the writable one; receivers map it privately
 
 
 class _Reservation:

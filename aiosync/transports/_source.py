@@ -10,7 +10,7 @@ Must not import torch, anyio or anything above ``transports``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -104,6 +104,29 @@ class FrameSource:
             self._gone = error
         else:
             self._state.fail(error)
+
+    def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
+        """What the peer said before the link ended, and nobody took; ends reading.
+
+        Messages without payload, up to the first one that has one, or was cut.
+        """
+        decoder, scratch = self._decoder, memoryview(bytearray(MESSAGE_NBYTES))
+        if decoder.missing_nbytes or decoder.needs_buffers:
+            return  # within a payload
+        for _ in range(1024):
+            while isinstance(event := decoder.next_event(), FrameStart):
+                if event.payload_nbytes:
+                    return
+                yield event.message, event.ext
+            if event is not None:
+                return
+            try:
+                nbytes = self._io.recv_into(scratch)
+            except OSError:  # also where nothing is left
+                return
+            if not nbytes:
+                return
+            decoder.feed(scratch[:nbytes])
 
     def _advance(self) -> None:
         """Look for the next event in what was already read, and go on reading."""

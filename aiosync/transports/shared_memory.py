@@ -26,7 +26,7 @@ from aiosync.transports._buffers import flat_view
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._incoming import SlotReader
 from aiosync.transports._io import SocketIo
-from aiosync.transports._publishing import FrameCache, SlotPublisher
+from aiosync.transports._publishing import LAST, FrameCache, SlotPublisher
 from aiosync.transports._segment import Arena, Slot
 from aiosync.transports.base import (
     Again,
@@ -210,6 +210,9 @@ class SharedMemTransport(Transport):
             self._reader.announce(message)
             return True
         if isinstance(message, Release):
+            if ext and ext.get(LAST) is True:
+                self.publisher.on_last(message)
+                return True
             on_release = functools.partial(
                 self.publisher.on_release, (message.segment_id, message.slot), message.retained
             )
@@ -322,9 +325,10 @@ class SharedMemTransport(Transport):
         """The same as :meth:`aclose`, from synchronous code."""
         if self._channel.closed:
             return
-        pidfd = self._channel.pidfd
         self._reader.flush()
-        self._arena.drop_holder(self, None if pidfd < 0 else pidfd, ended=False)
+        if self.takes_segments:
+            self._reader.farewell()
+        self.publisher.end()
         self._channel.close()
         self._on_free()
         self._reader.close()

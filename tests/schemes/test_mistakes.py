@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import gc
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -709,3 +711,92 @@ def test_a_trainer_without_descriptors_is_told() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     scheme.init_on_sender(model=models.linear())
     scheme.abort()
+
+
+@pytest.mark.parametrize("make", harness.SCHEMES)
+@pytest.mark.parametrize("closed", [False, True], ids=["stopped", "closed"])
+def test_a_scheme_is_closed_when_its_own_loop_does_not_run(make, closed) -> None:
+    source, target = models.linear(), models.linear()
+    scheme = make()
+    worker = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    worker.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    loop = asyncio.SelectorEventLoop()
+
+    async def connect() -> None:
+        await asyncio.gather(scheme.connect(), worker.connect())
+
+    loop.run_until_complete(connect())
+    if closed:
+        loop.close()
+    started = time.monotonic()
+    for each in (worker, scheme):
+        asyncio.run(each.aclose())
+        asyncio.run(each.aclose())
+    assert time.monotonic() - started < 4.5, "it waited for tasks that nothing runs"
+    if not closed:
+        loop.run_until_complete(asyncio.sleep(0.01))
+        assert not asyncio.all_tasks(loop)
+        loop.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_a_connect_in_vain_says_that_there_was_no_descriptor(make, monkeypatch) -> None:
+    scheme = make()
+    worker = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", model=models.linear(), num_workers=1)
+    worker.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=0)
+
+    def no_descriptor() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scheme._listener, "_sock", _Deaf(scheme._listener._sock, no_descriptor))
+    async with scheme, worker:
+        joining = asyncio.ensure_future(worker.connect(timeout=2))
+        with pytest.raises(aiosync.ConnectTimeout, match="Too many open files"):
+            await scheme.connect(timeout=0.5)
+        await asyncio.wait({joining})
+        assert isinstance(joining.exception(), aiosync.ConnectError)
+
+
+class _Deaf:
+    """A listening socket of a process that has no descriptor left."""
+
+    def __init__(self, sock, accept) -> None:
+        self._sock, self.accept = sock, accept
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+@pytest.mark.asyncio
+async def test_without_a_descriptor_for_wide_buffers_a_worker_is_let_in(monkeypatch) -> None:
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+
+    def no_descriptor(_fd: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", no_descriptor)
+    source = models.linear()
+    async with harness.here(scheme, models.linear(), sender={"model": source}) as (sender, _):
+        assert (await sender.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_cannot_be_let_in_is_hung_up_on(monkeypatch, caplog) -> None:
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+    worker = copy.copy(scheme)
+    scheme.init_on_sender(model_id="policy", model=models.linear())
+    worker.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=0)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with scheme, worker:
+        monkeypatch.setattr(scheme, "_transport_over", refuse)
+        await scheme.connect()
+        with pytest.raises(aiosync.ConnectError) as raised:
+            await worker.connect(timeout=harness.PATIENCE)
+        assert not isinstance(raised.value, aiosync.ConnectTimeout), "it waited in vain"
+    assert "Exception in callback" not in caplog.text
