@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.protocol import Inbox
-from aiosync.schemes._guard_hooks import in_transform, takes_hooks
-from aiosync.schemes._moment import Moment
+from aiosync.schemes._guard_hooks import takes_hooks
+from aiosync.schemes._moment import is_unfit
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
@@ -57,7 +57,6 @@ class Applying(abc.ABC):
         self._strict = strict
         self._install_hooks = install_hooks
         self._loop = asyncio.get_running_loop()
-        self._moment = Moment(guard)
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
@@ -112,18 +111,16 @@ class Applying(abc.ABC):
             return old
 
     def _apply_when_fit(self) -> None:
-        """Apply what is staged, or have the loop try again."""
-        pause = self._moment.pause(self._target)
-        if pause is None:
-            self._apply_staged()
+        """Apply what is staged, or have the loop do it."""
+        if is_unfit(self.guard):
+            self._call_soon(self._apply_from_loop)
         else:
-            self._call_soon(self._apply_later, pause)
+            self._apply_staged()
 
-    def _apply_later(self, pause: float) -> None:
-        if pause:
-            self._loop.call_later(pause, self._apply_later, 0.0)
-        elif not self._closed and (not self._manual or self._askers):
+    def _apply_from_loop(self) -> None:
+        if not self._closed and (not self._manual or self._askers):
             self.apply_soon()
+        self.guard.let_go()
 
     def _apply_staged(self) -> None:
         """Apply what is staged. Runs under the guard, on any thread; never raises."""
@@ -334,7 +331,7 @@ class Applying(abc.ABC):
 
     def _adopt_late(self) -> None:
         """The same, as the last reader leaves. Never raises: the weights were found to fit."""
-        if self.guard.at_read and in_transform():
+        if is_unfit(self.guard):
             self._call_soon(self.guard.submit, self._adopt_late)
             return
         if self._adopts_late:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
-from aiosync.schemes._guard_hooks import why_unguarded
+from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._options import Option, check_require, check_timeout, flag, one_of
 from aiosync.schemes._pickling import check_picklable
@@ -186,7 +187,7 @@ class SchemeCore:
     def worker_idx(self, value: int | None) -> None:
         if self._role == "sender" and value is not None:
             raise LocalProtocolError("Worker index cannot be set after initialization on sender")
-        if self._connected:
+        if self._connected and value != self._worker_idx:
             raise LocalProtocolError(
                 "worker_idx cannot be changed once connected: the trainer knows this worker by it"
             )
@@ -386,4 +387,10 @@ class SchemeCore:
                 f"a {type(target).__name__} {lacks}: construct the scheme "
                 "with guard='reading' and read inside `with scheme.reading():`, or with "
                 "apply='manual' and call apply_pending()"
+            )
+        if self.apply == "auto" and self.guard == "forward" and has_own_call(target):
+            warnings.warn(
+                f"a {type(target).__name__} has a __call__ of its own: unless that calls "
+                "nn.Module's, no hook guards it, and guard='reading' is needed",
+                stacklevel=3,
             )

@@ -24,6 +24,7 @@ __all__ = [
     "LeaveHook",
     "compile_again",
     "forward_parts",
+    "has_own_call",
     "in_transform",
     "never_traced",
     "takes_hooks",
@@ -35,11 +36,7 @@ _NO_FORWARD = nn.Module.forward
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_impl"})
 
 # Private API; without it updates are applied inside of transforms, too, and refused there by torch.
-_DEPTHS: list[Callable[[], int]] = [
-    getattr(torch._C, name)
-    for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")
-    if hasattr(torch._C, name)
-]
+_num_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _interpreter: Callable[[], Any] | None = getattr(
     torch._C._functorch, "peek_interpreter_stack", None
 )
@@ -107,21 +104,29 @@ def _why_unguarded(part: nn.Module) -> str | None:
         return "has a forward that is a generator, and goes on after its hooks ran"
     if inspect.iscoroutinefunction(forward):
         return "has a forward that is a coroutine, and goes on after its hooks ran"
-    code = getattr(type(part).__call__, "__code__", None)
-    own = type(part).__call__ is not nn.Module.__call__
-    if own and code is not None and not _CALLS.intersection(code.co_names):
-        return "has a __call__ of its own, which runs no hooks"
     return None
+
+
+def has_own_call(model: object) -> bool:
+    """Whether the class of a model has a ``__call__`` that does not seem to run any hooks."""
+    if not isinstance(model, nn.Module):
+        return False
+    for part in forward_parts(model):
+        call = inspect.unwrap(type(part).__call__)
+        code = getattr(call, "__code__", None)
+        if call is not nn.Module.__call__ and code and not _CALLS.intersection(code.co_names):
+            return True
+    return False
 
 
 def in_transform() -> bool:
     """Whether torch operations of this thread may do something else than they say.
 
-    Inside of ``torch.func`` transforms, fake tensors, tracers and other modes.
+    Inside of ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
     """
-    return any(depth() for depth in _DEPTHS) or (
-        _interpreter is not None and _interpreter() is not None
-    )
+    if _num_modes is not None and _num_modes() > 0:
+        return True
+    return _interpreter is not None and _interpreter() is not None
 
 
 def compile_again() -> None:

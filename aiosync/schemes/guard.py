@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiosync.schemes._guard_forks import reset_in_children
@@ -83,7 +83,7 @@ class Guard:
         self._patient_until = 0.0  # 0: nothing waits for readers
         self._watchers: list[Callable[[], None]] = []
         self.at_read = False  # what is applied now is applied by a read that begins or ends
-        self.readers: set[int] = set()  # threads that ever read
+        self._held_until = 0.0
         # Called under the lock when the next outermost read starts, before it sees anything.
         self.before_next_read: Callable[[], None] | None = None
 
@@ -107,7 +107,7 @@ class Guard:
                 if reads and frame is not None:
                     self._drop_dead(thread)
                     reads = self._open.get(thread)
-                if not reads and (self._applying is not None or self._wanted):
+                if not reads and (self._applying is not None or self._wanted or self._held_until):
                     self._wait_for_turn(thread, forward=frame is not None)
                 todo = (
                     None
@@ -119,7 +119,6 @@ class Guard:
                         call, self.before_next_read = self.before_next_read, None
                         call()
                     self._open.setdefault(thread, []).append(frame)
-                    self.readers.add(thread)
                     return
             self._run(todo, at_read=True)
 
@@ -168,9 +167,12 @@ class Guard:
 
     def _patience_left(self) -> float:
         """Seconds that a new reader should let an update go first that waits for old readers."""
+        now = time.monotonic()
+        if self._held_until > now:
+            return self._held_until - now
+        self._held_until = 0.0
         if not self._wanted or not self._open:
             return 0.0
-        now = time.monotonic()
         if now >= self._patient_until + 4 * self._patience:
             self._patience = min(2 * self._patience, _MAX_PATIENCE_SECONDS)
             self._patient_until = now + self._patience
@@ -302,28 +304,25 @@ class Guard:
                 self._run(more)
         return True
 
-    @contextlib.contextmanager
-    def claiming(self) -> Iterator[Callable[[], bool]]:
-        """As long as this is open, new readers let others go first, as for an update.
-
-        Yields what tells whether no other thread reads at this moment.
-        """
-        thread = threading.get_ident()
-
-        def is_free() -> bool:
-            with self._lock:
-                self._sweep()
-                return self._applying is None and not self._open.keys() - {thread}
-
+    def hold(self, seconds: float) -> None:
+        """Have new reads outside of event loops wait for so long, or until :meth:`let_go`."""
         with self._lock:
-            self._claims += 1
-            self._want()
-        try:
-            yield is_free
-        finally:
-            with self._lock:
-                self._claims -= 1
-                self._changed.notify_all()
+            self._held_until = time.monotonic() + seconds
+
+    def let_go(self) -> None:
+        """Let those read that :meth:`hold` keeps waiting."""
+        with self._lock:
+            self._held_until = 0.0
+            self._changed.notify_all()
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def is_free(self) -> bool:
+        """Whether no other thread reads or applies at this moment."""
+        with self._lock:
+            self._sweep()
+            return self._applying is None and not self._open.keys() - {threading.get_ident()}
 
     @property
     def reading_here(self) -> bool:

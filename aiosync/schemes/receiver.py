@@ -372,8 +372,10 @@ class WeightReceiver(Answering):
             return
         try:
             await wait_for_readers(self.guard, _CLOSE_SECONDS)
-        finally:
-            self._end()
+        except BaseException:  # goes on to the caller
+            self.abort()
+            raise
+        self._end()
         try:
             await self._tasks.aclose()
         finally:
@@ -410,6 +412,7 @@ class WeightReceiver(Answering):
                 keep_for_readers(self.guard, self._current)
         self._current = None
         self.guard.uninstall()
+        self.guard.let_go()
         self._staging.close()
         self._target = self._target_of = None
         self._notify()

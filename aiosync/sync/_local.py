@@ -54,9 +54,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
     wait_for_version: Final = blocking(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.wait_for_version
     )
-    pull: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.NoWeightSyncScheme.pull
-    )
     wait_staged: Final = blocking(  # type: ignore[misc]  # the override has the same signature
         aio.NoWeightSyncScheme.wait_staged
     )

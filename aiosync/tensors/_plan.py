@@ -98,9 +98,15 @@ class Plan:
 
     def valid_to_apply(self, target: Any, values: Mapping[str, Any]) -> bool:
         """The same as :meth:`valid_for`, and whether what is copied into is where it was."""
+        return not self._moved() and self.valid_for(target, values)
+
+    def still_there(self) -> bool:
+        """Whether the tensors are as they were, wherever they are."""
+        return not self._moved() and self.signature.same(self.survey.tensors)
+
+    def _moved(self) -> bool:
         tensors, addresses = self.copied
-        moved = list(map(torch.Tensor.data_ptr, tensors)) != addresses
-        return not moved and self.valid_for(target, values)
+        return list(map(torch.Tensor.data_ptr, tensors)) != addresses
 
     def valid_for(self, target: Any, values: Mapping[str, Any]) -> bool:
         """The same, and whether the values that must be equal on both sides were sent so again."""

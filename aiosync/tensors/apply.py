@@ -16,10 +16,11 @@ from torch import nn
 from aiosync.errors import ManifestMismatch
 from aiosync.tensors import _changes as changes
 from aiosync.tensors._hidden import put_hidden
+from aiosync.tensors._lending import is_lent
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
 from aiosync.tensors._plan import Mode, Plan, make_plan
 from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import find_nested
+from aiosync.tensors._tree import find_nested, unwrap
 from aiosync.tensors._values import unpack_value
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ class Target:
         """Put the weights into the target. All of it, or nothing when something raises.
 
         Parameter objects stay the same, so that optimizers and references keep working; only
-        those on the meta device are replaced. Gradients and optimizer state are untouched.
+        those on the meta device are replaced. Where others are in a module for the time of a
+        ``functional_call()``, the weights go to those that come back. Gradients and optimizer
+        state are untouched.
 
         Args:
             layout: Layout of the weights.
@@ -178,11 +181,6 @@ class Target:
         copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
         return copied <= _QUICK_NBYTES
 
-    def has_other_tensors(self) -> bool:
-        """Whether other tensor objects are in the module than the last apply found there."""
-        found = None if self._plan is None else self._plan.survey
-        return found is not None and found.tree is not None and not found.unchanged_in(self.target)
-
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.
 
@@ -214,12 +212,26 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid_to_apply(self.target, values):
-            return plan
+        if plan is not None and self._key == key:
+            if plan.valid_to_apply(self.target, values) or self._is_lent(plan):
+                return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
         self._plan, self._key = (None if plan.installs or plan.owns else plan), key
         return plan
+
+    def _is_lent(self, plan: Plan) -> bool:
+        """Whether the plan's tensors come back, and others are in the module for a call only."""
+        tree = plan.survey.tree
+        return (
+            tree is not None
+            and isinstance(self.target, nn.Module)
+            and unwrap(self.target) is tree.root
+            and not plan.has_values
+            and not tree.unchanged()
+            and plan.still_there()
+            and is_lent(tree)
+        )
 
     # -- changing -------------------------------------------------------------------------
 

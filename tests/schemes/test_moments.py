@@ -6,6 +6,7 @@ import asyncio
 import copy
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,7 +84,7 @@ async def test_tensors_of_a_functional_call_stay_as_they_are(make, kind) -> None
 
 
 @both
-async def test_tensors_of_a_to_module_stay_as_they_are(make) -> None:
+async def test_tensors_of_a_to_module_stay_as_they_are_inside_of_reading(make) -> None:
     from tensordict import TensorDict
 
     source, target = Slow(), Slow()
@@ -91,7 +92,7 @@ async def test_tensors_of_a_to_module_stay_as_they_are(make) -> None:
     async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
 
         def call() -> torch.Tensor:
-            with other.to_module(target):
+            with receiver.reading(), other.to_module(target):
                 return target(torch.ones(3))
 
         _fill(source, 7.0)
@@ -237,7 +238,7 @@ class _OwnCall(nn.Module):
 
 
 @both
-@pytest.mark.parametrize("cls", [_Generator, _Coroutine, _OwnCall])
+@pytest.mark.parametrize("cls", [_Generator, _Coroutine])
 @pytest.mark.parametrize("inside", [False, True])
 async def test_forwards_that_no_hook_guards_are_refused(make, cls, inside) -> None:
     model = nn.ModuleDict({"actor": cls()}) if inside else cls()
@@ -245,6 +246,22 @@ async def test_forwards_that_no_hook_guards_are_refused(make, cls, inside) -> No
         make().init_on_receiver(model=model)
     for options in ({"guard": "reading"}, {"apply": "manual"}):
         make(**options).init_on_receiver(model=model)
+
+
+class _Decorated(_OwnCall):
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Module.__call__(self, x)
+
+
+@both
+async def test_a_call_that_may_run_no_hooks_is_told(make) -> None:
+    with pytest.warns(UserWarning, match="guard='reading'"):
+        make().init_on_receiver(model=_OwnCall())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(guard="reading").init_on_receiver(model=_OwnCall())
+        make().init_on_receiver(model=_Decorated())
 
 
 @pytest.mark.slow
@@ -330,3 +347,84 @@ async def test_a_model_that_became_lazy_can_be_left(make) -> None:
         await receiver.aclose()
         assert target[0].weight.data_ptr() != before
         assert torch.equal(target[0].weight, source[0].weight)
+
+
+@both
+@pytest.mark.parametrize("kind", ["default device", "replaced", "transform"])
+async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind) -> None:
+    source, target = Slow(), Slow()
+    target.meanwhile = lambda: time.sleep(0.02)
+    stop = threading.Event()
+
+    def compute() -> None:
+        if kind == "default device":
+            torch.set_default_device("cpu")
+        while not stop.is_set():
+            call = torch.func.jacrev(target) if kind == "transform" else target
+            call(torch.ones(3))
+
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        thread = threading.Thread(target=compute)
+        thread.start()
+        try:
+            for version in range(2, 7):
+                if kind == "replaced":
+                    kept = {name: value.clone() for name, value in target.state_dict().items()}
+                    target.load_state_dict(kept, assign=True)
+                _fill(source, float(version))
+                started = time.monotonic()
+                await sender.send(timeout=harness.PATIENCE)
+                assert time.monotonic() - started < harness.PATIENCE / 10
+                assert target.weight.tolist() == [float(version)] * 3
+        finally:
+            stop.set()
+            thread.join()
+
+
+async def test_closing_beside_a_busy_thread_gives_every_slot_back() -> None:
+    source = Slow()
+    make = aiosync.SharedMemWeightSyncScheme
+    sender = make()
+    sender.init_on_sender(model_id="policy", model=source)
+    async with sender:
+        await sender.connect()
+        for _ in range(8):
+            target, stop = Slow(), threading.Event()
+            target.meanwhile = lambda: time.sleep(0.002)
+
+            def compute(target: Slow = target, stop: threading.Event = stop) -> None:
+                while not stop.is_set():
+                    target(torch.ones(3))
+
+            receiver = harness.twin(sender)
+            receiver.init_on_receiver(model_id="policy", model=target)
+            await receiver.connect(timeout=harness.PATIENCE)
+            thread = threading.Thread(target=compute)
+            thread.start()
+            try:
+                await sender.send(timeout=harness.PATIENCE)
+                started = time.monotonic()
+                await receiver.aclose()
+                assert time.monotonic() - started < 0.8
+            finally:
+                stop.set()
+                thread.join()
+        assert sender._arena.num_slots <= 4
+
+
+@both
+async def test_a_close_that_is_cancelled_has_closed(make) -> None:
+    source, target = Slow(), Slow()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        inside, go_on = threading.Event(), threading.Event()
+        target.meanwhile = lambda: (inside.set(), go_on.wait(harness.PATIENCE))
+        calling = asyncio.create_task(asyncio.to_thread(target, torch.ones(3)))
+        assert await asyncio.to_thread(inside.wait, harness.PATIENCE)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await receiver.aclose()
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send(timeout=harness.PATIENCE)
+        go_on.set()
+        await calling
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "aiosync receiver"]
