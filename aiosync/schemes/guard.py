@@ -82,7 +82,7 @@ class Guard:
         self._patience = _PATIENCE_SECONDS
         self._patient_until = 0.0  # 0: nothing waits for readers
         self._watchers: list[Callable[[], None]] = []
-        self.at_read = False  # what is applied now is applied by a read that begins or ends
+        self.at_read: bool = False  # what is applied now is applied by a read that begins or ends
         self._held_until = 0.0
         # Called under the lock when the next outermost read starts, before it sees anything.
         self.before_next_read: Callable[[], None] | None = None
