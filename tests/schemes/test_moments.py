@@ -147,6 +147,23 @@ async def test_tensors_that_were_replaced_for_good_get_the_weights(make) -> None
         assert target.bias.tolist() == target.weight.tolist() == [8.0] * 3
 
 
+@both
+async def test_a_functional_call_of_another_module_says_nothing_of_this_one(make) -> None:
+    source, target, other = Slow(), Slow(), Slow()
+    inside, go_on = threading.Event(), threading.Event()
+    other.meanwhile = lambda: (inside.set(), go_on.wait(harness.PATIENCE))
+    tensors = {name: nn.Parameter(torch.ones(3)) for name in ("weight", "bias")}
+    async with harness.here(make(), target, sender={"model": source}) as (sender, _):
+        calling = asyncio.create_task(asyncio.to_thread(_swapped, other, tensors))
+        assert await asyncio.to_thread(inside.wait, harness.PATIENCE)
+        new = target.weight = nn.Parameter(torch.zeros(3))
+        _fill(source, 7.0)
+        await sender.send()
+        go_on.set()
+        await calling
+        assert new.tolist() == [7.0] * 3
+
+
 TRANSFORMS: dict[str, Callable[[Slow], Any]] = {
     "jacrev": lambda target: torch.func.jacrev(target)(torch.ones(3)),
     "grad": lambda target: torch.func.grad(lambda x: target(x).sum())(torch.ones(3)),
