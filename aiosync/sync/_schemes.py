@@ -186,12 +186,11 @@ class WeightSyncScheme(Attributes):
         return self._scheme._role is not None and self._scheme._pid != os.getpid()
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        with self._lock:
-            held = self._lease
-            if held is None or not held.valid:
-                self._tenant = _Tenant(self._scheme, self._owner)
-                self._lease = held = lease(self._tenant)
-            self._calls += 1
+        try:
+            held = self._enter()
+        except BaseException:  # goes on to the caller
+            coroutine.close()
+            raise
         guard = self._scheme._guard_object
         try:
             if guard.reading_here:  # what waits for an update has to know
@@ -201,15 +200,33 @@ class WeightSyncScheme(Attributes):
         finally:
             self._after_call(held)
 
+    def _enter(self) -> Lease:
+        with self._lock:
+            held = self._lease
+            if held is not None and not held.valid:
+                if self._lives:  # on the loop of a thread that is ending
+                    raise TransportClosed("this scheme is being closed, as the interpreter ends")
+                held = None
+            if held is None:
+                self._tenant = _Tenant(self._scheme, self._owner)
+                self._lease = held = lease(self._tenant)
+            self._calls += 1
+        return held
+
     def _after_call(self, held: Lease) -> None:
-        scheme = self._scheme
         with self._lock:
             self._calls -= 1
             # A call that failed must not leave a thread behind that nobody would ever end.
-            idle = scheme._closed or not (scheme._connected or _has_runtime(scheme))
-            idle = idle and self._calls == 0
+            idle = self._calls == 0 and not self._lives
+            if idle and self._lease is held:
+                self._lease = None  # another thread may call meanwhile
         if idle:
             held.release()
+
+    @property
+    def _lives(self) -> bool:
+        scheme = self._scheme
+        return not scheme._closed and (scheme._connected or _has_runtime(scheme))
 
     # -- the same methods, waiting -------------------------------------------------------------
 

@@ -71,6 +71,29 @@ tools.until(lambda: receiver._calls == 1)
 
 
 @pytest.mark.slow
+def test_calls_that_begin_at_exit_find_the_scheme_closed(fresh: tools.Fresh) -> None:
+    """Between the end of the background thread's leases and the closing on its loop, too."""
+    after = """
+import time
+portal = receiver._lease._portal
+
+def late():
+    tools.until(lambda: not receiver._lease.valid)
+    assert not receiver._scheme._closed  # the loop is busy
+    try:
+        receiver.receive()
+    except aiosync.TransportClosed as exc:
+        print(f"late: {exc}", file=sys.stderr, flush=True)
+
+tools.in_thread(late)
+# Runs before all that was registered earlier.
+atexit.register(lambda: portal.loop.call_soon_threadsafe(time.sleep, 1.0))
+"""
+    stderr = _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
+    assert "late: this scheme is being closed, as the interpreter ends" in stderr
+
+
+@pytest.mark.slow
 def test_exit_right_after_another_thread_forgot_its_schemes(fresh: tools.Fresh) -> None:
     """The background thread was told to end, and is waited for."""
     text = """
