@@ -118,6 +118,14 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._executor_call_done)
         return future
 
+    async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the threads of the executor, at real speed; arguments as in asyncio."""
+        self._executor_calls += 1  # Python 3.12 and newer wait until a deadline on this clock
+        try:
+            await super().shutdown_default_executor(*args, **kwargs)
+        finally:
+            self._executor_calls -= 1
+
     def _executor_call_done(self, _: asyncio.Future[Any]) -> None:
         self._executor_calls -= 1
 

@@ -22,6 +22,7 @@ from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Fetch, Hello, Refuse, encode_values
+from tests._certificates import without_certificate
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, filled, linear, medium
 from tests.server._tools import URL, answer, described, dialled, send, trainer, worker
@@ -627,7 +628,7 @@ async def test_a_server_that_never_started_can_be_closed() -> None:
 async def test_a_context_of_the_other_side_is_refused_at_once() -> None:
     for context, text in (
         (ssl.create_default_context(), "of the side that dials"),
-        (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "no certificate to show"),
+        (without_certificate(), "no certificate to show"),
     ):
         with pytest.raises(ConfigError, match=text):
             WeightServer(URL, tls=context)

@@ -191,10 +191,12 @@ def test_a_child_that_ends_as_a_script_does(loop: str, fresh: tools.Fresh) -> No
     """Destructors in the child leave the parent's loop alone."""
     done = fresh.script(
         f"""
-import asyncio, os, sys
+import asyncio, os, sys, warnings
 from aiosync.sync import _portal
 from tests.sync import _tools as tools
 
+# Python 3.12 and newer warn about threads, of which every process with torch has some.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 if {loop!r} == "asyncio":
     _portal.new_event_loop = asyncio.new_event_loop
 source, target = tools.filled(1.0), tools.filled(0.0)

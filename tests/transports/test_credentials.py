@@ -13,7 +13,7 @@ import pytest
 
 from aiosync.errors import ConfigError
 from aiosync.transports.credentials import TLS, Credentials, Secret
-from tests._certificates import certificates
+from tests._certificates import certificates, without_certificate
 
 TOKEN = "correct horse battery staple"
 
@@ -123,7 +123,7 @@ def test_it_is_said_which_file_cannot_be_used(tmp_path: Path) -> None:
 def test_a_context_that_cannot_listen_is_refused() -> None:
     with pytest.raises(ConfigError, match="is of the side that dials"):
         Credentials(tls=ssl.create_default_context()).listening_context()
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server = without_certificate()
     with pytest.raises(ConfigError, match="has no certificate to show"):
         Credentials(tls=server).listening_context()
     server.sni_callback = lambda *_: None  # it may choose another context
