@@ -13,7 +13,6 @@ import errno
 import itertools
 import mmap
 import os
-import select
 from collections.abc import Callable, Container, Hashable
 
 import numpy as np
@@ -21,8 +20,9 @@ import numpy as np
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportClosed
 from aiosync.transports._anonymous import anonymous_file, take_pages
 from aiosync.transports._fork import close_in_child
+from aiosync.transports._processes import has_ended
 
-__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended"]
+__all__ = ["Arena", "Segment", "SegmentView", "Slot"]
 
 _segment_ids = itertools.count(1)
 
@@ -413,10 +413,3 @@ class _Reservation:
 
     def __del__(self) -> None:
         self._close()  # an executor may let go of a call that it never made
-
-
-def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended, reaped or not."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
