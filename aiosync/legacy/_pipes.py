@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError
+from aiosync.transports._processes import open_pidfd
 
 if TYPE_CHECKING:
     import asyncio
@@ -122,16 +123,15 @@ class ProcessWatch:
     def watch(self, pid: int) -> None:
         """Watch this process, and no other; 0 for one that is not known."""
         self.close()
-        if pid <= 0 or pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        if pid <= 0 or pid == os.getpid():
             return
         try:
-            self._pidfd = os.pidfd_open(pid)
+            self._pidfd = open_pidfd(pid)
         except ProcessLookupError:
             self._end()
-        except OSError:
-            return  # no pidfd in this kernel or sandbox: the closed stream has to tell
         else:
-            self._loop.add_reader(self._pidfd, self._end)
+            if self._pidfd >= 0:  # else the closed stream has to tell
+                self._loop.add_reader(self._pidfd, self._end)
 
     def _end(self) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""What the trainer is told of updates: applied, received, refused, or passed on first.
+"""What the trainer is told of updates: applied, received, refused, skipped, or passed on first.
 
 Must not import the sender.
 """
@@ -127,6 +127,13 @@ class Answering(Applying):
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
         self._outgoing.say(make_ack(epoch, version, status, error))
 
+    def _untransformed(self, staged: Staged, error: BaseException) -> None:
+        if staged.epoch == self.inbox.newest_epoch:  # else its trainer has gone
+            self._answered = (staged.epoch, staged.version)
+            self._answer(staged.epoch, staged.version, error)
+        self._staging.retire(staged)
+        self._notify()
+
     def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
         if error is None:
             self._passed_on = (epoch, version)
@@ -145,6 +152,23 @@ class Answering(Applying):
             self._staging.drop(old)
         else:
             self._staging.retire(old)
+
+    def _withdraw(self) -> None:
+        """A newer update takes the place of one that was not applied yet."""
+        if self._staged is None:
+            return
+        self.guard.withdraw()
+        self._drop_staged(self._exchange(None))
+
+    def _drop_staged(self, old: Staged | None, by: Staged | None = None) -> None:
+        if old is not None:  # else another thread has taken it, and applies it
+            self._staging.drop(old)
+            if by is not None and by.epoch == old.epoch:
+                # Before anything is said of the newer one. The trainer would keep it otherwise
+                # until something is applied, which may be never.
+                self._outgoing.say(make_ack(old.epoch, old.version, AckStatus.SKIPPED, None))
+        if self._adopts_late:
+            self.guard.submit(self._adopt_late)
 
     def _answer_to_stale(self, staged: Staged, error: StaleVersion) -> Ack:
         # After a lost link the trainer may not know that the update had arrived.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,12 +18,12 @@ from torch import nn
 if TYPE_CHECKING:
     from types import FrameType
 
+    from torch.utils.hooks import RemovableHandle
+
     from aiosync.schemes.guard import Guard
 
 __all__ = [
-    "EnterHook",
-    "LeaveHook",
-    "compile_again",
+    "Hooks",
     "forward_parts",
     "has_own_call",
     "in_transform",
@@ -136,6 +137,36 @@ def compile_again() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+class Hooks:
+    """The hooks of one guard, in one module at a time."""
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, guard: Guard, module: nn.Module) -> None:
+        """Have every forward of ``module``, or of its parts, enter and leave the guard.
+
+        The guard is no attribute: it would live until a garbage collection.
+        """
+        if self._module is not None and self._module() is module:
+            return
+        self.remove()
+        self._module = weakref.ref(module)
+        compile_again()
+        for part in forward_parts(module):
+            self._handles += [
+                part.register_forward_pre_hook(EnterHook(guard), prepend=True),
+                part.register_forward_hook(LeaveHook(guard), always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Remove them. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._module = [], None
 
 
 class _Hook:

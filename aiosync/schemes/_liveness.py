@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError
-from aiosync.transports._segment import has_ended
+from aiosync.transports._processes import has_ended, open_pidfd
 from aiosync.transports.base import Transport
 
 __all__ = ["Processes", "is_up", "watch_process"]
@@ -75,14 +75,14 @@ class Processes:
         self.count = len(self._pids)
         self._ended: set[int] = set()
         self._pidfds: dict[int, int] = {}
-        if hasattr(os, "pidfd_open"):
-            for idx, pid in enumerate(self._pids):
-                try:
-                    self._pidfds[idx] = os.pidfd_open(pid)
-                except ProcessLookupError:
-                    self._ended.add(idx)
-                except OSError:
-                    continue  # no pidfd in this kernel or sandbox: the timeout has to tell
+        for idx, pid in enumerate(self._pids):
+            try:
+                pidfd = open_pidfd(pid)
+            except ProcessLookupError:
+                self._ended.add(idx)
+            else:
+                if pidfd >= 0:  # else the timeout has to tell
+                    self._pidfds[idx] = pidfd
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
         """Call ``on_end`` whenever one ends."""

@@ -18,18 +18,11 @@ import contextlib
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiosync.schemes._guard_forks import reset_in_children
-from aiosync.schemes._guard_hooks import (
-    EnterHook,
-    LeaveHook,
-    compile_again,
-    forward_parts,
-    never_traced,
-)
+from aiosync.schemes._guard_hooks import Hooks, never_traced
 from aiosync.schemes._reading import Reading
 
 if TYPE_CHECKING:
@@ -61,8 +54,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._module: weakref.ref[nn.Module] | None = None
-        self._hooks: list[Any] = []
+        self._hooks = Hooks()
         self.reset()
         reset_in_children(self)
 
@@ -391,19 +383,8 @@ class Guard:
 
         Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
         """
-        if self._module is not None and self._module() is module:
-            return
-        self.uninstall()
-        self._module = weakref.ref(module)
-        compile_again()
-        for part in forward_parts(module):
-            self._hooks += [
-                part.register_forward_pre_hook(EnterHook(self), prepend=True),
-                part.register_forward_hook(LeaveHook(self), always_call=True),
-            ]
+        self._hooks.install(self, module)
 
     def uninstall(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._module = [], None
+        self._hooks.remove()

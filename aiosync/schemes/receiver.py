@@ -267,36 +267,12 @@ class WeightReceiver(Answering):
         else:
             self._staging.drop(staged)  # of a trainer before the one that there is
 
-    def _untransformed(self, staged: Staged, error: BaseException) -> None:
-        if staged.epoch == self.inbox.newest_epoch:  # else its trainer has gone
-            self._answered = (staged.epoch, staged.version)
-            self._answer(staged.epoch, staged.version, error)
-        self._staging.retire(staged)
-        self._notify()
-
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
         self.wishes.has_come(epoch, version)
         if self._refusal is not None and self._refusal[:2] == (epoch, version):
             self._refuse(*self._refusal[1:])
         self._notify()
-
-    def _withdraw(self) -> None:
-        """A newer update takes the place of one that was not applied yet."""
-        if self._staged is None:
-            return
-        self.guard.withdraw()
-        self._drop_staged(self._exchange(None))
-
-    def _drop_staged(self, old: Staged | None, by: Staged | None = None) -> None:
-        if old is not None:  # else another thread has taken it, and applies it
-            self._staging.drop(old)
-            if by is not None and by.epoch == old.epoch:
-                # Before anything is said of the newer one. The trainer would keep it otherwise
-                # until something is applied, which may be never.
-                self._outgoing.say(make_ack(old.epoch, old.version, AckStatus.SKIPPED, None))
-        if self._adopts_late:
-            self.guard.submit(self._adopt_late)
 
     # -- asking --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._segment import has_ended
+from aiosync.transports._processes import is_gone
 
 __all__ = ["AnyListener", "Listener", "dial", "new_address", "peer_pid"]
 
@@ -197,19 +197,5 @@ async def dial(address: str, *, sender_pid: int | None, timeout: float | None) -
 
 
 def _check_alive(pid: int | None, cause: BaseException) -> None:
-    if pid is None:
-        return
-    ended = False
-    try:
-        if hasattr(os, "pidfd_open"):
-            pidfd = os.pidfd_open(pid)
-            ended = has_ended(pidfd)  # nobody may have reaped it yet
-            os.close(pidfd)
-        else:
-            os.kill(pid, 0)
-    except ProcessLookupError:
-        ended = True
-    except OSError:
-        return  # no pidfd in this kernel or sandbox, or another user's process
-    if ended:
+    if pid is not None and is_gone(pid):
         raise ConnectError(f"the trainer's process {pid} has ended") from cause

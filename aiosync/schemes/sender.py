@@ -7,7 +7,6 @@ never delays another. Must not import the receiver.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from aiosync.schemes._indices import as_indices
 from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._progress import Progress
-from aiosync.schemes._send import Send
+from aiosync.schemes._send import Deadlines, Send
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
@@ -87,8 +86,7 @@ class WeightSender:
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, Send] = {}
         self._snapshot_lock = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None  # one for all sends under way
-        self._timer_at = math.inf
+        self._deadlines = Deadlines(self._loop, self._sends, self._settle)
         self._awake = Awake(self._loop)
 
     @property
@@ -203,7 +201,7 @@ class WeightSender:
             if send.nbytes <= _AWAKE_NBYTES:
                 self._awake.wait_for(send.future)
             if timeout is not None:
-                self._limit(send, timeout)
+                self._deadlines.limit(send, timeout)
         try:
             if send.future.done():
                 await asyncio.sleep(0)  # workers come on this loop, also where it only sends
@@ -275,7 +273,7 @@ class WeightSender:
         snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if timeout is not None and not send.future.done():
-            self._limit(send, timeout)
+            self._deadlines.limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
 
     def _dispatch(
@@ -349,40 +347,11 @@ class WeightSender:
         else:
             send.future.set_result(report)
 
-    def _limit(self, send: Send, timeout: float) -> None:
-        """Give up on the workers that have not answered ``timeout`` seconds after the start."""
-        send.timeout = timeout
-        send.deadline = self._loop.time() + timeout - (time.perf_counter() - send.started)
-        self._arm(send.deadline)
-
-    def _arm(self, deadline: float) -> None:
-        # The timer is left to run when a send ends: making one is as dear as a small send.
-        if deadline < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = deadline
-            self._timer = self._loop.call_at(deadline, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        now = self._loop.time()
-        for send in list(self._sends.values()):
-            if send.deadline <= now:
-                self._expire(send)
-        if self._sends:
-            self._arm(min(send.deadline for send in self._sends.values()))
-
-    def _expire(self, send: Send) -> None:
-        send.time_out()
-        self._settle(send)
-
     # -- closing -------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self.workers.end()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._deadlines.cancel()
 
     async def aclose(self) -> None:
         """Close every link; sends under way fail with ``TransportClosed``. Bounded."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aiosync.errors import ManifestMismatch
 from aiosync.tensors import _changes as changes
+from aiosync.tensors._agreeing import check_equal, check_overlapping
 from aiosync.tensors._hidden import put_hidden
 from aiosync.tensors._lending import is_lent
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
@@ -247,7 +247,7 @@ class Target:
         undo: changes.Undo = []
         with torch.inference_mode(False), torch.no_grad():
             if plan.equal:
-                _check_equal(plan, layout, sources)
+                check_equal(plan, layout, sources)
             if mode is not Mode.FLIP:
                 sources = _untangle(plan, sources)
             try:
@@ -300,7 +300,7 @@ class Target:
         if plan.large:
             changes.copy_large([(tensor, sources[leaf]) for tensor, leaf in plan.large], pool)
         if plan.overlapping:
-            _check_overlapping(plan, sources)
+            check_overlapping(plan, sources)
         if plan.flips:
             if plan.pick_views is None:
                 plan.pick_views = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
@@ -375,42 +375,3 @@ def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Ten
     return [
         source.clone() if changes.storage_of(source) in written else source for source in sources
     ]
-
-
-def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
-    """Refuse leaves that differ although they are one tensor here."""
-    leaves = layout.manifest.leaves
-    mismatched = {}
-    for assignment in plan.equal:
-        dtype = assignment.spot.tensor.dtype
-        first = _bits(sources[assignment.leaf], dtype)
-        for other in assignment.equal:
-            if not torch.equal(first, _bits(sources[other], dtype)):
-                mismatched[leaves[other].name] = (
-                    f"tied to {leaves[assignment.leaf].name} here, but sent with other values"
-                )
-    if mismatched:
-        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
-
-
-def _check_overlapping(plan: Plan, sources: Sequence[torch.Tensor]) -> None:
-    """Refuse leaves that undid each other, as their tensors share memory here."""
-    assert plan.layout is not None
-    leaves = plan.layout.manifest.leaves
-    mismatched = {
-        leaves[leaf].name: "shares memory with another tensor here, but was sent with other values"
-        for tensor, leaf in plan.overlapping
-        if not torch.equal(_bits(tensor, tensor.dtype), _bits(sources[leaf], tensor.dtype))
-    }
-    if mismatched:
-        raise ManifestMismatch(
-            mismatched=mismatched,
-            hint="Nothing was changed. Give each memory of its own here, or have them share it in "
-            "the trainer as well.",
-        )
-
-
-def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    cast = plain.to(dtype).contiguous().reshape(-1)
-    return cast.view(torch.uint8) if cast.numel() else cast

@@ -16,6 +16,7 @@ from aiosync.errors import ConnectError, PeerClosed
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkError, LinkState
+from aiosync.transports._processes import open_pidfd
 from aiosync.transports._reader import FrameReader
 from aiosync.transports._source import Intercept
 from aiosync.transports._writer import FrameWriter
@@ -164,15 +165,15 @@ class FramedChannel:
         Raises:
             ConnectError: The process is gone already.
         """
-        if pid <= 0 or pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        if pid <= 0 or pid == os.getpid():
             return
         try:
-            self._pidfd = os.pidfd_open(pid)
+            pidfd = open_pidfd(pid)
         except ProcessLookupError as exc:
             raise ConnectError(f"process {pid} of {self.name} ended during the handshake") from exc
-        except OSError:
-            return  # no pidfd in this kernel or sandbox: the closed stream has to tell
-        self._state.loop.add_reader(self._pidfd, self._on_process_end)
+        if pidfd >= 0:  # else the closed stream has to tell
+            self._pidfd = pidfd
+            self._state.loop.add_reader(pidfd, self._on_process_end)
 
     @property
     def pidfd(self) -> int:

@@ -21,7 +21,7 @@ from aiosync.transports._channel import FramedChannel
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
 from aiosync.transports._publishing import LAST, LEFT, LEFT_SLOT, FrameCache
-from aiosync.transports._segment import SegmentView
+from aiosync.transports._segment_view import SegmentView
 from aiosync.transports.base import Again, Received
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Message, Release, Repeat, Segment, encode_frame

@@ -1,9 +1,9 @@
-"""Anonymous shared memory in slots: the sender's writable side and the receivers' private side.
+"""Anonymous shared memory in slots: the sender's writable side.
 
 A segment is a memfd (on Linux; elsewhere a file that was unlinked when it was made), so that
 nothing is left behind however a process ends. The sender maps it shared; receivers get a
-read-only descriptor and map it privately: what they write stays theirs, and is dropped when they
-leave the slot. Must not import asyncio, torch or anything above ``transports``.
+read-only descriptor and map it privately: their side is in ``_segment_view``. Must not import
+asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import errno
 import itertools
 import mmap
 import os
-import select
 from collections.abc import Callable, Container, Hashable
 
-import numpy as np
-
-from aiosync.errors import ConfigError, RemoteProtocolError, TransportClosed
+from aiosync.errors import ConfigError, TransportClosed
 from aiosync.transports._anonymous import anonymous_file, take_pages
 from aiosync.transports._fork import close_in_child
+from aiosync.transports._processes import has_ended
 
-__all__ = ["Arena", "Segment", "SegmentView", "Slot", "has_ended"]
+__all__ = ["Arena", "Segment", "Slot"]
 
 _segment_ids = itertools.count(1)
 
@@ -295,88 +293,6 @@ class Arena:
         self.segment = None
 
 
-class SegmentView:
-    """A receiver's private mapping of a peer's segment. Owns the descriptor."""
-
-    def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
-        self.segment_id = segment_id
-        self.slot_nbytes = slot_nbytes
-        self.held: set[tuple[int, int]] = set()  # (slot, serial) that this side still reads
-        self.closed: bool = False
-        self._counts: dict[int, int] = {}
-        self._fd = fd
-        self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
-
-    def view(self, index: int) -> memoryview:
-        """The bytes of one slot; writes stay private to this process.
-
-        Raises:
-            RemoteProtocolError: The segment has no such slot.
-        """
-        known = self._maps.get(index)
-        if known is not None:
-            return known[1]
-        offset = index * self.slot_nbytes
-        if self._fd < 0 or os.fstat(self._fd).st_size < offset + self.slot_nbytes:
-            raise RemoteProtocolError(f"the peer's segment has no slot {index}")
-        mapping = mmap.mmap(
-            self._fd,
-            self.slot_nbytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=offset,
-        )
-        view = memoryview(mapping)
-        self._maps[index] = (mapping, view)
-        return view
-
-    def reads(self, index: int) -> bool:
-        """Whether this side still reads a slot."""
-        return any(index == held for held, _ in self.held)
-
-    def count(self, index: int) -> int:
-        """Count one more publication of a slot; returns how many there were."""
-        serial = self._counts[index] = self._counts.get(index, 0) + 1
-        return serial
-
-    def forget_writes(self, index: int) -> None:
-        """Drop what this process wrote into the slot, so that the next version shows."""
-        known = self._maps.get(index)
-        if known is not None and hasattr(mmap, "MADV_DONTNEED"):
-            known[0].madvise(mmap.MADV_DONTNEED)
-
-    def keep_held(self) -> None:
-        """Give every slot that is read memory of this process, at the address it has.
-
-        The sender may then write to the slot without this process, or a fork of it, seeing it.
-        """
-        for index in {index for index, _ in self.held} & self._maps.keys():
-            pages = np.frombuffer(self._maps[index][1], np.uint8)[:: mmap.PAGESIZE]
-            pages[:] = pages.copy()  # writing to a page of a private mapping copies it
-
-    def close_descriptor(self) -> None:
-        """Close the descriptor, but keep what is mapped."""
-        self.closed = True
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def close(self) -> None:
-        """Close the descriptor; mappings go when the last view of them does.
-
-        A fork has to find those that are still read.
-        """
-        self.close_descriptor()
-        for index in list(self._maps):
-            mapping, view = self._maps.pop(index)
-            try:
-                view.release()
-                mapping.close()
-            except BufferError:  # a tensor still views it: it goes with that
-                if self.reads(index):
-                    self._maps[index] = mapping, memoryview(mapping)
-
-
 def _read_only(fd: int) -> int:
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -413,10 +329,3 @@ class _Reservation:
 
     def __del__(self) -> None:
         self._close()  # an executor may let go of a call that it never made
-
-
-def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended, reaped or not."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

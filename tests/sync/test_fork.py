@@ -15,7 +15,7 @@ import torch
 
 import aiosync
 import aiosync.sync
-from aiosync.transports._segment import SegmentView
+from aiosync.transports._segment_view import SegmentView
 from tests.sync import _tools as tools
 
 
