@@ -122,15 +122,15 @@ class SchemeCore:
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._get_config()
         if type(self._strategy) is not WeightStrategy:
             check_picklable(self._strategy)
-        return state
+        return self._get_config()
 
     def _get_config(self) -> dict[str, Any]:
-        fresh = object.__new__(SchemeCore)
+        fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
+        vars(fresh).clear()  # it may refer to itself, and there is nothing to close
         state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
         return state
 

@@ -119,11 +119,6 @@ class EngineScheme(StreamReceiving):
         self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
         self._same_host: SameHost | None = None
 
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        del state["_beside_links"], state["_same_host"]
-        return state
-
     @property
     def reconnects(self) -> int:
         """Receiver: how often a lost link was replaced."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -51,21 +51,6 @@ _ADVICE = {
 }
 """What the side that listens has to do, by ``dial``."""
 
-_NOT_PICKLED = (
-    "_session",
-    "_arrived",
-    "_arrival",
-    "_taken",
-    "_ungreeted",
-    "_greetings",
-    "_lost_at",
-    "_progress_then",
-    "_linked_at",
-    "_given_idx",
-    "_applied_epoch",
-    "_pauses",
-)
-
 
 class StreamReceiving(WeightSyncScheme):
     """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
@@ -96,12 +81,6 @@ class StreamReceiving(WeightSyncScheme):
         self._given_idx: int | None = None  # by the user; the sender may choose another
         self._applied_epoch: int | None = None
         self._pauses = Backoff()
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        for name in _NOT_PICKLED:
-            del state[name]
-        return state
 
     # -- where --------------------------------------------------------------------------------
 

@@ -128,17 +128,9 @@ class RayWeightSyncScheme(EngineScheme):
         self._published: bytes | None = None
         self._shares = True
 
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        for name in self._not_pickled:
-            del state[name]
-        return state
-
     def _separate(self) -> None:
         super()._separate()
         self._meeting = secrets.token_hex(16)
-
-    _not_pickled: tuple[str, ...] = ("_objects", "_published", "_shares")
 
     @property
     def _borrows(self) -> bool:  # type: ignore[override]  # a constant above

@@ -52,8 +52,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args are those of :class:`RayWeightSyncScheme`.
     """
 
-    _not_pickled = (*RayWeightSyncScheme._not_pickled, "_ray_transform", "_remote", "_inside")
-
     def _reset(self) -> None:
         super()._reset()
         self._ray_transform: Any = None
