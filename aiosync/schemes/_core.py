@@ -231,7 +231,7 @@ class SchemeCore:
     def _replace(self, name: str, value: Any) -> None:
         """Set what the target is found by, and tell the receiver; all of it or nothing."""
         before, receiver = getattr(self, name), self._receiver
-        if receiver is None or self._closed or self._pid != os.getpid():
+        if receiver is None or self._closed or self._inherited:
             setattr(self, name, value)
             return
         with receiver.assigning():
@@ -288,12 +288,12 @@ class SchemeCore:
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
-        return self._role == "sender" and self._pid == os.getpid()
+        return self._role == "sender" and not self._inherited
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this object is a receiver."""
-        return self._role == "receiver" and self._pid == os.getpid()
+        return self._role == "receiver" and not self._inherited
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -344,8 +344,12 @@ class SchemeCore:
                 "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
             )
 
+    @property
+    def _inherited(self) -> bool:
+        return self._pid != os.getpid()  # forked: what runs and what is open is the parent's
+
     def _check_process(self) -> None:
-        if self._pid != os.getpid():
+        if self._inherited:
             done = "set up" if self._loop is None else "connected"
             raise LocalProtocolError(
                 f"this scheme was {done} before the process forked; call init_on_receiver() and "
@@ -361,8 +365,8 @@ class SchemeCore:
             )
 
     def _check_role(self, method: str) -> None:
-        if self._pid != os.getpid():
-            # Forked: the parent's role, context and links are not ours.
+        if self._inherited:
+            # The role, the context and the links are not ours.
             if self._role == "sender":
                 self._sender_pid = self._pid
             self._reset()

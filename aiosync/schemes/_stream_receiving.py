@@ -6,7 +6,6 @@ Must not import torch, nor a concrete scheme.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from typing import TYPE_CHECKING, Literal
 
@@ -339,20 +338,18 @@ class StreamReceiving(WeightSyncScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`."""
+    async def _close_here(self) -> None:
         listener = self._listener
         try:
-            await super().aclose()
+            await super()._close_here()
         finally:
-            if self._pid == os.getpid():
-                await self._greetings.aclose()
-                if isinstance(listener, StreamListener):
-                    await listener.aclose()
+            await self._greetings.aclose()
+            if isinstance(listener, StreamListener):
+                await listener.aclose()
 
     def _abort_unused_links(self) -> None:
         super()._abort_unused_links()
-        if self._pid == os.getpid():
+        if not self._inherited:
             self._greetings.abort()
         waiting, self._arrived = self._arrived, None
         for link in [*self._ungreeted, *([] if waiting is None else [waiting])]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import os
 import socket
 import warnings
 from collections.abc import Sequence
@@ -277,9 +276,13 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         """
         if await self._closed_elsewhere():
             return
-        if self._pid != os.getpid():
-            self.abort()  # forked: the tasks are the parent's, and nothing runs them here
-            return
+        if self._inherited:
+            self.abort()  # the tasks are the parent's, and nothing runs them here
+        else:
+            await self._close_here()
+
+    async def _close_here(self) -> None:
+        """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
         if self._closed:
             return
         self._closed = True
@@ -299,7 +302,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         Its tasks and links belong to that loop, which another thread's calls would confuse.
         """
         loop = self._loop
-        if loop is None or self._closed or self._pid != os.getpid():
+        if loop is None or self._closed or self._inherited:
             return False
         if loop is asyncio.get_running_loop() or not loop.is_running():
             return False
@@ -343,11 +346,11 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
     def _stop_connecting(self) -> None:
         """End a connect() that goes on in another task; it raises ``TransportClosed``."""
         task, self._connecting = self._connecting, None
-        if task is not None and self._pid == os.getpid() and task is not _current_task():
+        if task is not None and not self._inherited and task is not _current_task():
             task.cancel()
 
     def _close_listener(self) -> None:
-        if self._listener is not None and self._pid == os.getpid():
+        if self._listener is not None and not self._inherited:
             self._listener.close()
 
     def _abort_unused_links(self) -> None:
@@ -391,7 +394,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
 
     def _abandon(self) -> None:
         """Close what nobody closed, and say so."""
-        if getattr(self, "_closed", True) or self._pid != os.getpid():
+        if getattr(self, "_closed", True) or self._inherited:
             return  # also where an option was refused: there is nothing yet
         if self._sender is None and self._receiver is None:
             self._close_listener()

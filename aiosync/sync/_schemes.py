@@ -183,7 +183,7 @@ class WeightSyncScheme(Attributes):
 
     @property
     def _is_inherited(self) -> bool:
-        return self._scheme._role is not None and self._scheme._pid != os.getpid()
+        return self._scheme._role is not None and self._scheme._inherited
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
