@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
@@ -30,8 +30,6 @@ from aiosync.transports.base import Transport
 from aiosync.types import Require
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from aiosync.schemes._making import SnapshotMaker
     from aiosync.schemes._transforming import Transform
     from aiosync.schemes.receiver import WeightReceiver
