@@ -7,7 +7,6 @@ too. Must not import torch.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -127,7 +126,7 @@ class WeightSyncScheme(Running):
         scheme = self._scheme
         if self._twin is not None or scheme._role in (None, role):
             return False
-        return scheme._pid == os.getpid() and not scheme._closed
+        return not (scheme._inherited or scheme._closed)
 
     def _init_pipes(
         self,

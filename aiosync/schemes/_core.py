@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
@@ -30,8 +30,6 @@ from aiosync.transports.base import Transport
 from aiosync.types import Require
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from aiosync.schemes._making import SnapshotMaker
     from aiosync.schemes._transforming import Transform
     from aiosync.schemes.receiver import WeightReceiver
@@ -122,15 +120,15 @@ class SchemeCore:
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._get_config()
         if type(self._strategy) is not WeightStrategy:
             check_picklable(self._strategy)
-        return state
+        return self._get_config()
 
     def _get_config(self) -> dict[str, Any]:
-        fresh = object.__new__(SchemeCore)
+        fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
+        vars(fresh).clear()  # it may refer to itself, and there is nothing to close
         state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
         return state
 
@@ -231,7 +229,7 @@ class SchemeCore:
     def _replace(self, name: str, value: Any) -> None:
         """Set what the target is found by, and tell the receiver; all of it or nothing."""
         before, receiver = getattr(self, name), self._receiver
-        if receiver is None or self._closed or self._pid != os.getpid():
+        if receiver is None or self._closed or self._inherited:
             setattr(self, name, value)
             return
         with receiver.assigning():
@@ -288,12 +286,12 @@ class SchemeCore:
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
-        return self._role == "sender" and self._pid == os.getpid()
+        return self._role == "sender" and not self._inherited
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this object is a receiver."""
-        return self._role == "receiver" and self._pid == os.getpid()
+        return self._role == "receiver" and not self._inherited
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -344,8 +342,12 @@ class SchemeCore:
                 "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
             )
 
+    @property
+    def _inherited(self) -> bool:
+        return self._pid != os.getpid()  # forked: what runs and what is open is the parent's
+
     def _check_process(self) -> None:
-        if self._pid != os.getpid():
+        if self._inherited:
             done = "set up" if self._loop is None else "connected"
             raise LocalProtocolError(
                 f"this scheme was {done} before the process forked; call init_on_receiver() and "
@@ -361,8 +363,8 @@ class SchemeCore:
             )
 
     def _check_role(self, method: str) -> None:
-        if self._pid != os.getpid():
-            # Forked: the parent's role, context and links are not ours.
+        if self._inherited:
+            # The role, the context and the links are not ours.
             if self._role == "sender":
                 self._sender_pid = self._pid
             self._reset()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import os
 import secrets
 import socket
 import weakref
@@ -118,11 +117,6 @@ class EngineScheme(StreamReceiving):
         super()._reset()
         self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
         self._same_host: SameHost | None = None
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        del state["_beside_links"], state["_same_host"]
-        return state
 
     @property
     def reconnects(self) -> int:
@@ -294,16 +288,12 @@ class EngineScheme(StreamReceiving):
 
     def _close_listener(self) -> None:
         super()._close_listener()
-        if self._same_host is not None and self._pid == os.getpid():
+        if self._same_host is not None and not self._inherited:
             self._same_host.close()
 
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`."""
-        if await self._closed_elsewhere():
-            return
+    async def _close_here(self) -> None:
         links = list(self._beside_links)
         try:
-            await super().aclose()
+            await super()._close_here()
         finally:
-            if self._pid == os.getpid():
-                await asyncio.gather(*(link.aclose() for link in links))
+            await asyncio.gather(*(link.aclose() for link in links))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -358,7 +357,7 @@ class SendingScheme(SchemeCore):
             and self._connected
             and not self._closed
             and self._loop is asyncio._get_running_loop()
-            and self._pid == os.getpid()
+            and not self._inherited
         ):
             sender.require = self.require  # it may have been assigned since
             return sender

@@ -6,9 +6,8 @@ Must not import torch, nor a concrete scheme.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -51,21 +50,6 @@ _ADVICE = {
 }
 """What the side that listens has to do, by ``dial``."""
 
-_NOT_PICKLED = (
-    "_session",
-    "_arrived",
-    "_arrival",
-    "_taken",
-    "_ungreeted",
-    "_greetings",
-    "_lost_at",
-    "_progress_then",
-    "_linked_at",
-    "_given_idx",
-    "_applied_epoch",
-    "_pauses",
-)
-
 
 class StreamReceiving(WeightSyncScheme):
     """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
@@ -96,12 +80,6 @@ class StreamReceiving(WeightSyncScheme):
         self._given_idx: int | None = None  # by the user; the sender may choose another
         self._applied_epoch: int | None = None
         self._pauses = Backoff()
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        for name in _NOT_PICKLED:
-            del state[name]
-        return state
 
     # -- where --------------------------------------------------------------------------------
 
@@ -360,20 +338,18 @@ class StreamReceiving(WeightSyncScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`."""
+    async def _close_here(self) -> None:
         listener = self._listener
         try:
-            await super().aclose()
+            await super()._close_here()
         finally:
-            if self._pid == os.getpid():
-                await self._greetings.aclose()
-                if isinstance(listener, StreamListener):
-                    await listener.aclose()
+            await self._greetings.aclose()
+            if isinstance(listener, StreamListener):
+                await listener.aclose()
 
     def _abort_unused_links(self) -> None:
         super()._abort_unused_links()
-        if self._pid == os.getpid():
+        if not self._inherited:
             self._greetings.abort()
         waiting, self._arrived = self._arrived, None
         for link in [*self._ungreeted, *([] if waiting is None else [waiting])]:

@@ -34,16 +34,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None``.
     """
 
+    # Of carry(), and unlike what _reset() sets, in pickles.
+    _carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
+    _not_carried = ""
+
     def _reset(self) -> None:
         super()._reset()
-        self.__dict__.setdefault("_carried", None)  # a pickle brings it
-        self.__dict__.setdefault("_not_carried", "")
         self._closing: asyncio.Event | None = None  # for who waits
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        del state["_closing"]
-        return state
 
     def _abort_unused_links(self) -> None:
         super()._abort_unused_links()
@@ -59,7 +56,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Args:
             model: What to copy; nothing, if it is no module.
         """
-        self._carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
+        self._carried = None
         self._not_carried = ""
         if not isinstance(model, nn.Module):
             return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -128,17 +127,9 @@ class RayWeightSyncScheme(EngineScheme):
         self._published: bytes | None = None
         self._shares = True
 
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        for name in self._not_pickled:
-            del state[name]
-        return state
-
     def _separate(self) -> None:
         super()._separate()
         self._meeting = secrets.token_hex(16)
-
-    _not_pickled: tuple[str, ...] = ("_objects", "_published", "_shares")
 
     @property
     def _borrows(self) -> bool:  # type: ignore[override]  # a constant above
@@ -282,18 +273,12 @@ class RayWeightSyncScheme(EngineScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`."""
-        if await self._closed_elsewhere():
-            return
-        if self._pid != os.getpid():
-            await super().aclose()  # forked: the rest is the parent's
-            return
+    async def _close_here(self) -> None:
         objects, self._objects = self._objects, None
         published, self._published = self._published, None
         connected = load_ray().is_initialized()  # before anything of Ray's connects again
         try:
-            await super().aclose()
+            await super()._close_here()
             for link in self._links.values():
                 await link.aclose()
         finally:

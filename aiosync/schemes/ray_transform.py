@@ -52,8 +52,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args are those of :class:`RayWeightSyncScheme`.
     """
 
-    _not_pickled = (*RayWeightSyncScheme._not_pickled, "_ray_transform", "_remote", "_inside")
-
     def _reset(self) -> None:
         super()._reset()
         self._ray_transform: Any = None
@@ -167,15 +165,12 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        """See :meth:`WeightSyncScheme.aclose`; the receiver in the actor ends, too."""
-        if await self._closed_elsewhere():
-            return
+    async def _close_here(self) -> None:
         remote, self._remote = self._remote, None
         try:
-            await super().aclose()
+            await super()._close_here()
         finally:
-            if remote is not None:
+            if remote is not None:  # the receiver in the actor ends, too
                 await remote.stop(self._model_id or "policy")
 
 

@@ -127,11 +127,6 @@ class RPCWeightSyncScheme(EngineScheme):
         self._rpc_workers: list[str] = []
         self._link_lost = asyncio.Event()
 
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        del state["_rpc_workers"], state["_link_lost"]
-        return state
-
     def _separate(self) -> None:
         super()._separate()
         self._scheme_id = secrets.token_hex(16)

@@ -74,8 +74,3 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _reset(self) -> None:
         super()._reset()
         self._arena = None
-
-    def _get_config(self) -> dict[str, Any]:
-        state = super()._get_config()
-        del state["_arena"]
-        return state

@@ -20,6 +20,7 @@ from aiosync.sync._attributes import Attributes
 from aiosync.sync._blocking import blocking, direct, initialising, on_loop, option
 from aiosync.sync._discovery import Owner, discover, owner_of, rpc_runs
 from aiosync.sync._handles import Ready
+from aiosync.sync._pending import PendingSends
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors import Dtypes
 from aiosync.types import Require, SendReport
@@ -32,13 +33,7 @@ __all__ = ["WeightSyncScheme"]
 
 _T = TypeVar("_T")
 _AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
-_FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
 _ASYNC_NAMES = {"aclose": "scheme.shutdown()", "send_nowait": "scheme.send_async()"}
-
-
-def _has_failed(handle: aio.SendHandle) -> bool:
-    # exception() would count as somebody who has seen it.
-    return handle.done() and handle._future._exception is not None
 
 
 class _Tenant:
@@ -136,7 +131,7 @@ class WeightSyncScheme(Attributes):
         self._lock = threading.RLock()  # for _lease and _calls
         self._calls = 0
         self._closing = threading.RLock()
-        self._handles: list[aio.SendHandle] = []
+        self._sends = PendingSends()
         self._pid = os.getpid()
         self._owner: Owner | None = None
         discover()
@@ -183,7 +178,7 @@ class WeightSyncScheme(Attributes):
 
     @property
     def _is_inherited(self) -> bool:
-        return self._scheme._role is not None and self._scheme._pid != os.getpid()
+        return self._scheme._role is not None and self._scheme._inherited
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -268,11 +263,7 @@ class WeightSyncScheme(Attributes):
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())
-        with self._lock:
-            failed = [each for each in self._handles if _has_failed(each)][-_FAILURES_KEPT:]
-            self._handles = [
-                each for each in self._handles if not each.done() or each in failed
-            ] + [handle]
+        self._sends.add(handle)
         return handle.version
 
     def wait_async(self) -> SendReport:
@@ -288,33 +279,7 @@ class WeightSyncScheme(Attributes):
                 one that failed since the last call; its notes tell of older ones.
         """
         self._check("wait_async", "await handle")
-        handles = list(self._handles)
-        if not handles:
-            raise LocalProtocolError("No async send is pending: call send_async() first.")
-
-        async def wait() -> tuple[SendReport | None, list[Exception]]:
-            report, failures = None, []
-            for handle in handles:
-                try:
-                    report = await handle
-                except Exception as exc:  # noqa: BLE001 - raised in the thread that waits
-                    failures.append(exc)
-            return report, failures
-
-        report, failures = self._call(wait())  # if Ctrl-C ends the wait, the sends go on
-        with self._lock:
-            self._handles = [each for each in self._handles if each not in handles]
-        if not failures:
-            assert report is not None
-            return report
-        newest = failures.pop()
-        for older in failures:
-            newest.add_note(f"before it failed: {type(older).__name__}: {older}")
-        failures.clear()
-        try:
-            raise newest
-        finally:
-            del newest  # the traceback refers to this frame: leave no cycle
+        return self._sends.wait(self._call)
 
     @property
     def ready(self) -> Ready:

@@ -69,7 +69,7 @@ def interrupted_send(make: Any) -> float:
         with receiver.reading():  # this thread reads, so nothing is applied
             seconds = _interrupt(sender.send, "send")
             version = sender.send_async()
-            seconds = max(seconds, _interrupt(sender.wait_async, "wait"))
+            seconds = max(seconds, _interrupt(sender.wait_async, "settle"))
             assert tools.value_of(target) == 1.0
         assert sender.wait_async().version == version  # the send itself went on
         assert tools.value_of(target) == 2.0

@@ -114,7 +114,7 @@ def test_wait_async_tells_every_failure_and_the_loop_none(
         first = sender.send_async()
         tools.until(lambda: receiver.lag == 1)
         receiver.abort()
-        tools.until(lambda: all(handle.done() for handle in sender._handles))
+        tools.until(lambda: all(handle.done() for handle in sender._sends.handles))
         second = sender.send_async()  # to nobody
         if again:
             assert sender.send_async() == second + 1
@@ -137,7 +137,7 @@ def test_wait_async_raises_a_failure_also_when_newer_sends_succeed() -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(tools.SHM, source, target) as (sender, receiver):
         version = sender.send_async({"weight": torch.zeros(3, 3)})
-        tools.until(lambda: sender._handles[0].done())
+        tools.until(lambda: sender._sends.handles[0].done())
         tools.fill(source, 2.0)
         for _ in range(3):
             assert receiver.wait_for_version(sender.send_async())
@@ -155,11 +155,11 @@ def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
     with tools.pair(tools.SHM, source, target) as (sender, _):
         for _ in range(40):
             sender.send_async({"weight": torch.zeros(3, 3)})
-            tools.until(lambda: sender._handles[-1].done())
-        assert len(sender._handles) <= 17
+            tools.until(lambda: sender._sends.handles[-1].done())
+        assert len(sender._sends.handles) <= 17
         gc.collect()
         told = [each for each in caplog.records if "never retrieved" in each.message]
-        assert len(told) == 40 - len(sender._handles)
+        assert len(told) == 40 - len(sender._sends.handles)
         with pytest.raises(aiosync.PartialSyncError):
             sender.wait_async()
 

@@ -1,0 +1,180 @@
+"""How a scheme ends: awaited, at once, or collected without either.
+
+Must not import the sender's or the receiver's half of the scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.schemes._core import SchemeCore
+from aiosync.transports.base import Transport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["ClosingScheme"]
+
+_PATIENCE_SECONDS = 30.0
+_BLOCKING_NAMES = {
+    "send_async": "handle = scheme.send_nowait()",
+    "shutdown": "await scheme.aclose()",
+    "wait_async": "await handle",
+}
+
+
+class ClosingScheme(SchemeCore):
+    """Methods that close; see :class:`aiosync.WeightSyncScheme`."""
+
+    async def aclose(self) -> None:
+        """Close every link, task, socket and buffer of this object. Idempotent, bounded.
+
+        A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
+        see ``PeerClosed``. Called on another loop while the scheme's own runs, it has that one
+        close, and waits; cancelling it then ends only the wait.
+
+        Raises:
+            SyncTimeout: The scheme's own loop, in another thread, did not turn.
+        """
+        if await self._closed_elsewhere():
+            return
+        if self._inherited:
+            self.abort()  # the tasks are the parent's, and nothing runs them here
+        else:
+            await self._close_here()
+
+    async def _close_here(self) -> None:
+        """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_connecting()
+        self._close_listener()
+        try:
+            if self._sender is not None:
+                await self._sender.aclose()
+            if self._receiver is not None:
+                await self._receiver.aclose()
+        finally:
+            self._abort_unused_links()
+
+    async def _closed_elsewhere(self) -> bool:
+        """Have the scheme's own loop close it, if that runs and is not this one.
+
+        Its tasks and links belong to that loop, which another thread's calls would confuse.
+        """
+        loop = self._loop
+        if loop is None or self._closed or self._inherited:
+            return False
+        if loop is asyncio.get_running_loop() or not loop.is_running():
+            return False
+        closing = self.aclose()
+        try:
+            done = asyncio.run_coroutine_threadsafe(closing, loop)
+        except RuntimeError:  # it was closed this moment
+            closing.close()
+            return False
+        # wait() does not cancel what it waits for: nothing stays half closed.
+        waiting = asyncio.wrap_future(done)
+        if not (await asyncio.wait([waiting], timeout=_PATIENCE_SECONDS))[0]:
+            raise SyncTimeout(
+                "the event loop of this scheme, in another thread, did not close it within "
+                f"{_PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
+            )
+        if waiting.cancelled():  # that loop has ended, and its tasks with it
+            self.abort()
+        else:
+            waiting.result()
+        return True
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_connecting()
+        self._close_listener()
+        self._abort_runtime()
+        self._abort_unused_links()
+
+    def _abort_runtime(self) -> None:
+        if self._sender is not None:
+            self._sender.abort()
+        elif self._maker is not None:
+            self._maker.close()
+        if self._receiver is not None:
+            self._receiver.abort()
+
+    def _stop_connecting(self) -> None:
+        """End a connect() that goes on in another task; it raises ``TransportClosed``."""
+        task, self._connecting = self._connecting, None
+        if task is not None and not self._inherited and task is not _current_task():
+            task.cancel()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None and not self._inherited:
+            self._listener.close()
+
+    def _abort_unused_links(self) -> None:
+        for link in self._links.values():
+            link.abort()
+        if isinstance(self._pipe, Transport):
+            self._pipe.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    if not TYPE_CHECKING:  # checkers see these mistakes by themselves
+
+        def __enter__(self) -> None:
+            raise LocalProtocolError(
+                "this scheme lives on an event loop: use `async with scheme:`, or the class of "
+                "`aiosync.sync`, which has `with scheme:`"
+            )
+
+        def __exit__(self, *exc_info: object) -> None:
+            """Looked for by ``with``, and never called."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _BLOCKING_NAMES:
+                return object.__getattribute__(self, name)  # raises what it has raised
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, as it does not block: "
+                f"use `{_BLOCKING_NAMES[name]}`, or the class of `aiosync.sync`"
+            )
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Close what nobody closed, and say so."""
+        if getattr(self, "_closed", True) or self._inherited:
+            return  # also where an option was refused: there is nothing yet
+        if self._sender is None and self._receiver is None:
+            self._close_listener()
+            return
+        try:
+            warnings.warn(
+                f"{self!r} was never closed: use `async with scheme:` or `await scheme.aclose()`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        finally:  # the warning may be an error
+            self.abort()
+
+
+def _current_task() -> asyncio.Task[object] | None:
+    # abort() may be called where no loop runs.
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
