@@ -242,6 +242,7 @@ def test_first_calls_from_several_threads_take_one_lease() -> None:
     scheme.init_on_sender(num_workers=1)
     scheme.connect()
     scheme._lease.release()  # type: ignore[union-attr]
+    scheme._lease = None  # as before the first call, and this scheme can be used from any loop
     barrier = threading.Barrier(6)
 
     def call() -> None:
