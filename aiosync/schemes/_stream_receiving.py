@@ -170,7 +170,7 @@ class StreamReceiving(WeightSyncScheme):
     def _hello(self) -> Hello:
         receiver = self._receiver
         epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.resume()) or (None, None, 0)
+        partial = (None if receiver is None else receiver.prepare_resume()) or (None, None, 0)
         plain = super()._hello()
         if self._lost_at is None:
             self._given_idx = plain.worker_idx

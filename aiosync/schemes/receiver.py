@@ -300,9 +300,9 @@ class WeightReceiver(Answering):
 
     # -- asking --------------------------------------------------------------------------------
 
-    def resume(self) -> tuple[int, int, int] | None:
+    def prepare_resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and bytes of an update of which the lost link brought a part."""
-        return self._staging.resume()
+        return self._staging.prepare_resume()
 
     @property
     def partial_since(self) -> float | None:
@@ -310,7 +310,7 @@ class WeightReceiver(Answering):
 
         On ``time.monotonic()``'s clock.
         """
-        return None if self._staging.resume() is None else self.progress_at
+        return self.progress_at if self._staging.has_partial else None
 
     @property
     def transforming_since(self) -> float | None:
