@@ -375,6 +375,7 @@ class SchemeCore:
 
     def _check_has_role(self) -> None:
         if self._role is None:
+            self._check_open()
             raise LocalProtocolError(
                 "Neither init_on_sender nor init_on_receiver have been called. Call "
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"

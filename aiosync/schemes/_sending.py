@@ -363,11 +363,6 @@ class SendingScheme(SchemeCore):
             sender.require = self.require  # it may have been assigned since
             return sender
         self._check_open()
-        if self._role is None and method == "wait_for_version":
-            raise LocalProtocolError(
-                f"{method}(): this scheme has no role: call init_on_sender() or "
-                "init_on_receiver(), and connect(), first"
-            )
         if self._role != "sender":
             raise LocalProtocolError(
                 f"{method}(): Must be initialized on sender before sending weights: call "

@@ -204,6 +204,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
         if self._role == "receiver":
             return await self._wait_until_applied(version, limit, late)
+        self._check_has_role()
         sender = self._require_sender("wait_for_version")
         return await sender.progress.wait_applied(version, timeout=limit, late=late)
 
@@ -236,6 +237,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
         if self._role == "receiver":
             return await self._wait_until_staged(version, limit, late)
+        self._check_has_role()
         sender = self._require_sender("wait_staged")
         return await sender.progress.wait_staged(version, timeout=limit, late=late)
 
@@ -260,6 +262,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             receiver = self._require_receiver("ready")
             await receiver.wait_until(self._is_ready, timeout=limit, late=late)
         else:
+            self._check_has_role()
             sender = self._require_sender("ready")
             await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)
 

@@ -639,10 +639,22 @@ async def test_calls_from_a_thread_without_a_loop(make) -> None:
 
 @pytest.mark.asyncio
 @both
-async def test_wait_for_version_without_a_role(make) -> None:
+async def test_waiting_without_a_role(make) -> None:
     async with make() as scheme:
-        with pytest.raises(aiosync.LocalProtocolError, match=r"init_on_receiver\(\)"):
-            await scheme.wait_for_version(1)
+        for wait in (lambda: scheme.wait_for_version(1), scheme.wait_staged, scheme.ready.wait):
+            with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
+                await wait()
+        await scheme.aclose()
+        for wait in (lambda: scheme.wait_for_version(1), scheme.wait_staged, scheme.ready.wait):
+            with pytest.raises(aiosync.TransportClosed):
+                await wait()
+
+
+@pytest.mark.asyncio
+async def test_waiting_without_a_role_or_synchronisation() -> None:
+    async with aiosync.NoWeightSyncScheme() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
+            await scheme.ready
 
 
 @pytest.mark.asyncio
