@@ -18,7 +18,7 @@ from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
-from aiosync.schemes._options import Option, check_require, check_timeout, flag, one_of
+from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -54,7 +54,7 @@ class SchemeCore:
     guard: Option[Literal["forward", "reading"]] = Option(one_of("forward", "reading"))
     strict: Option[bool] = Option(flag)
     require: Option[Require] = Option(check_require)
-    timeout: Option[float | None] = Option(check_timeout)
+    timeout: Option[float | None] = Option(seconds(endless=True, none=True))
     wire_dtype: Option[Dtypes | None] = Option(lambda _, value: check_wire_dtype(value))
 
     def __init__(

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aiosync.errors import AckTimeout, AiosyncError, ConfigError, RemoteProtocolError
-from aiosync.protocol import ChunkPlan, is_seconds
+from aiosync.errors import AckTimeout, AiosyncError, RemoteProtocolError
+from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
@@ -42,11 +42,7 @@ class Streaming:
 
     def __post_init__(self) -> None:
         ChunkPlan(0, self.chunk_nbytes)
-        stall = self.stall_timeout
-        if stall is not None and not (is_seconds(stall) and stall > 0):
-            raise ConfigError(
-                f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}"
-            )
+        validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
 
 
 class StreamWriter:
