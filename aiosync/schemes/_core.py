@@ -305,6 +305,21 @@ class SchemeCore:
         """Whether ``connect()`` succeeded on this receiver."""
         return self.initialized_on_receiver and self._connected
 
+    def _why_no_model(self) -> str | None:
+        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
+        given = (self._model, self._weights, self._loader)
+        if self._context_ref is None or any(each is not None for each in given):
+            return None
+        context = self.context
+        if context is None:
+            return "the context is gone, as only a weak reference is kept"
+        model_id = self._model_id or "policy"
+        try:
+            resolve_model(context, model_id)
+        except AttributeError:
+            return f"the context, a {type(context).__name__}, has no model {model_id!r}"
+        return None
+
     # -- versions ------------------------------------------------------------------------------
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -75,7 +76,8 @@ class ReceivingScheme(FollowingScheme):
 
         Args:
             model_id: Name of the model, as the sender calls it.
-            context: Owner of the model (kept as a weak reference).
+            context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
+                connecting warns if it has no such model, for which updates then wait.
             worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
                 lets the sender choose.
             model: Module to keep up to date. May be given later, by setting :attr:`model`.
@@ -128,6 +130,15 @@ class ReceivingScheme(FollowingScheme):
     init_on_worker = init_on_receiver
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+        await self._join(worker_idx, timeout)
+        lacks = self._why_no_model() if self.apply == "auto" else None
+        if lacks is not None:  # a model that comes late, or a name that is wrong
+            warnings.warn(
+                f"{lacks}: updates wait until there is one, or until scheme.model is set",
+                stacklevel=3,
+            )
+
+    async def _join(self, worker_idx: int | None, timeout: float | None) -> None:
         assert self._loop is not None
         started = self._loop.time()
         if worker_idx is not None:

@@ -280,10 +280,7 @@ class SendingScheme(SchemeCore):
         if weights is None:
             if initial:
                 return {}
-            raise ConfigError(
-                "there is nothing to send: pass weights to send(), or model=, weights= or "
-                "context= to init_on_sender()"
-            )
+            raise ConfigError(f"there is nothing to send: {self._why_nothing()}")
         if self._sources.device_map is not None:
             given = weights
             # A module is changed itself by .to() and such, and a state dict has no such methods.
@@ -308,6 +305,18 @@ class SendingScheme(SchemeCore):
             return resolve_model(context, model_id)
         except AttributeError:
             return getattr(context, "_fallback_policy", None) if model_id == "policy" else None
+
+    def _why_nothing(self) -> str:
+        """Why there are no weights, and what to do."""
+        lacks = self._why_no_model()
+        if lacks is None:
+            return "pass weights to send(), or model=, weights= or context= to init_on_sender()"
+        if self.context is None:
+            return f"{lacks}: keep it, or pass model= or weights= instead"
+        return (
+            f"{lacks}: pass model= for the module itself, model_id= with the path to it in the "
+            "context, or weights to send()"
+        )
 
     def prepare_weights(
         self,

@@ -659,6 +659,53 @@ async def test_waiting_without_a_role_or_synchronisation() -> None:
 
 @pytest.mark.asyncio
 @both
+async def test_a_context_that_has_no_such_model(make) -> None:
+    owner, missing = models.linear(), "the context, a Linear, has no model 'p'"
+    late = f"version 1 is here, but {missing}; it waits until there is one, or until scheme.model"
+    scheme = make()
+    scheme.init_on_sender(model_id="p", context=owner, num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="p", context=owner)
+    async with scheme, receiver:
+        with pytest.warns(UserWarning, match=missing):
+            await asyncio.gather(scheme.connect(), receiver.connect())
+        for call in (scheme.send, scheme.send_nowait):
+            with pytest.raises(aiosync.ConfigError, match=f"{missing}: pass model= for"):
+                await call()
+        with pytest.raises(aiosync.PartialSyncError, match="without a model"):
+            await scheme.send(_weights(), timeout=0.05)
+        for wait in (
+            lambda: receiver.wait_for_version(1, timeout=0.01),
+            lambda: receiver.pull(timeout=0.01),
+        ):
+            with pytest.raises(aiosync.RecvTimeout, match=late):
+                await wait()
+        receiver.model = models.linear()
+        assert await receiver.wait_for_version(1) == 1
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_context_that_is_gone(make) -> None:
+    scheme = make()
+    async with scheme:
+        scheme.init_on_sender(model_id="p", context=models.linear())
+        await scheme.connect()
+        with pytest.raises(aiosync.ConfigError, match="the context is gone"):
+            await scheme.send()
+
+
+@pytest.mark.asyncio
+@both
+async def test_nothing_is_said_of_a_model_that_may_come_late(make) -> None:
+    """By ``scheme.model``, or with ``apply="manual"``."""
+    for options, init in (({}, {}), ({"apply": "manual"}, {"context": models.linear()})):
+        async with harness.here(make(**options), None, sender={}, receiver=init) as (_, receiver):
+            assert receiver.version == 0
+
+
+@pytest.mark.asyncio
+@both
 async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
     told = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
