@@ -142,7 +142,7 @@ class Answering(Applying):
 
     def _leave(self, old: Staged) -> None:
         if (self._copy and not isinstance(self._target, LoadTarget)) or self._closed:
-            self._staging.drop(old)
+            old.give_back()
         else:
             self._staging.retire(old)
 

@@ -235,11 +235,11 @@ class EngineScheme(StreamReceiving):
 
             def welcome(control: TCPTransport) -> None:
                 with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
-                    sender.welcome(self._linked(control, listened=True))
+                    sender.workers.welcome(self._linked(control, listened=True))
 
             def welcome_here(link: SharedMemTransport) -> None:
                 self._joined_here(link.channel)
-                sender.welcome(link)
+                sender.workers.welcome(link)
 
             if self._same_host is not None:
                 self._same_host.start(welcome_here, sender.workers.tasks)

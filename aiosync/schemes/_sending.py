@@ -172,7 +172,7 @@ class SendingScheme(SchemeCore):
             with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
                 channel.watch_process(pid)
         assert self._sender is not None
-        self._sender.welcome(transport)
+        self._sender.workers.welcome(transport)
 
     async def send(
         self,

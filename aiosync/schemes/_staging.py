@@ -250,10 +250,6 @@ class Staging:
             elif not isinstance(staged.link, SharedMemTransport):
                 self._held.remove(staged)  # such memory goes when its last user lets go
 
-    def drop(self, staged: Staged) -> None:
-        """``staged`` was never applied: give its memory back."""
-        staged.give_back()
-
     def close(self) -> None:
         """Forget every buffer."""
         self.sweep()

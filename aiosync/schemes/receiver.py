@@ -234,7 +234,7 @@ class WeightReceiver(Answering):
         try:
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
-            self._staging.drop(staged)
+            staged.give_back()
             self._outgoing.say(self._answer_to_stale(staged, exc))
             self._has_come(staged.epoch, staged.version)
             return
@@ -265,7 +265,7 @@ class WeightReceiver(Answering):
         if staged.epoch == self.inbox.newest_epoch:
             self._take(staged)
         else:
-            self._staging.drop(staged)  # of a trainer before the one that there is
+            staged.give_back()  # of a trainer before the one that there is
 
     def _untransformed(self, staged: Staged, error: BaseException) -> None:
         if staged.epoch == self.inbox.newest_epoch:  # else its trainer has gone
@@ -290,7 +290,7 @@ class WeightReceiver(Answering):
 
     def _drop_staged(self, old: Staged | None, by: Staged | None = None) -> None:
         if old is not None:  # else another thread has taken it, and applies it
-            self._staging.drop(old)
+            old.give_back()
             if by is not None and by.epoch == old.epoch:
                 # Before anything is said of the newer one. The trainer would keep it otherwise
                 # until something is applied, which may be never.

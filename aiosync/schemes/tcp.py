@@ -241,7 +241,7 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):
-            self._listener.start(sender.welcome, sender.workers._crashed)
+            self._listener.start(sender.workers.welcome, sender.workers._crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
@@ -290,7 +290,7 @@ class TCPWeightSyncScheme(StreamReceiving):
 
             applied_before = applied
             link.channel.call_on_end(on_end)
-            sender.welcome(link, idx)
+            sender.workers.welcome(link, idx)
             await ended.wait()
             if loop.time() - began > OF_USE_SECONDS or applied > applied_before:
                 backoff.reset()
