@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
+from aiosync.schemes._moment import PATIENCE_SECONDS
 from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from aiosync.tensors.loading import LoadTarget
 
 __all__ = ["SchemeCore"]
-
-_PATIENCE_SECONDS = 30.0
 
 
 class SchemeCore:
@@ -155,6 +155,16 @@ class SchemeCore:
         role = self._role or "no role yet"
         return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
 
+    # -- links, which subclasses make ----------------------------------------------------------
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        """A link over a connected Unix socket."""
+        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+        raise LocalProtocolError(f"{type(self).__name__} has no transport")
+
     # -- the model -----------------------------------------------------------------------------
 
     @property
@@ -261,10 +271,10 @@ class SchemeCore:
 
         loop.call_soon_threadsafe(run)
         try:
-            done.result(_PATIENCE_SECONDS)
+            done.result(PATIENCE_SECONDS)
         except TimeoutError as exc:
             raise SyncTimeout(
-                f"the event loop of this scheme did not turn within {_PATIENCE_SECONDS:g} s"
+                f"the event loop of this scheme did not turn within {PATIENCE_SECONDS:g} s"
             ) from exc
         finally:
             done.cancel()  # if it has not begun, it never will

@@ -22,6 +22,7 @@ from aiosync.schemes._context import (
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
+from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
@@ -30,6 +31,7 @@ from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
+from aiosync.transports._segment import Slot
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 
@@ -39,17 +41,12 @@ __all__ = ["SendingScheme"]
 class SendingScheme(SchemeCore):
     """Methods of a sender; see :class:`aiosync.WeightSyncScheme`."""
 
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """A link over a connected Unix socket."""
-        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
-        raise LocalProtocolError(f"{type(self).__name__} has no transport")
-
     def _make_store(self) -> SnapshotStore:
         """Where the sender's snapshots are kept."""
         raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+
+    def _is_leaving(self, slot: Slot) -> bool:
+        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         """A socket of this scheme that workers may dial, bound now; ``None`` for none."""

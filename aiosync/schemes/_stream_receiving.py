@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import (
@@ -164,6 +165,23 @@ class StreamReceiving(WeightSyncScheme):
             name=name,
             advice=_ADVICE[self._dial],
         )
+
+    @property
+    def reconnects(self) -> int:
+        """Receiver: how often a lost link was replaced."""
+        return 0 if self._receiver is None else self._receiver.reconnects
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
+        """
+        if isinstance(pipe_or_context, Transport):
+            return pipe_or_context
+        if not isinstance(pipe_or_context, socket.socket):
+            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+        return self._transport_over(pipe_or_context, "the peer")
 
     # -- meeting the sender --------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from aiosync.errors import AckTimeout, AiosyncError, RemoteProtocolError
 from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.schemes._snapshots import Snapshot
+from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
 
@@ -223,7 +224,7 @@ class StreamWriter:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _progress_now(self) -> tuple[int, int]:
-        channel = getattr(self._transport, "channel", None)
+        channel = channel_of(self._transport)
         written = 0 if channel is None else channel.written_nbytes
         return written, 0 if self._sent is None else self._sent.version
 

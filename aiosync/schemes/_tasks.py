@@ -15,7 +15,7 @@ from typing import Any
 
 from aiosync.errors import LocalProtocolError, TransportClosed
 
-__all__ = ["TaskOwner", "running_loop"]
+__all__ = ["TaskOwner", "current_task", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
 
@@ -33,6 +33,11 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "aiosync needs an asyncio event loop: use asyncio.run(), aiosync.run(), or anyio with "
             "its asyncio backend"
         ) from exc
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """The task that runs in this thread; ``None`` also where no loop does."""
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
 
 
 class TaskOwner:

@@ -23,10 +23,11 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.schemes._moment import PATIENCE_SECONDS
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
 from aiosync.schemes._snapshots import SnapshotStore
-from aiosync.schemes._tasks import running_loop
+from aiosync.schemes._tasks import current_task, running_loop
 from aiosync.schemes.handles import Ready
 from aiosync.transports.base import Transport
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightSyncScheme"]
 
-_PATIENCE_SECONDS = 30.0
 _BLOCKING_NAMES = {
     "send_async": "handle = scheme.send_nowait()",
     "shutdown": "await scheme.aclose()",
@@ -314,10 +314,10 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             return False
         # wait() does not cancel what it waits for: nothing stays half closed.
         waiting = asyncio.wrap_future(done)
-        if not (await asyncio.wait([waiting], timeout=_PATIENCE_SECONDS))[0]:
+        if not (await asyncio.wait([waiting], timeout=PATIENCE_SECONDS))[0]:
             raise SyncTimeout(
                 "the event loop of this scheme, in another thread, did not close it within "
-                f"{_PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
+                f"{PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
             )
         if waiting.cancelled():  # that loop has ended, and its tasks with it
             self.abort()
@@ -346,7 +346,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
     def _stop_connecting(self) -> None:
         """End a connect() that goes on in another task; it raises ``TransportClosed``."""
         task, self._connecting = self._connecting, None
-        if task is not None and self._pid == os.getpid() and task is not _current_task():
+        if task is not None and self._pid == os.getpid() and task is not current_task():
             task.cancel()
 
     def _close_listener(self) -> None:
@@ -408,8 +408,3 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
             )
         finally:  # the warning may be an error
             self.abort()
-
-
-def _current_task() -> asyncio.Task[object] | None:
-    # abort() may be called where no loop runs.
-    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
