@@ -77,7 +77,7 @@ class Fixed:
 
 
 def one_of(*values: _T) -> Callable[[str, Any], _T]:
-    """Two strings, one of which it has to be."""
+    """One of these values."""
     listed = " or ".join(map(repr, values))
 
     def check(name: str, value: Any) -> _T:

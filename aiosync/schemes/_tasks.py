@@ -2,8 +2,8 @@
 
 A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
 ``aclose()``, which different tasks may call; a task group must be left by the task that entered
-it. Nothing else below ``sync`` calls ``create_task``. Must not import torch, nor anything else
-of aiosync but its errors.
+it. Other tasks below ``sync`` end within the call that made them. Must not import torch, nor
+anything else of aiosync but its errors.
 """
 
 from __future__ import annotations
