@@ -76,7 +76,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, and how its operations behave; the conformance suite checks it.
+    """What a transport can do, and how its operations behave.
+
+    The conformance suite checks the cancellation classes. What a link connects, and how payloads
+    travel, it takes from here.
 
     Attributes:
         name: Registry name, for example ``"memory"`` or ``"shm"``.
@@ -116,7 +119,8 @@ class SendReport:
         lost: Workers that had gone before this send, and were reported by an earlier one.
         waiting: Workers that had not answered when as many as ``require`` asks for had. The
             update goes on to them in the background. Empty with ``require="all"``.
-        elapsed: Seconds from the call to the last acknowledgement.
+        elapsed: Seconds from the call until the result was settled: by the last worker that
+            ``require`` needs.
         nbytes: Payload bytes of the update, counted once.
     """
 

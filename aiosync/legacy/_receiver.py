@@ -97,9 +97,6 @@ class WeightReceiver(OfScheme):
     def context(self, value: Any) -> None:
         self._context_ref = None if value is None else weakref.ref(value)
 
-    def _set_context(self, context: Any) -> None:
-        self.context = context
-
     def register_model(self, model: Any) -> None:
         """Choose what weights are applied to.
 
@@ -108,8 +105,6 @@ class WeightReceiver(OfScheme):
                 needed.
         """
         self._model = model
-
-    _register_model = register_model
 
     def _register_worker_transport(self, pipe_or_context: Any) -> None:
         self._own = self._scheme.create_transport(pipe_or_context)

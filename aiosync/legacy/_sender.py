@@ -6,7 +6,6 @@ It holds no link itself; the scheme does. Must not import torch or a transport.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -84,13 +83,9 @@ class WeightSender(OfScheme):
         self._forget()
 
     def _forget(self) -> None:
-        self._context_ref: weakref.ref[Any] | None = None
         self._pending: Sending | _Started | None = None
 
     # -- what a scheme with links of its own tells it ------------------------------------------
-
-    def _set_context(self, context: Any) -> None:
-        self._context_ref = None if context is None else weakref.ref(context)
 
     def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
@@ -120,8 +115,7 @@ class WeightSender(OfScheme):
     @property
     def context(self) -> Any:
         """Owner of the model, or ``None`` when there is none or it is gone."""
-        own = None if self._context_ref is None else self._context_ref()
-        return self._scheme.context if own is None else own
+        return self._scheme.context
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -11,8 +11,6 @@ from aiosync.protocol.aggregate import SendTracker, validate_require
 from aiosync.protocol.chunks import Assembly, ChunkPlan, Verdict
 from aiosync.protocol.deadline import (
     Deadline,
-    is_seconds,
-    validate_default_timeout,
     validate_seconds,
     validate_timeout,
 )
@@ -32,9 +30,7 @@ __all__ = [
     "SendTracker",
     "Verdict",
     "VersionClock",
-    "is_seconds",
     "new_epoch",
-    "validate_default_timeout",
     "validate_require",
     "validate_seconds",
     "validate_timeout",

@@ -14,14 +14,12 @@ from aiosync.errors import ConfigError
 
 __all__ = [
     "Deadline",
-    "is_seconds",
-    "validate_default_timeout",
     "validate_seconds",
     "validate_timeout",
 ]
 
 
-def is_seconds(value: Any) -> bool:
+def _is_seconds(value: Any) -> bool:
     """Whether this is a real number that deadlines can be made of; infinity is one, too."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
@@ -34,23 +32,15 @@ def validate_timeout(timeout: Any) -> None:
     Raises:
         ConfigError: It is neither ``None`` nor a real number.
     """
-    if timeout is not None and not is_seconds(timeout):
+    if timeout is not None and not _is_seconds(timeout):
         raise ConfigError(
             f"timeout is {timeout!r}: pass seconds as a number, math.inf to wait for ever, or None"
         )
 
 
-def validate_default_timeout(timeout: Any) -> None:
-    """Check the timeout of calls that are given none.
-
-    Raises:
-        ConfigError: It is neither ``None`` nor a positive number.
-    """
-    if timeout is not None and not (is_seconds(timeout) and timeout > 0):
-        raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
-
-
-def validate_seconds(name: str, value: Any, *, zero: bool = False, endless: bool = False) -> None:
+def validate_seconds(
+    name: str, value: Any, *, zero: bool = False, endless: bool = False, none: bool = False
+) -> None:
     """Check an option that is a time.
 
     Args:
@@ -58,15 +48,18 @@ def validate_seconds(name: str, value: Any, *, zero: bool = False, endless: bool
         value: What was given.
         zero: 0 is legal.
         endless: So is infinity.
+        none: So is ``None``.
 
     Raises:
         ConfigError: It is no real number, or out of range.
     """
-    if is_seconds(value) and (value > 0 or (zero and value == 0)):
+    if value is None and none:
+        return
+    if _is_seconds(value) and (value > 0 or (zero and value == 0)):
         if endless or not math.isinf(value):
             return
     wanted = "seconds of at least 0" if zero else "positive seconds"
-    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

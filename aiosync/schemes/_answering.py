@@ -149,7 +149,7 @@ class Answering(Applying):
 
     def _leave(self, old: Staged) -> None:
         if (self._copy and not isinstance(self._target, LoadTarget)) or self._closed:
-            self._staging.drop(old)
+            old.give_back()
         else:
             self._staging.retire(old)
 
@@ -162,7 +162,7 @@ class Answering(Applying):
 
     def _drop_staged(self, old: Staged | None, by: Staged | None = None) -> None:
         if old is not None:  # else another thread has taken it, and applies it
-            self._staging.drop(old)
+            old.give_back()
             if by is not None and by.epoch == old.epoch:
                 # Before anything is said of the newer one. The trainer would keep it otherwise
                 # until something is applied, which may be never.

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SyncTimeout
+from aiosync.errors import ApplyError, ConfigError
 from aiosync.protocol import Inbox
 from aiosync.schemes._guard_hooks import takes_hooks
-from aiosync.schemes._moment import is_unfit
+from aiosync.schemes._moment import PATIENCE_SECONDS, between_reads, is_unfit, refuse_inside_read
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
@@ -26,7 +26,6 @@ from aiosync.tensors.loading import LoadTarget
 
 __all__ = ["Applying"]
 
-_PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 
 
@@ -164,7 +163,7 @@ class Applying(abc.ABC):
         except RuntimeError:
             return  # the loop is closed: nobody is left to be told
 
-    def apply_pending(self, *, patience: float = _PATIENCE_SECONDS) -> int | None:
+    def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """Apply the staged update now, on this thread, between two reads.
 
         Args:
@@ -178,22 +177,11 @@ class Applying(abc.ABC):
             LocalProtocolError: Called inside a read.
             SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
         """
-        if self.guard.reading_here:
-            raise LocalProtocolError(
-                "apply_pending() was called inside a forward pass or a reading() block; call it "
-                "between two of them"
-            )
+        refuse_inside_read(self.guard, "apply_pending")
         if self._staged is None:
             return None
-        # A loop must not be held: there, forwards of other threads are not waited for.
-        patience = 0.0 if asyncio._get_running_loop() is not None else patience
-        if not self.guard.exclusively(self._apply_staged, timeout=patience):
-            if patience:
-                raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
-            raise SyncTimeout(
-                "a forward pass runs in another thread, and an event loop must not be held until "
-                "it ends: use `await scheme.receive()` there, or call apply_pending() again"
-            )
+        advice = "use `await scheme.receive()` there, or call apply_pending() again"
+        between_reads(self.guard, self._apply_staged, advice=advice, patience=patience)
         if self._apply_outcome is None:
             return None
         version, error = self._apply_outcome

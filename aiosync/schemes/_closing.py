@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiosync.errors import LocalProtocolError, SyncTimeout
 from aiosync.schemes._core import SchemeCore
+from aiosync.schemes._moment import PATIENCE_SECONDS
+from aiosync.schemes._tasks import current_task
 from aiosync.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClosingScheme"]
 
-_PATIENCE_SECONDS = 30.0
 _BLOCKING_NAMES = {
     "send_async": "handle = scheme.send_nowait()",
     "shutdown": "await scheme.aclose()",
@@ -79,10 +80,10 @@ class ClosingScheme(SchemeCore):
             return False
         # wait() does not cancel what it waits for: nothing stays half closed.
         waiting = asyncio.wrap_future(done)
-        if not (await asyncio.wait([waiting], timeout=_PATIENCE_SECONDS))[0]:
+        if not (await asyncio.wait([waiting], timeout=PATIENCE_SECONDS))[0]:
             raise SyncTimeout(
                 "the event loop of this scheme, in another thread, did not close it within "
-                f"{_PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
+                f"{PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
             )
         if waiting.cancelled():  # that loop has ended, and its tasks with it
             self.abort()
@@ -111,7 +112,7 @@ class ClosingScheme(SchemeCore):
     def _stop_connecting(self) -> None:
         """End a connect() that goes on in another task; it raises ``TransportClosed``."""
         task, self._connecting = self._connecting, None
-        if task is not None and not self._inherited and task is not _current_task():
+        if task is not None and not self._inherited and task is not current_task():
             task.cancel()
 
     def _close_listener(self) -> None:
@@ -173,8 +174,3 @@ class ClosingScheme(SchemeCore):
             )
         finally:  # the warning may be an error
             self.abort()
-
-
-def _current_task() -> asyncio.Task[object] | None:
-    # abort() may be called where no loop runs.
-    return asyncio.current_task() if asyncio._get_running_loop() is not None else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
-from aiosync.schemes._options import Option, check_require, check_timeout, flag, one_of
+from aiosync.schemes._moment import PATIENCE_SECONDS
+from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SchemeCore"]
 
-_PATIENCE_SECONDS = 30.0
-
 
 class SchemeCore:
     """Options and state of a scheme; see :class:`aiosync.WeightSyncScheme`."""
@@ -52,7 +52,7 @@ class SchemeCore:
     guard: Option[Literal["forward", "reading"]] = Option(one_of("forward", "reading"))
     strict: Option[bool] = Option(flag)
     require: Option[Require] = Option(check_require)
-    timeout: Option[float | None] = Option(check_timeout)
+    timeout: Option[float | None] = Option(seconds(endless=True, none=True))
     wire_dtype: Option[Dtypes | None] = Option(lambda _, value: check_wire_dtype(value))
 
     def __init__(
@@ -152,6 +152,16 @@ class SchemeCore:
         state = "closed" if self._closed else "connected" if self._connected else "not connected"
         role = self._role or "no role yet"
         return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
+
+    # -- links, which subclasses make ----------------------------------------------------------
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        """A link over a connected Unix socket."""
+        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+        raise LocalProtocolError(f"{type(self).__name__} has no transport")
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -259,10 +269,10 @@ class SchemeCore:
 
         loop.call_soon_threadsafe(run)
         try:
-            done.result(_PATIENCE_SECONDS)
+            done.result(PATIENCE_SECONDS)
         except TimeoutError as exc:
             raise SyncTimeout(
-                f"the event loop of this scheme did not turn within {_PATIENCE_SECONDS:g} s"
+                f"the event loop of this scheme did not turn within {PATIENCE_SECONDS:g} s"
             ) from exc
         finally:
             done.cancel()  # if it has not begun, it never will
@@ -302,6 +312,21 @@ class SchemeCore:
     def synchronized_on_receiver(self) -> bool:
         """Whether ``connect()`` succeeded on this receiver."""
         return self.initialized_on_receiver and self._connected
+
+    def _why_no_model(self) -> str | None:
+        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
+        given = (self._model, self._weights, self._loader)
+        if self._context_ref is None or any(each is not None for each in given):
+            return None
+        context = self.context
+        if context is None:
+            return "the context is gone, as only a weak reference is kept"
+        model_id = self._model_id or "policy"
+        try:
+            resolve_model(context, model_id)
+        except AttributeError:
+            return f"the context, a {type(context).__name__}, has no model {model_id!r}"
+        return None
 
     # -- versions ------------------------------------------------------------------------------
 
@@ -377,6 +402,7 @@ class SchemeCore:
 
     def _check_has_role(self) -> None:
         if self._role is None:
+            self._check_open()
             raise LocalProtocolError(
                 "Neither init_on_sender nor init_on_receiver have been called. Call "
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"

@@ -13,11 +13,10 @@ import contextlib
 import secrets
 import socket
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
 from aiosync.schemes._options import Option, count, flag
-from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._same_host import SameHost, available, dial_here
 from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
@@ -28,7 +27,7 @@ from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports._channel import FramedChannel
-from aiosync.transports._segment import Arena, Slot
+from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -119,11 +118,6 @@ class EngineScheme(StreamReceiving):
         self._same_host: SameHost | None = None
 
     @property
-    def reconnects(self) -> int:
-        """Receiver: how often a lost link was replaced."""
-        return 0 if self._receiver is None else self._receiver.reconnects
-
-    @property
     def _untaken(self) -> float | None:
         # Large updates travel elsewhere: what is said here fits into the buffers of a host, which
         # takes it however busy the process is, unless it is gone.
@@ -181,26 +175,11 @@ class EngineScheme(StreamReceiving):
         control = TCPTransport(sock, limits=self.limits, name=name)
         return self._linked(control, listened=self._role == "sender")
 
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
-
-        Args:
-            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
-        """
-        if isinstance(pipe_or_context, Transport):
-            return pipe_or_context
-        if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
-        return self._transport_over(pipe_or_context, "the peer")
-
     def _make_store(self) -> SnapshotStore:
         if self._same_host is None:
             return PrivateStore()
         self._same_host.arena = arena = Arena()
         return ArenaStore(arena, self._is_leaving)
-
-    def _is_leaving(self, slot: Slot) -> bool:
-        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     # -- the sender ----------------------------------------------------------------------------
 
@@ -229,11 +208,11 @@ class EngineScheme(StreamReceiving):
 
             def welcome(control: TCPTransport) -> None:
                 with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
-                    sender.welcome(self._linked(control, listened=True))
+                    sender.workers.welcome(self._linked(control, listened=True))
 
             def welcome_here(link: SharedMemTransport) -> None:
                 self._joined_here(link.channel)
-                sender.welcome(link)
+                sender.workers.welcome(link)
 
             if self._same_host is not None:
                 self._same_host.start(welcome_here, sender.workers.tasks)

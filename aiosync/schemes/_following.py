@@ -95,7 +95,7 @@ class FollowingScheme(SchemeCore):
         with receiver.asking():
             if limit is None or limit > 0:
                 self._check_not_inside("wait_for_version", receiver, reached)
-            await receiver.wait_until(reached, timeout=limit, late=late)
+            await self._wait_until(reached, limit, late)
         return receiver.inbox.version
 
     async def _wait_until_staged(self, version: int, limit: float | None, late: RecvTimeout) -> int:
@@ -171,8 +171,25 @@ class FollowingScheme(SchemeCore):
             return receiver.wishes.answers != answers or (inbox.epoch, inbox.version) != before
 
         with receiver.asking():
-            await receiver.wait_until(arrived, timeout=limit, late=late)
+            await self._wait_until(arrived, limit, late)
         return inbox.version
+
+    async def _wait_until(
+        self, condition: Callable[[], bool], limit: float | None, late: RecvTimeout
+    ) -> None:
+        """Wait until something is applied; one that is late says if it has no model."""
+        receiver = self._receiver
+        assert receiver is not None
+        try:
+            await receiver.wait_until(condition, timeout=limit, late=late)
+        except RecvTimeout as exc:
+            lacks = self._why_no_model()
+            if lacks is None or not receiver.has_staged:
+                raise
+            raise RecvTimeout(
+                f"{exc}: version {receiver.staged_version} is here, but {lacks}; it waits until "
+                "there is one, or until scheme.model is set"
+            ) from exc.__cause__
 
     def _check_not_inside(
         self, method: str, receiver: WeightReceiver, condition: Callable[[], bool]

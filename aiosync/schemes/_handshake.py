@@ -16,6 +16,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportBroken,
 )
+from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
@@ -169,7 +170,7 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         raise _refusal("the trainer refused this worker", message)
     if not isinstance(message, Welcome):
         raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
-    channel = getattr(transport, "channel", None)
+    channel = channel_of(transport)
     if channel is not None:  # before anything else is read: updates may follow at once
         channel.allow_payloads()
     return message

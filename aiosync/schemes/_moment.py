@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiosync.errors import LocalProtocolError, SyncTimeout
 from aiosync.schemes._guard_hooks import in_transform
 
 if TYPE_CHECKING:
     from aiosync.schemes.guard import Guard
 
-__all__ = ["is_unfit", "keep_for_readers", "wait_for_readers"]
+__all__ = [
+    "PATIENCE_SECONDS",
+    "between_reads",
+    "is_unfit",
+    "keep_for_readers",
+    "refuse_inside_read",
+    "wait_for_readers",
+]
+
+PATIENCE_SECONDS = 30.0
+"""How long a call in one thread waits for another one."""
+
 
 _PAUSE_SECONDS = 0.005
 _HOLD_SECONDS = 0.1
@@ -29,6 +42,46 @@ def is_unfit(guard: Guard) -> bool:
         return False
     guard.hold(_HOLD_SECONDS)
     return True
+
+
+def refuse_inside_read(guard: Guard, method: str) -> None:
+    """Raise if this thread reads, which no call from it can wait for.
+
+    Raises:
+        LocalProtocolError: It does.
+    """
+    if guard.reading_here:
+        raise LocalProtocolError(
+            f"{method}() was called inside a forward pass or a reading() block; call it between "
+            "two of them"
+        )
+
+
+def between_reads(
+    guard: Guard, change: Callable[[], None], *, advice: str, patience: float = PATIENCE_SECONDS
+) -> None:
+    """Change the model on this thread, after the reads of others.
+
+    Args:
+        guard: Of the model.
+        change: What to do.
+        advice: What to do instead on a loop, which is not held: there, others' reads are not
+            waited for.
+        patience: Seconds to wait for them elsewhere.
+
+    Raises:
+        SyncTimeout: They did not end.
+    """
+    if asyncio._get_running_loop() is not None:
+        patience = 0.0
+    if guard.exclusively(change, timeout=patience):
+        return
+    if patience:
+        raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
+    raise SyncTimeout(
+        "a forward pass runs in another thread, and an event loop must not be held until it ends: "
+        f"{advice}"
+    )
 
 
 async def wait_for_readers(guard: Guard, seconds: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast, overload
 
 from aiosync.errors import ConfigError
-from aiosync.protocol import validate_default_timeout, validate_require, validate_seconds
+from aiosync.protocol import validate_require, validate_seconds
 from aiosync.schemes._indices import as_count
 from aiosync.types import Limits, Require
 
@@ -18,7 +18,6 @@ __all__ = [
     "Option",
     "check_limits",
     "check_require",
-    "check_timeout",
     "count",
     "flag",
     "one_of",
@@ -78,7 +77,7 @@ class Fixed:
 
 
 def one_of(*values: _T) -> Callable[[str, Any], _T]:
-    """Two strings, one of which it has to be."""
+    """One of these values."""
     listed = " or ".join(map(repr, values))
 
     def check(name: str, value: Any) -> _T:
@@ -99,11 +98,10 @@ def flag(name: str, value: Any) -> bool:
 def seconds(
     *, zero: bool = False, endless: bool = False, none: bool = False
 ) -> Callable[[str, Any], Any]:
-    """A time; see :func:`aiosync.protocol.validate_seconds`. With ``none`` also ``None``."""
+    """A time; see :func:`aiosync.protocol.validate_seconds`."""
 
     def check(name: str, value: Any) -> Any:
-        if value is not None or not none:
-            validate_seconds(name, value, zero=zero, endless=endless)
+        validate_seconds(name, value, zero=zero, endless=endless, none=none)
         return value
 
     return check
@@ -126,10 +124,3 @@ def check_require(name: str, value: Any) -> Require:
     del name
     validate_require(value)
     return cast("Require", value)
-
-
-def check_timeout(name: str, value: Any) -> float | None:
-    """Seconds of calls that are given none."""
-    del name
-    validate_default_timeout(value)
-    return cast("float | None", value)

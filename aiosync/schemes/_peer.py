@@ -22,6 +22,7 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._carrier import SharedPayload
+from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports._segment import Slot
@@ -95,7 +96,7 @@ class Peer:
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
-        channel = getattr(self.transport, "channel", None)
+        channel = channel_of(self.transport)
         if channel is not None and self.transport.capabilities.cross_host:
             channel.refuse_payloads()  # a worker has little to say
         if isinstance(self.transport, SharedMemTransport):
@@ -105,8 +106,8 @@ class Peer:
     @property
     def name(self) -> str:
         """How errors call the worker: its address, or its process."""
-        channel = getattr(self.transport, "channel", None)
-        return f"worker {self.worker_idx}" if channel is None else str(channel.name)
+        channel = channel_of(self.transport)
+        return f"worker {self.worker_idx}" if channel is None else channel.name
 
     @property
     def age(self) -> float:
@@ -239,7 +240,7 @@ class Peer:
     @property
     def follows_copies(self) -> bool:
         """Whether a large snapshot may still be filled while it is sent."""
-        return getattr(self.transport, "follows_copies_above", None) is not None
+        return self.transport.follows_copies_above is not None
 
     @property
     def reads_slots(self) -> bool:
@@ -291,7 +292,7 @@ class Peer:
     async def _copied(self, snapshot: Snapshot) -> None:
         """Wait until the snapshot is made, unless the link sends only what is in place."""
         copying = snapshot.copying
-        above = getattr(self.transport, "follows_copies_above", None)
+        above = self.transport.follows_copies_above
         if copying is None or (above is not None and snapshot.nbytes > above):
             return
         await asyncio.wait({copying})

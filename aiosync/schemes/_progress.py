@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from aiosync.errors import AiosyncError, PartialSyncError, SyncTimeout
 from aiosync.protocol import Outcome
-from aiosync.schemes._peer import Peer
 from aiosync.schemes._workers import Workers
 
 __all__ = ["Progress"]
@@ -20,13 +19,10 @@ class Progress:
 
     Args:
         workers: The workers, and the word that something has changed.
-        subscribers: Those that get every update.
-
     """
 
-    def __init__(self, workers: Workers, subscribers: Callable[[], Sequence[Peer]]) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._subscribers = subscribers
         # Of each worker, the versions that it did not get or refused, and why; the newest ones.
         self._failed: dict[int, dict[int, AiosyncError]] = {}
 
@@ -57,18 +53,18 @@ class Progress:
         """Wait until every subscriber has applied at least ``version``."""
 
         def reached() -> bool:
-            subscribers = self._subscribers()
+            subscribers = self._workers.subscribers
             # With nobody there, nobody has it: who comes later gets it.
             return bool(subscribers) and all(peer.outbox.applied >= version for peer in subscribers)
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        return min(peer.outbox.applied for peer in self._subscribers())
+        return min(peer.outbox.applied for peer in self._workers.subscribers)
 
     async def wait_staged(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
         """Wait until every subscriber has all of at least ``version``, applied or not."""
 
         def reached() -> bool:
-            subscribers = self._subscribers()
+            subscribers = self._workers.subscribers
             failed = self._failures(version)
             if failed:
                 acked = [each.worker_idx for each in subscribers if each.outbox.applied >= version]
@@ -79,7 +75,7 @@ class Progress:
             )
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        return min(peer.received_version for peer in self._subscribers())
+        return min(peer.received_version for peer in self._workers.subscribers)
 
     async def wait_until(
         self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout

@@ -10,7 +10,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aiosync.schemes._tasks import current_task
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -109,7 +111,7 @@ def is_held_by_caller(guard: Guard) -> bool:
     if id(guard) in _waiting_readers.get():
         return True
     tasks = guard.tasks.get(threading.get_ident())
-    return tasks is not None and _current_task() in tasks
+    return tasks is not None and current_task() in tasks
 
 
 @contextlib.contextmanager
@@ -123,7 +125,7 @@ def on_behalf_of_reader(guard: Guard) -> Iterator[None]:
 
 
 def _note_task(guard: Guard) -> None:
-    task = _current_task()
+    task = current_task()
     if task is not None:
         guard.tasks.setdefault(threading.get_ident(), []).append(task)
 
@@ -133,12 +135,8 @@ def _forget_task(guard: Guard, thread: int) -> None:
     if tasks is None:
         return
     try:
-        tasks.remove(_current_task())  # type: ignore[arg-type]  # None is in no list
+        tasks.remove(current_task())  # type: ignore[arg-type]  # None is in no list
     except ValueError:
         tasks.clear()  # another one began it, and nobody knows which
     if not tasks:
         guard.tasks.pop(thread, None)
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    return asyncio.current_task() if asyncio._get_running_loop() is not None else None

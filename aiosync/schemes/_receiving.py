@@ -5,9 +5,8 @@ Must not import the sender's half.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,12 +17,12 @@ from aiosync.errors import (
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
-    SyncTimeout,
 )
 from aiosync.schemes._context import as_model_id, refuse_blocking_callers
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import greet
 from aiosync.schemes._indices import as_index
+from aiosync.schemes._moment import between_reads, refuse_inside_read
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
@@ -34,19 +33,9 @@ from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
 
-_PATIENCE_SECONDS = 30.0
-
 
 class ReceivingScheme(FollowingScheme):
     """Methods of a receiver; see :class:`aiosync.WeightSyncScheme`."""
-
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """A link over a connected Unix socket."""
-        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
-        raise LocalProtocolError(f"{type(self).__name__} has no transport")
 
     def init_on_receiver(
         self,
@@ -75,7 +64,8 @@ class ReceivingScheme(FollowingScheme):
 
         Args:
             model_id: Name of the model, as the sender calls it.
-            context: Owner of the model (kept as a weak reference).
+            context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
+                connecting warns if it has no such model, for which updates then wait.
             worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
                 lets the sender choose.
             model: Module to keep up to date. May be given later, by setting :attr:`model`.
@@ -128,6 +118,15 @@ class ReceivingScheme(FollowingScheme):
     init_on_worker = init_on_receiver
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+        await self._join(worker_idx, timeout)
+        lacks = self._why_no_model() if self.apply == "auto" else None
+        if lacks is not None:  # a model that comes late, or a name that is wrong
+            warnings.warn(
+                f"{lacks}: updates wait until there is one, or until scheme.model is set",
+                stacklevel=3,
+            )
+
+    async def _join(self, worker_idx: int | None, timeout: float | None) -> None:
         assert self._loop is not None
         started = self._loop.time()
         if worker_idx is not None:
@@ -282,24 +281,13 @@ class ReceivingScheme(FollowingScheme):
         if target is None:
             raise ConfigError("No model registered")
 
-        if self._guard_object.reading_here:  # which exclusively() does not wait for
-            raise LocalProtocolError(
-                "apply_weights() was called inside a forward pass or a reading() block; call it "
-                "between two of them"
-            )
+        refuse_inside_read(self._guard_object, "apply_weights")
 
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)
 
-        # A loop must not be held: there, forwards of other threads are not waited for.
-        patience = 0.0 if asyncio._get_running_loop() is not None else _PATIENCE_SECONDS
-        if not self._guard_object.exclusively(apply, timeout=patience):
-            if patience:
-                raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
-            raise SyncTimeout(
-                "a forward pass runs in another thread, and an event loop must not be held until "
-                "it ends: call apply_weights() again, or in a thread"
-            )
+        advice = "call apply_weights() again, or in a thread"
+        between_reads(self._guard_object, apply, advice=advice)
 
 
 def _worker_idx_of(context: Any) -> int | None:

@@ -21,6 +21,7 @@ from aiosync.schemes._context import (
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
+from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
@@ -29,6 +30,7 @@ from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
+from aiosync.transports._segment import Slot
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 
@@ -38,17 +40,12 @@ __all__ = ["SendingScheme"]
 class SendingScheme(SchemeCore):
     """Methods of a sender; see :class:`aiosync.WeightSyncScheme`."""
 
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """A link over a connected Unix socket."""
-        raise LocalProtocolError(f"{type(self).__name__} has no link to {name}")
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
-        raise LocalProtocolError(f"{type(self).__name__} has no transport")
-
     def _make_store(self) -> SnapshotStore:
         """Where the sender's snapshots are kept."""
         raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+
+    def _is_leaving(self, slot: Slot) -> bool:
+        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
@@ -171,7 +168,7 @@ class SendingScheme(SchemeCore):
             with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
                 channel.watch_process(pid)
         assert self._sender is not None
-        self._sender.welcome(transport)
+        self._sender.workers.welcome(transport)
 
     async def send(
         self,
@@ -279,10 +276,7 @@ class SendingScheme(SchemeCore):
         if weights is None:
             if initial:
                 return {}
-            raise ConfigError(
-                "there is nothing to send: pass weights to send(), or model=, weights= or "
-                "context= to init_on_sender()"
-            )
+            raise ConfigError(f"there is nothing to send: {self._why_nothing()}")
         if self._sources.device_map is not None:
             given = weights
             # A module is changed itself by .to() and such, and a state dict has no such methods.
@@ -307,6 +301,18 @@ class SendingScheme(SchemeCore):
             return resolve_model(context, model_id)
         except AttributeError:
             return getattr(context, "_fallback_policy", None) if model_id == "policy" else None
+
+    def _why_nothing(self) -> str:
+        """Why there are no weights, and what to do."""
+        lacks = self._why_no_model()
+        if lacks is None:
+            return "pass weights to send(), or model=, weights= or context= to init_on_sender()"
+        if self.context is None:
+            return f"{lacks}: keep it, or pass model= or weights= instead"
+        return (
+            f"{lacks}: pass model= for the module itself, model_id= with the path to it in the "
+            "context, or weights to send()"
+        )
 
     def prepare_weights(
         self,
@@ -362,11 +368,6 @@ class SendingScheme(SchemeCore):
             sender.require = self.require  # it may have been assigned since
             return sender
         self._check_open()
-        if self._role is None and method == "wait_for_version":
-            raise LocalProtocolError(
-                f"{method}(): this scheme has no role: call init_on_sender() or "
-                "init_on_receiver(), and connect(), first"
-            )
         if self._role != "sender":
             raise LocalProtocolError(
                 f"{method}(): Must be initialized on sender before sending weights: call "

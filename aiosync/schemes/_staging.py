@@ -157,8 +157,16 @@ class Staging:
         if transport.capabilities.zero_copy_recv:
             self._spare.clear()
 
-    def resume(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update that is here in part."""
+    @property
+    def has_partial(self) -> bool:
+        """Whether there are verified bytes of an update that is here in part. Changes nothing."""
+        return self._assembly is not None and self._assembly.good_nbytes > 0
+
+    def prepare_resume(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part, for a new link.
+
+        What is verified behind a gap is forgotten: not while the old link brings more.
+        """
         assembly = self._assembly
         nbytes = 0 if assembly is None else assembly.resume()
         return (
@@ -241,10 +249,6 @@ class Staging:
                 staged.give_back()
             elif not isinstance(staged.link, SharedMemTransport):
                 self._held.remove(staged)  # such memory goes when its last user lets go
-
-    def drop(self, staged: Staged) -> None:
-        """``staged`` was never applied: give its memory back."""
-        staged.give_back()
 
     def close(self) -> None:
         """Forget every buffer."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Literal
+import socket
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -143,12 +144,29 @@ class StreamReceiving(WeightSyncScheme):
             advice=_ADVICE[self._dial],
         )
 
+    @property
+    def reconnects(self) -> int:
+        """Receiver: how often a lost link was replaced."""
+        return 0 if self._receiver is None else self._receiver.reconnects
+
+    def create_transport(self, pipe_or_context: Any) -> Transport:
+        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
+        """
+        if isinstance(pipe_or_context, Transport):
+            return pipe_or_context
+        if not isinstance(pipe_or_context, socket.socket):
+            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+        return self._transport_over(pipe_or_context, "the peer")
+
     # -- meeting the sender --------------------------------------------------------------------
 
     def _hello(self) -> Hello:
         receiver = self._receiver
         epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.resume()) or (None, None, 0)
+        partial = (None if receiver is None else receiver.prepare_resume()) or (None, None, 0)
         plain = super()._hello()
         if self._lost_at is None:
             self._given_idx = plain.worker_idx

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aiosync.errors import AckTimeout, AiosyncError, ConfigError, RemoteProtocolError
-from aiosync.protocol import ChunkPlan, is_seconds
+from aiosync.errors import AckTimeout, AiosyncError, RemoteProtocolError
+from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.schemes._snapshots import Snapshot
+from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
 
@@ -42,11 +43,7 @@ class Streaming:
 
     def __post_init__(self) -> None:
         ChunkPlan(0, self.chunk_nbytes)
-        stall = self.stall_timeout
-        if stall is not None and not (is_seconds(stall) and stall > 0):
-            raise ConfigError(
-                f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}"
-            )
+        validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
 
 
 class StreamWriter:
@@ -227,7 +224,7 @@ class StreamWriter:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _progress_now(self) -> tuple[int, int]:
-        channel = getattr(self._transport, "channel", None)
+        channel = channel_of(self._transport)
         written = 0 if channel is None else channel.written_nbytes
         return written, 0 if self._sent is None else self._sent.version
 

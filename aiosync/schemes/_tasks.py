@@ -2,8 +2,8 @@
 
 A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
 ``aclose()``, which different tasks may call; a task group must be left by the task that entered
-it. Nothing else below ``sync`` calls ``create_task``. Must not import torch, nor anything else
-of aiosync but its errors.
+it. Other tasks below ``sync`` end within the call that made them. Must not import torch, nor
+anything else of aiosync but its errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from aiosync.errors import LocalProtocolError, TransportClosed
 
-__all__ = ["TaskOwner", "running_loop"]
+__all__ = ["TaskOwner", "current_task", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
 
@@ -33,6 +33,11 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "aiosync needs an asyncio event loop: use asyncio.run(), aiosync.run(), or anyio with "
             "its asyncio backend"
         ) from exc
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """The task that runs in this thread; ``None`` also where no loop does."""
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
 
 
 class TaskOwner:

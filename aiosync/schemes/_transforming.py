@@ -77,7 +77,7 @@ class Transforming:
         """Transform this update, after the one that is being transformed now."""
         old, self._next = self._next, staged
         if old is not None:
-            self._staging.drop(old)
+            old.give_back()
         if self._now is None:
             self._now = staged
             self._tasks.start(self._run(), "aiosync transform")

@@ -82,6 +82,11 @@ class Workers(Joining):
             self._end_links(error)
         self.notify()
 
+    @property
+    def subscribers(self) -> list[Peer]:
+        """The connected workers that get every update, and not only what they ask for."""
+        return [peer for peer in self.peers.values() if peer.subscribes]
+
     def check(self) -> None:
         """Raise what ended the sender, if anything did."""
         if self._crash is not None:

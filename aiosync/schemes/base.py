@@ -191,6 +191,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
         if self._role == "receiver":
             return await self._wait_until_applied(version, limit, late)
+        self._check_has_role()
         sender = self._require_sender("wait_for_version")
         return await sender.progress.wait_applied(version, timeout=limit, late=late)
 
@@ -223,6 +224,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
         if self._role == "receiver":
             return await self._wait_until_staged(version, limit, late)
+        self._check_has_role()
         sender = self._require_sender("wait_staged")
         return await sender.progress.wait_staged(version, timeout=limit, late=late)
 
@@ -238,7 +240,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         if self._sender is None:
             return False
         enough = len(self._sender.peers) >= max(1, self._sources.num_workers or 0)
-        return enough and all(peer.outbox.applied for peer in self._sender.subscribers)
+        return enough and all(peer.outbox.applied for peer in self._sender.workers.subscribers)
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)
@@ -247,5 +249,6 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             receiver = self._require_receiver("ready")
             await receiver.wait_until(self._is_ready, timeout=limit, late=late)
         else:
+            self._check_has_role()
             sender = self._require_sender("ready")
             await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)

@@ -47,7 +47,7 @@ class SendHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether every worker has answered, failed or timed out."""
+        """Whether the result is known: as many as ``require`` asks for have answered, or cannot."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, SendReport]:

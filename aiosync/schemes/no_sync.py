@@ -196,6 +196,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         self._limit(timeout)
+        self._check_has_role()
         self._check_connected("ready", self._role or "receiver")
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:

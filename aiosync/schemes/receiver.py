@@ -234,7 +234,7 @@ class WeightReceiver(Answering):
         try:
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
-            self._staging.drop(staged)
+            staged.give_back()
             self._outgoing.say(self._answer_to_stale(staged, exc))
             self._has_come(staged.epoch, staged.version)
             return
@@ -265,7 +265,7 @@ class WeightReceiver(Answering):
         if staged.epoch == self.inbox.newest_epoch:
             self._take(staged)
         else:
-            self._staging.drop(staged)  # of a trainer before the one that there is
+            staged.give_back()  # of a trainer before the one that there is
 
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
@@ -276,9 +276,9 @@ class WeightReceiver(Answering):
 
     # -- asking --------------------------------------------------------------------------------
 
-    def resume(self) -> tuple[int, int, int] | None:
+    def prepare_resume(self) -> tuple[int, int, int] | None:
         """Epoch, version and bytes of an update of which the lost link brought a part."""
-        return self._staging.resume()
+        return self._staging.prepare_resume()
 
     @property
     def partial_since(self) -> float | None:
@@ -286,7 +286,7 @@ class WeightReceiver(Answering):
 
         On ``time.monotonic()``'s clock.
         """
-        return None if self._staging.resume() is None else self.progress_at
+        return self.progress_at if self._staging.has_partial else None
 
     @property
     def transforming_since(self) -> float | None:

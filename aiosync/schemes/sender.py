@@ -23,7 +23,6 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
-from aiosync.transports.base import Transport
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
@@ -82,7 +81,7 @@ class WeightSender:
             bring=maker.bring,
             streaming=streaming,
         )
-        self.progress: Progress = Progress(self.workers, lambda: self.subscribers)
+        self.progress: Progress = Progress(self.workers)
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, Send] = {}
         self._snapshot_lock = asyncio.Lock()
@@ -93,11 +92,6 @@ class WeightSender:
     def peers(self) -> Mapping[int, Peer]:
         """The connected workers, by index."""
         return self.workers.peers
-
-    @property
-    def subscribers(self) -> list[Peer]:
-        """The connected workers that get every update, and not only what they ask for."""
-        return [peer for peer in self.workers.peers.values() if peer.subscribes]
 
     def _on_crash(self, error: BaseException) -> None:
         for send in list(self._sends.values()):
@@ -116,10 +110,6 @@ class WeightSender:
                 self._settle(send)
 
     # -- connecting ----------------------------------------------------------------------------
-
-    def welcome(self, transport: Transport, worker_idx: int | None = None) -> None:
-        """Start the handshake on a new link, in the background."""
-        self.workers.welcome(transport, worker_idx)
 
     async def connect(
         self,

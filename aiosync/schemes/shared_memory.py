@@ -11,10 +11,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._snapshots import ArenaStore, SnapshotStore
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.transports._segment import Arena, Slot
+from aiosync.transports._segment import Arena
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 
@@ -67,9 +66,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _make_store(self) -> SnapshotStore:
         self._arena = Arena()
         return ArenaStore(self._arena, self._is_leaving)
-
-    def _is_leaving(self, slot: Slot) -> bool:
-        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
 
     def _reset(self) -> None:
         super()._reset()

@@ -167,11 +167,6 @@ class TCPWeightSyncScheme(StreamReceiving):
         return self.max_connections
 
     @property
-    def reconnects(self) -> int:
-        """Receiver: how often a lost link was replaced."""
-        return 0 if self._receiver is None else self._receiver.reconnects
-
-    @property
     def damaged_chunks(self) -> int:
         """Chunks that arrived damaged here (receiver), or had to be sent again (sender)."""
         if self._receiver is not None:
@@ -189,18 +184,6 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return TCPTransport(sock, limits=self.limits, name=name)
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
-
-        Args:
-            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
-        """
-        if isinstance(pipe_or_context, Transport):
-            return pipe_or_context
-        if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
-        return TCPTransport(pipe_or_context, limits=self.limits)
 
     def _make_store(self) -> SnapshotStore:
         return PrivateStore()
@@ -241,7 +224,7 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):
-            self._listener.start(sender.welcome, sender.workers._crashed)
+            self._listener.start(sender.workers.welcome, sender.workers._crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
@@ -290,7 +273,7 @@ class TCPWeightSyncScheme(StreamReceiving):
 
             applied_before = applied
             link.channel.call_on_end(on_end)
-            sender.welcome(link, idx)
+            sender.workers.welcome(link, idx)
             await ended.wait()
             if loop.time() - began > OF_USE_SECONDS or applied > applied_before:
                 backoff.reset()

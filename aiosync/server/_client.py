@@ -274,7 +274,7 @@ class _Pull:
         """Over one link."""
         self._moved = False
         link = self._link = await self._dialler.dial()
-        partial = self._staging.resume() if self._staging is not None else None
+        partial = self._staging.prepare_resume() if self._staging is not None else None
         epoch, version, nbytes = partial or (None, None, 0)
         self._here = nbytes
         hello = Hello(

@@ -183,7 +183,7 @@ class ServedModel:
         try:
             # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
-            partial, has = self._staging.resume() or (None, None, 0), self._here
+            partial, has = self._staging.prepare_resume() or (None, None, 0), self._here
             await greet(
                 link,
                 Hello(

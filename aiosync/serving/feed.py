@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError
+from aiosync.protocol import validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.serving.admission import Admission
 from aiosync.serving.following import Following
@@ -86,8 +87,7 @@ class WeightFeed:
             raise ConfigError("the scheme of a feed has no role yet: pass one that is only made")
         if sum(each is not None for each in (model, weights, load)) != 1:
             raise ConfigError("a feed needs one of model, weights and load")
-        if not max_pause > 0:
-            raise ConfigError(f"max_pause must be positive seconds, got {max_pause!r}")
+        validate_seconds("max_pause", max_pause, endless=True)
         self.gate: AdmissionGate = AdmissionGate() if gate is None else gate
         self.max_pause = max_pause
         self._init: dict[str, Any] = {

@@ -10,6 +10,7 @@ import asyncio
 from typing import Literal, TypeAlias
 
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
+from aiosync.protocol import validate_seconds
 from aiosync.schemes.handles import Ready
 from aiosync.serving._signal import Signal
 from aiosync.serving.admission import Admission, limit_of
@@ -64,8 +65,7 @@ class AdmissionGate:
         if mode not in ("between_requests", "immediate"):
             raise ConfigError(f"mode must be 'between_requests' or 'immediate', got {mode!r}")
         for name, value in (("timeout", timeout), ("swap_timeout", swap_timeout)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive seconds or None, got {value!r}")
+            validate_seconds(name, value, endless=True, none=True)
         if initial_version is not None and initial_version < 1:
             raise ConfigError(f"initial_version must be at least 1, got {initial_version!r}")
         self.mode: Mode = mode

@@ -228,6 +228,7 @@ class WeightSyncScheme(Attributes):
     connect: Final = blocking(aio.WeightSyncScheme.connect)
     send: Final = blocking(aio.WeightSyncScheme.send)
     receive: Final = blocking(aio.WeightSyncScheme.receive)
+    pull: Final = blocking(aio.WeightSyncScheme.pull)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
     wait_staged: Final = blocking(aio.WeightSyncScheme.wait_staged)
 
@@ -240,7 +241,6 @@ class WeightSyncScheme(Attributes):
     prepare_weights: Final = direct(aio.WeightSyncScheme.prepare_weights)
     apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
     apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
-    pull: Final = blocking(aio.WeightSyncScheme.pull)
     reading: Final = direct(aio.WeightSyncScheme.reading)
 
     def send_async(

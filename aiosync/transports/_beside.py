@@ -28,7 +28,7 @@ from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._carrier import Carrier, SharedPayload
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._framed import FramedTransport
-from aiosync.transports._link import LinkError, without_frames
+from aiosync.transports._link import LinkError, again, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
@@ -81,17 +81,12 @@ class BesideTransport(Transport):
 
     @property
     def follows_copies_above(self) -> int | None:
-        """Payloads above so many bytes may still be filled, from their start on, as they are sent.
-
-        ``None``: none may.
-        """
+        """See :attr:`Transport.follows_copies_above`."""
         return self._inline_nbytes if self._carrier.follows_copies else None
 
     def _check(self) -> None:
         if self._broken is not None and not self.channel.closed:
-            again = type(self._broken)(*self._broken.args)
-            again.__cause__ = self._broken.__cause__
-            raise again
+            raise again(self._broken)
         self.channel.check()
 
     def _hear(self, message: Message, ext: Mapping[str, ExtValue] | None = None) -> bool:
@@ -296,9 +291,6 @@ class BesideTransport(Transport):
             try:
                 lent = take_buffers(into, message, nbytes, limits)
                 buffers = [flat_view(buffer) for buffer in lent]
-                total = sum(buffer.nbytes for buffer in buffers)
-                if total != nbytes:
-                    raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
             except BaseException:  # raised again, to the caller of recv()
                 self.channel.fail(TransportBroken("no buffer was lent for a payload"))
                 raise

@@ -25,9 +25,18 @@ def flat_view(buffer: object) -> memoryview:
 
 
 def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Limits) -> list[Any]:
-    """Borrow the buffers for a payload, or allocate them when nobody lends."""
+    """Borrow the buffers for a payload, or allocate them when nobody lends.
+
+    Raises:
+        LocalProtocolError: They are not as large as the payload, or nobody lends for one that is
+            too large to allocate.
+    """
     if into is not None:
-        return list(into(message, nbytes))
+        buffers = list(into(message, nbytes))
+        total = sum(flat_view(buffer).nbytes for buffer in buffers)
+        if total != nbytes:
+            raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
+        return buffers
     if nbytes > limits.max_buffer_nbytes:
         raise LocalProtocolError(
             f"a payload of {nbytes} bytes needs lent buffers: recv(into=...) allocates at most "

@@ -24,7 +24,7 @@ from aiosync.transports.base import Lender
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, Message
 
-__all__ = ["FramedChannel"]
+__all__ = ["FramedChannel", "channel_of"]
 
 # Longer than any message of a handshake, and than a NACK with the error's text.
 _SMALL_MESSAGES = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
@@ -244,3 +244,9 @@ class FramedChannel:
         self._state.closed = True
         self.io.close_copy()
         self._close_descriptors()
+
+
+def channel_of(link: object) -> FramedChannel | None:
+    """The framed stream below a link, if it has one."""
+    channel: FramedChannel | None = getattr(link, "channel", None)
+    return channel

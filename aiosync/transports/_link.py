@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from aiosync.errors import AiosyncError, ProtocolError, TransportClosed, TransportError
 
-__all__ = ["LinkError", "LinkState", "wake", "without_frames"]
+__all__ = ["LinkError", "LinkState", "again", "wake", "without_frames"]
 
 LinkError = TransportError | ProtocolError
 _Error = TypeVar("_Error", bound=BaseException)
@@ -37,7 +37,7 @@ class LinkState:
         if self.closed:
             raise TransportClosed(f"this end of the link to {self.name} was closed")
         if self.error is not None:
-            raise _again(self.error)
+            raise again(self.error)
 
     def fail(self, error: LinkError) -> None:
         """End the link with ``error``; every waiter and every later operation raises it."""
@@ -73,8 +73,8 @@ def wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
-def _again(error: LinkError) -> AiosyncError:
-    # A fresh exception for each raise, so that tracebacks do not pile up on one object.
+def again(error: _Error) -> _Error:
+    """A fresh exception for each raise of one that is kept: tracebacks would pile up on it."""
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh

@@ -25,6 +25,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._buffers import flat_view
 from aiosync.transports._carrier import SharedPayload
+from aiosync.transports._link import again
 from aiosync.transports._ray_objects import RayObjects, in_lines, landed, need_cluster
 from aiosync.transports._ray_remote import Weights
 from aiosync.transports.base import Lender, Payload, Received, Transport, make_ack
@@ -94,7 +95,7 @@ class RayActorTransport(Transport):
         if self._closed:
             raise TransportClosed(f"this end of the link to {self._name} was closed")
         if self._error is not None:
-            raise type(self._error)(*self._error.args)
+            raise again(self._error)
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiosync.errors import (
-    LocalProtocolError,
     PeerClosed,
     RecvTimeout,
     TransportBroken,
@@ -82,11 +81,6 @@ class FrameReader(FrameSource):
     def _lend(self, into: Lender | None, start: FrameStart) -> list[Any]:
         try:
             buffers = take_buffers(into, start.message, start.payload_nbytes, self._limits)
-            total = sum(flat_view(buffer).nbytes for buffer in buffers)
-            if total != start.payload_nbytes:
-                raise LocalProtocolError(
-                    f"lent {total} bytes for a payload of {start.payload_nbytes}"
-                )
         except BaseException:  # goes on to the caller of recv()
             # The payload that follows cannot be placed, so the stream is lost with it.
             name = self._state.name

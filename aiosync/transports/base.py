@@ -131,6 +131,14 @@ class Transport(abc.ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    @property
+    def follows_copies_above(self) -> int | None:
+        """Payloads above so many bytes may still be filled, from their start on, as they are sent.
+
+        ``None``: none may.
+        """
+        return None
+
     @abc.abstractmethod
     async def send(
         self, message: Message, payload: Payload = (), *, timeout: float | None = None

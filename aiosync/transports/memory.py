@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from aiosync.errors import (
     AiosyncError,
     FrameTooLarge,
-    LocalProtocolError,
     PeerClosed,
     RecvTimeout,
     SendTimeout,
@@ -25,6 +24,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
+from aiosync.transports._link import again, wake
 from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame
@@ -94,7 +94,7 @@ class MemoryTransport(Transport):
     def _check_open(self) -> None:
         self._check_closed()
         if self._error is not None:
-            raise type(self._error)(*self._error.args) from self._error.__cause__
+            raise again(self._error)
 
     def _target(self) -> MemoryTransport:
         self._check_open()
@@ -177,7 +177,7 @@ class MemoryTransport(Transport):
             parcel.views = [memoryview(bytes(view)) for view in parcel.views]
             self._queued_nbytes += parcel.nbytes
         self._inbox.append(parcel)
-        _wake(self._arrival)
+        wake(self._arrival)
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`. Cancellation: class A."""
@@ -226,8 +226,8 @@ class MemoryTransport(Transport):
         if parcel.taken is None:
             self._queued_nbytes -= parcel.nbytes
         else:
-            _wake(parcel.taken)
-        _wake(self._room)
+            wake(parcel.taken)
+        wake(self._room)
         views = [flat_view(buffer) for buffer in buffers]
         _copy(parcel.views, views)
         return Received(parcel.message, views, parcel.nbytes)
@@ -235,9 +235,6 @@ class MemoryTransport(Transport):
     def _borrow(self, into: Lender | None, parcel: _Parcel) -> list[Any]:
         try:
             buffers = take_buffers(into, parcel.message, parcel.nbytes, self._limits)
-            total = sum(flat_view(buffer).nbytes for buffer in buffers)
-            if total != parcel.nbytes:
-                raise LocalProtocolError(f"lent {total} bytes for a payload of {parcel.nbytes}")
         except BaseException:  # goes on to the caller of recv()
             self._fail(TransportBroken("no buffer was lent for a payload"))
             raise
@@ -252,7 +249,7 @@ class MemoryTransport(Transport):
             if parcel.taken is not None and not parcel.taken.done():
                 parcel.taken.set_exception(error)
         self._inbox.clear()
-        _wake(self._room)
+        wake(self._room)
 
     async def aclose(self) -> None:
         """Close this end; what it had sent before can still be received."""
@@ -264,7 +261,7 @@ class MemoryTransport(Transport):
             return
         self._closed = True
         self._drop_inbox(PeerClosed("the other end of the memory link was closed"))
-        _wake(self._arrival)
+        wake(self._arrival)
         if self._peer is not None:
             peer = self._peer
             for parcel in [item for item in peer._inbox if item.taken is not None]:
@@ -273,17 +270,12 @@ class MemoryTransport(Transport):
                 if not parcel.taken.done():
                     parcel.taken.set_exception(TransportClosed("this end was closed"))
                 peer._inbox.remove(parcel)
-            _wake(peer._arrival)
-            _wake(peer._room)
+            wake(peer._arrival)
+            wake(peer._room)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._error else "open"
         return f"<MemoryTransport: {state}>"
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
 
 
 def _copy(sources: list[memoryview], targets: list[memoryview]) -> None:

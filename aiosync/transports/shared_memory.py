@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aiosync.errors import (
-    LocalProtocolError,
     SendTimeout,
     TransportBroken,
     TransportBusy,
 )
-from aiosync.transports._buffers import flat_view
+from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._incoming import SlotReader
 from aiosync.transports._io import SocketIo
@@ -294,10 +293,9 @@ class SharedMemTransport(Transport):
             self._again = None
             return received
         try:
-            buffers = [flat_view(buffer) for buffer in into(received.message, received.nbytes)]
-            total = sum(buffer.nbytes for buffer in buffers)
-            if total != received.nbytes:
-                raise LocalProtocolError(f"lent {total} bytes for a payload of {received.nbytes}")
+            limits = self._channel.limits
+            lent = take_buffers(into, received.message, received.nbytes, limits)
+            buffers = [flat_view(buffer) for buffer in lent]
         except BaseException:  # goes on to the caller of recv()
             self._again = None
             received.release()

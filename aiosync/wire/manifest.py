@@ -18,7 +18,7 @@ import msgpack
 
 from aiosync.errors import ConfigError, RemoteProtocolError
 from aiosync.types import Limits
-from aiosync.wire.packing import InvalidData
+from aiosync.wire.packing import InvalidData, refuse_ext
 
 __all__ = [
     "ALIGNMENT",
@@ -222,16 +222,12 @@ def _pack_manifest(leaves: tuple[LeafSpec, ...], nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _refuse_ext(code: int, data: bytes) -> Any:
-    raise InvalidData(f"extension type {code}")
-
-
 def _decode(data: bytes, limits: Limits) -> Manifest:
     # A sequence of small arrays, not one big one: the bound on the length of an array can
     # then be small, so a chain of nested arrays that lie about their length costs nothing.
     unpacker = msgpack.Unpacker(
         use_list=False,
-        ext_hook=_refuse_ext,
+        ext_hook=refuse_ext,
         max_buffer_size=len(data),
         max_array_len=max(MAX_ALIASES, limits.max_ndim),
         max_map_len=0,

@@ -63,8 +63,6 @@ __all__ = [
     "maker_of",
 ]
 
-_LARGE = (ManifestMessage,)
-
 # Messages of which only a counter changes from one to the next; see aiosync.wire._counted.
 _INT_ONLY = {int}
 _COUNTER: dict[type, str] = {Ack: "version", Update: "version", Release: "serial"}
@@ -76,15 +74,11 @@ def _ack_key(message: Ack, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return (Ack, message.epoch, message.status, ext)
 
 
-def _is_whole(message: Update) -> bool:
-    # What these three hold belongs to one version: nothing of it may be reused for the next.
-    return message.chunk is None and message.checksum is None and message.state is None
-
-
 def _update_key(message: Update, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if message.values or not _is_whole(message) or type(message.digest) is not bytes:
+    # What else it may hold belongs to one version: nothing of it may be reused for the next.
+    if not message.is_plain or type(message.digest) is not bytes:
         return None
-    return (Update, message.epoch, message.digest, message.codec, ext)
+    return (Update, message.epoch, message.digest, ext)
 
 
 def _release_key(message: Release, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -107,9 +101,9 @@ def maker_of(message: Message) -> Maker | None:
     if type(message) is Release:
         segment_id, slot, retained = message.segment_id, message.slot, message.retained
         return lambda serial: Release(segment_id, slot, serial, retained)
-    if type(message) is Update and not message.values and _is_whole(message):
-        sent, digest, codec = message.epoch, message.digest, message.codec
-        return lambda version: Update(sent, version, digest, codec)
+    if type(message) is Update and message.is_plain:
+        sent, digest = message.epoch, message.digest
+        return lambda version: Update(sent, version, digest)
     return None
 
 
@@ -163,7 +157,7 @@ def encode_header(
             key = _EXT_KEY
             header[_EXT_KEY] = check_ext(ext)
         key = ""
-        packed = pack_header(header, large=cls in _LARGE)
+        packed = pack_header(header, large=cls is ManifestMessage)
         if template_key is not None:
             template = with_counter(header, _COUNTER[cls], pack_header)
             _templates.put(template_key, template)

@@ -23,6 +23,7 @@ __all__ = [
     "check_value",
     "encode_values",
     "pack_header",
+    "refuse_ext",
     "unpack_header",
 ]
 
@@ -161,9 +162,7 @@ def unpack_header(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     if len(data) > _SCAN_FROM_NBYTES:
         check_structure(data)
     try:
-        header = msgpack.unpackb(
-            data, object_pairs_hook=_pairs, ext_hook=_refuse_ext, max_ext_len=0
-        )
+        header = msgpack.unpackb(data, object_pairs_hook=_pairs, ext_hook=refuse_ext, max_ext_len=0)
     except (ValueError, TypeError, OverflowError, RecursionError) as exc:
         raise InvalidData(f"malformed msgpack: {str(exc) or type(exc).__name__}") from exc
     if type(header) is not dict:
@@ -178,7 +177,8 @@ def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return result
 
 
-def _refuse_ext(code: int, data: bytes) -> NoReturn:
+def refuse_ext(code: int, data: bytes) -> NoReturn:
+    """The ``ext_hook`` of every unpacker."""
     raise InvalidData(f"extension type {code}")
 
 

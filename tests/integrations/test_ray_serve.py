@@ -315,7 +315,7 @@ async def test_mistakes() -> None:
     with pytest.raises(LocalProtocolError, match="follow_weights"):
         await replica.act(1)
     await replica.check_health()
-    for options in ({"timeout": 0}, {"min_version": 0}, {"max_staleness": -1.0}):
+    for options in ({"timeout": "5"}, {"min_version": 0}, {"max_staleness": -1.0}):
         with pytest.raises(ConfigError):
             await replica.follow_weights("tcp://127.0.0.1:1", model=replica.model, **options)
     with pytest.raises(ConfigError, match="one of model"):

@@ -238,8 +238,9 @@ def test_remote_module_wants_weights() -> None:
 def test_remote_updaters_without_workers_say_what_is_missing(cls: Any) -> None:
     with pytest.raises(aiosync.LocalProtocolError, match="register a"):
         cls()({"w": torch.zeros(1)})
-    with pytest.raises(aiosync.ConfigError, match="timeout"):
-        cls(timeout=0)
+    for timeout in (0, "5", True):
+        with pytest.raises(aiosync.ConfigError, match="timeout must be positive seconds or None"):
+            cls(timeout=timeout)
 
 
 def test_distributed_checks_its_arguments() -> None:

@@ -639,10 +639,69 @@ async def test_calls_from_a_thread_without_a_loop(make) -> None:
 
 @pytest.mark.asyncio
 @both
-async def test_wait_for_version_without_a_role(make) -> None:
+async def test_waiting_without_a_role(make) -> None:
     async with make() as scheme:
-        with pytest.raises(aiosync.LocalProtocolError, match=r"init_on_receiver\(\)"):
-            await scheme.wait_for_version(1)
+        for wait in (lambda: scheme.wait_for_version(1), scheme.wait_staged, scheme.ready.wait):
+            with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
+                await wait()
+        await scheme.aclose()
+        for wait in (lambda: scheme.wait_for_version(1), scheme.wait_staged, scheme.ready.wait):
+            with pytest.raises(aiosync.TransportClosed):
+                await wait()
+
+
+@pytest.mark.asyncio
+async def test_waiting_without_a_role_or_synchronisation() -> None:
+    async with aiosync.NoWeightSyncScheme() as scheme:
+        with pytest.raises(aiosync.LocalProtocolError, match=NO_ROLE):
+            await scheme.ready
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_context_that_has_no_such_model(make) -> None:
+    owner, missing = models.linear(), "the context, a Linear, has no model 'p'"
+    late = f"version 1 is here, but {missing}; it waits until there is one, or until scheme.model"
+    scheme = make()
+    scheme.init_on_sender(model_id="p", context=owner, num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="p", context=owner)
+    async with scheme, receiver:
+        with pytest.warns(UserWarning, match=missing):
+            await asyncio.gather(scheme.connect(), receiver.connect())
+        for call in (scheme.send, scheme.send_nowait):
+            with pytest.raises(aiosync.ConfigError, match=f"{missing}: pass model= for"):
+                await call()
+        with pytest.raises(aiosync.PartialSyncError, match="without a model"):
+            await scheme.send(_weights(), timeout=0.05)
+        for wait in (
+            lambda: receiver.wait_for_version(1, timeout=0.01),
+            lambda: receiver.pull(timeout=0.01),
+        ):
+            with pytest.raises(aiosync.RecvTimeout, match=late):
+                await wait()
+        receiver.model = models.linear()
+        assert await receiver.wait_for_version(1) == 1
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_context_that_is_gone(make) -> None:
+    scheme = make()
+    async with scheme:
+        scheme.init_on_sender(model_id="p", context=models.linear())
+        await scheme.connect()
+        with pytest.raises(aiosync.ConfigError, match="the context is gone"):
+            await scheme.send()
+
+
+@pytest.mark.asyncio
+@both
+async def test_nothing_is_said_of_a_model_that_may_come_late(make) -> None:
+    """By ``scheme.model``, or with ``apply="manual"``."""
+    for options, init in (({}, {}), ({"apply": "manual"}, {"context": models.linear()})):
+        async with harness.here(make(**options), None, sender={}, receiver=init) as (_, receiver):
+            assert receiver.version == 0
 
 
 @pytest.mark.asyncio

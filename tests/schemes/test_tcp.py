@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import aiosync
+from aiosync.schemes._staging import Staging
 from aiosync.server import WeightServer
 from aiosync.tensors import FlatBuffer
 from aiosync.testing import FaultProxy, Faults, Plan, assert_no_leaks, cancel_at_every_await
@@ -496,6 +497,28 @@ async def test_a_damaged_chunk_comes_again(url) -> None:
         assert receiver.damaged_chunks == stage.sender.damaged_chunks == 1
         assert receiver.reconnects == 0
         assert same(stage.source, stage.targets[0])
+
+
+@pytest.mark.asyncio
+async def test_looking_while_a_damaged_chunk_is_awaited_changes_nothing(url, monkeypatch) -> None:
+    seen = []
+
+    def take_part(staging, received):
+        part = original(staging, received)
+        seen.append(receiver._receiver.partial_since)  # what a feed's status and /readyz ask
+        return part
+
+    original = Staging.take_part
+    async with Cuttable(url) as stage:
+        stage.proxy.plan = Plan(back=Faults(corrupt_at=9 * CHUNK))
+        receiver = await stage.add(through=stage.proxy)
+        monkeypatch.setattr(Staging, "take_part", take_part)
+        report = await stage.sender.send(stage.source)
+        assert report.acked == {0}
+        assert (receiver.damaged_chunks, receiver.reconnects) == (1, 0)
+        assert same(stage.source, stage.targets[0])
+    assert None not in seen[:-1]
+    assert seen[-1] is None
 
 
 # -- asking --------------------------------------------------------------------------------------

@@ -546,8 +546,9 @@ async def test_mistakes() -> None:
         WeightFeed(scheme)
     with pytest.raises(aiosync.ConfigError, match="one of model, weights and load"):
         WeightFeed(scheme, model=nn.Linear(1, 1), load=print)
-    with pytest.raises(aiosync.ConfigError, match="max_pause"):
-        WeightFeed(scheme, model=nn.Linear(1, 1), max_pause=0)
+    for pause in (0, "5", None):
+        with pytest.raises(aiosync.ConfigError, match="max_pause must be positive seconds, got"):
+            WeightFeed(scheme, model=nn.Linear(1, 1), max_pause=pause)
     with pytest.raises(aiosync.ConfigError, match="transform must be callable"):
         WeightFeed(scheme, model=nn.Linear(1, 1), transform=3)
     for wrong in (aiosync.sync.TCPWeightSyncScheme(), aiosync.NoWeightSyncScheme(), "tcp://a:1"):

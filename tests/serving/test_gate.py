@@ -432,7 +432,9 @@ async def test_options_and_errors() -> None:
     for options in (
         {"mode": "now"},
         {"timeout": 0},
+        {"timeout": "5"},
         {"swap_timeout": -1.0},
+        {"swap_timeout": True},
         {"initial_version": 0},
     ):
         with pytest.raises(aiosync.ConfigError):

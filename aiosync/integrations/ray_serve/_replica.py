@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
+from aiosync.protocol import validate_seconds
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.schemes._transforming import Transform
 from aiosync.serving import AdmissionGate, WeightFeed
@@ -107,8 +108,7 @@ class WeightsMixin:
         if min_version < 1:
             raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
         for name, value in (("timeout", timeout), ("max_staleness", max_staleness)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive seconds or None, got {value!r}")
+            validate_seconds(name, value, endless=True, none=True)
         if isinstance(source, str):
             source = TCPWeightSyncScheme(source, token=os.environ.get(TOKEN_VARIABLE) or None)
         feed = WeightFeed(

@@ -19,6 +19,7 @@ from aiosync.integrations.vllm._base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from aiosync.protocol import validate_seconds
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.transports.credentials import TLS, Secret
 
@@ -64,8 +65,7 @@ class AiosyncInitInfo(WeightTransferInitInfo):
     rollback: bool = True
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be positive seconds, got {self.timeout!r}")
+        validate_seconds("timeout", self.timeout, endless=True)
         if self.check not in ("checkpoint", "first", "none"):
             raise ValueError(f"check must be 'checkpoint', 'first' or 'none', not {self.check!r}")
         if self.first_worker < 0:
@@ -139,8 +139,7 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
         if self.num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {self.num_workers!r}")
         for name in ("timeout", "activation_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive seconds")
+            validate_seconds(name, getattr(self, name), endless=True)
 
     def for_workers(self, address: str) -> dict[str, Any]:
         """The init info of the engines' workers, for the address that was bound."""

@@ -29,8 +29,8 @@ from aiosync.errors import (
 )
 from aiosync.legacy.updaters._base import WeightUpdaterBase
 from aiosync.legacy.updaters._local import copy_weights
-from aiosync.legacy.updaters._sending import check_timeout
 from aiosync.legacy.updaters._worker import make_private
+from aiosync.protocol import validate_seconds
 
 __all__ = ["DistributedWeightUpdater"]
 
@@ -74,7 +74,8 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
         self.num_workers = num_workers
         self._sync = sync
-        self.timeout: float | None = check_timeout(timeout)
+        validate_seconds("timeout", timeout, endless=True, none=True)
+        self.timeout: float | None = timeout
         self._owed: dict[int, list[Any]] = {}  # workers that did not answer, and what they read
 
     def register_collector(self, collector: Any) -> None:

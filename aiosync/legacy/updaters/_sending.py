@@ -15,23 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import LocalProtocolError
 from aiosync.legacy.updaters._base import WeightUpdaterBase
+from aiosync.protocol import validate_seconds
 from aiosync.sync import WeightSyncScheme
 from aiosync.types import SendReport
 
-__all__ = ["SchemeWeightUpdater", "check_timeout"]
-
-
-def check_timeout(timeout: float | None) -> float | None:
-    """Return the timeout.
-
-    Raises:
-        ConfigError: It is neither positive seconds nor ``None``.
-    """
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout must be positive seconds or None, got {timeout!r}")
-    return timeout
+__all__ = ["SchemeWeightUpdater"]
 
 
 class SchemeWeightUpdater(WeightUpdaterBase):
@@ -48,7 +38,8 @@ class SchemeWeightUpdater(WeightUpdaterBase):
     """Who applied the newest update."""
 
     def __init__(self, *, timeout: float | None = 60.0) -> None:
-        self.timeout: float | None = check_timeout(timeout)
+        validate_seconds("timeout", timeout, endless=True, none=True)
+        self.timeout: float | None = timeout
         self._scheme: WeightSyncScheme | None = None
         self._closed = False
 

@@ -65,6 +65,8 @@ def test_infos_refuse() -> None:
         AiosyncTrainerInitInfo(rank=0, pause="later")  # type: ignore[arg-type]
     with pytest.raises(aiosync.ConfigError, match="num_workers"):
         AiosyncTrainerInitInfo(rank=0, num_workers=0)
+    with pytest.raises(aiosync.ConfigError, match="activation_timeout"):
+        AiosyncTrainerInitInfo(rank=0, activation_timeout="5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="check"):
         AiosyncInitInfo("unix:///tmp/x", check="all")  # type: ignore[arg-type]
 
