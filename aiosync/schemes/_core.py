@@ -11,15 +11,14 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.schemes._context import as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
-from aiosync.schemes._moment import PATIENCE_SECONDS
+from aiosync.schemes._moment import run_on_loop
 from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
 from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
@@ -245,37 +244,10 @@ class SchemeCore:
         with receiver.assigning():
             setattr(self, name, value)
             try:
-                self._run_on_loop(receiver.model_changed)
+                run_on_loop(self._loop, receiver.model_changed)
             except BaseException:  # raised again: the caller sees it
                 setattr(self, name, before)
                 raise
-
-    def _run_on_loop(self, call: Callable[[], None]) -> None:
-        """Call here if nobody else runs the loop, otherwise there, and wait for it."""
-        loop = self._loop
-        if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
-            call()
-            return
-        done: Future[None] = Future()
-
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    call()
-                except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
-                    done.set_exception(exc)
-                else:
-                    done.set_result(None)
-
-        loop.call_soon_threadsafe(run)
-        try:
-            done.result(PATIENCE_SECONDS)
-        except TimeoutError as exc:
-            raise SyncTimeout(
-                f"the event loop of this scheme did not turn within {PATIENCE_SECONDS:g} s"
-            ) from exc
-        finally:
-            done.cancel()  # if it has not begun, it never will
 
     @property
     def weights(self) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from aiosync.errors import LocalProtocolError, SyncTimeout
@@ -22,12 +23,12 @@ __all__ = [
     "is_unfit",
     "keep_for_readers",
     "refuse_inside_read",
+    "run_on_loop",
     "wait_for_readers",
 ]
 
 PATIENCE_SECONDS = 30.0
 """How long a call in one thread waits for another one."""
-
 
 _PAUSE_SECONDS = 0.005
 _HOLD_SECONDS = 0.1
@@ -99,3 +100,34 @@ def keep_for_readers(guard: Guard, memory: object) -> None:
     """Keep something until the reads that there are have ended."""
     kept = [memory]
     guard.submit(kept.clear)
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
+    """Call here if nobody else runs the loop, otherwise there, and wait for it.
+
+    Raises:
+        SyncTimeout: The loop, in another thread, did not turn; it will not call any more.
+    """
+    if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
+        call()
+        return
+    done: Future[None] = Future()
+
+    def run() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                call()
+            except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
+
+    loop.call_soon_threadsafe(run)
+    try:
+        done.result(PATIENCE_SECONDS)
+    except TimeoutError as exc:
+        raise SyncTimeout(
+            f"the event loop of this scheme did not turn within {PATIENCE_SECONDS:g} s"
+        ) from exc
+    finally:
+        done.cancel()  # if it has not begun, it never will
