@@ -218,11 +218,11 @@ async def _check_server(connection: Connection, model_id: str, timeout: float) -
     allowed = status.get("model_ids")
     if isinstance(allowed, list) and model_id not in allowed:
         known = ", ".join(map(str, allowed))
-        raise ConfigError(f"this server serves no model {model_id!r}; it serves: {known}")
+        raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
     for model in status.get("models") or ():
         if model.get("model_id") == model_id and model.get("trainer"):
             raise ConnectError(
-                f"{model['trainer']} pushes model {model_id!r} to this server already: end it "
+                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
                 "first, or push under another --model-id"
             )
 
@@ -251,7 +251,7 @@ async def _until_applied(
         return any(peer.outbox.applied >= version for peer in sender.peers.values())
 
     late = AckTimeout(
-        f"the link to the server was lost ({lost}), and it did not have everything within "
+        f"the link to the server was lost ({lost}), and it did not receive everything within "
         f"{timeout:g} s",
         version=version,
     )

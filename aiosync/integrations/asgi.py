@@ -101,15 +101,17 @@ class WeightsMiddleware:
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
         if isinstance(exempt, str | bytes) or not isinstance(exempt, Collection):
-            raise ConfigError(f"exempt must be several paths, such as (), got {exempt!r}")
+            raise ConfigError(f"exempt must be a collection of paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
-                raise ConfigError(f"a path is a text that begins with a slash, got {path!r}")
+                raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
             if value is not None and not _are_seconds(value):
                 raise ConfigError(f"{name} must be seconds or None, got {value!r}")
         if type(max_early_body) is not int or max_early_body < 0:
-            raise ConfigError(f"max_early_body must be bytes, 0 for none, got {max_early_body!r}")
+            raise ConfigError(
+                f"max_early_body must be a number of bytes, 0 for none, got {max_early_body!r}"
+            )
         self.app: App = app
         self.feed: WeightFeed = feed
         self.readyz = readyz

@@ -191,8 +191,9 @@ class Applying(abc.ABC):
             if patience:
                 raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
             raise SyncTimeout(
-                "a forward pass runs in another thread, and an event loop must not be held until "
-                "it ends: use `await scheme.receive()` there, or call apply_pending() again"
+                "a forward pass is running in another thread, and an event loop must not be "
+                "blocked until it ends: use `await scheme.receive()` there, or call "
+                "apply_pending() again"
             )
         if self._apply_outcome is None:
             return None
@@ -393,7 +394,7 @@ class Applying(abc.ABC):
 def _misfit(version: int, error: BaseException) -> ApplyError:
     return ApplyError(
         f"version {version} does not fit the new model, so the old one stays: {error} For a model "
-        "of another shape set `scheme.model = None` first; it then gets the next update",
+        "with another shape, set `scheme.model = None` first; it then gets the next update",
         version=version,
         remote_type=type(error).__name__,
     )

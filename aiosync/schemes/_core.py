@@ -264,7 +264,7 @@ class SchemeCore:
             done.result(_PATIENCE_SECONDS)
         except TimeoutError as exc:
             raise SyncTimeout(
-                f"the event loop of this scheme did not turn within {_PATIENCE_SECONDS:g} s"
+                f"the event loop of this scheme did not run within {_PATIENCE_SECONDS:g} s"
             ) from exc
         finally:
             done.cancel()  # if it has not begun, it never will
@@ -369,7 +369,7 @@ class SchemeCore:
         self._check_open()
         if self._role is not None:
             raise LocalProtocolError(
-                f"{method}(): this object is a {self._role} already; pickle it or use "
+                f"{method}(): this object is already a {self._role}; pickle it or use "
                 "copy.copy(scheme) for the other side"
             )
 

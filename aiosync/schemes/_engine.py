@@ -196,7 +196,7 @@ class EngineScheme(StreamReceiving):
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+            raise ConfigError(f"expected a connected socket, got {pipe_or_context!r}")
         return self._transport_over(pipe_or_context, "the peer")
 
     def _make_store(self) -> SnapshotStore:

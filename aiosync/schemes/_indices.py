@@ -20,7 +20,7 @@ def _as_int(value: Any) -> int:
         RuntimeError: Something else of torch.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError("a truth value is no number")
+        raise TypeError("a bool is not accepted as a number")
     return operator.index(value)
 
 

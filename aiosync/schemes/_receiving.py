@@ -297,8 +297,8 @@ class ReceivingScheme(FollowingScheme):
             if patience:
                 raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
             raise SyncTimeout(
-                "a forward pass runs in another thread, and an event loop must not be held until "
-                "it ends: call apply_weights() again, or in a thread"
+                "a forward pass is running in another thread, and an event loop must not be "
+                "blocked until it ends: call apply_weights() again, or in a thread"
             )
 
 

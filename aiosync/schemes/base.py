@@ -371,7 +371,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, abc.ABC):
 
         def __enter__(self) -> None:
             raise LocalProtocolError(
-                "this scheme lives on an event loop: use `async with scheme:`, or the class of "
+                "this scheme runs on an event loop: use `async with scheme:`, or the class of "
                 "`aiosync.sync`, which has `with scheme:`"
             )
 

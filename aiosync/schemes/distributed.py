@@ -185,7 +185,7 @@ class DistributedWeightSyncScheme(EngineScheme):
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
             await asyncio.to_thread(self._store.set, self._key, value)
         except RuntimeError as exc:  # of torch
-            raise ConnectError(f"the store did not take the trainer's address: {exc}") from exc
+            raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
 
     async def _look_up(self, timeout: float | None) -> None:
         if self._store is None:

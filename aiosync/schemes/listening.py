@@ -87,7 +87,7 @@ class StreamListener:
         if not address.is_local and self._credentials.token is None:
             if self._credentials.tls is None:
                 raise ConfigError(
-                    f"listening on {address} would let every host that reaches it take and send "
+                    f"listening on {address} would let any host that reaches it receive and send "
                     "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
                     "listen on tcp://127.0.0.1:port or unix:///path"
                 )

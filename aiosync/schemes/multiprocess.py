@@ -42,7 +42,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if not hasattr(pipe_or_context, "fileno"):
-            raise ConfigError(f"{pipe_or_context!r} is no connection of a pipe")
+            raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
         return MPTransport(pipe_or_context)
 
     def _make_store(self) -> SnapshotStore:

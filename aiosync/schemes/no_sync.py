@@ -79,10 +79,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if not isinstance(model, nn.Module) or not any(p.is_meta for p in model.parameters()):
             return
         if self._carried is None and self._not_carried:
-            raise ConfigError(f"the worker's model has no memory, and {self._not_carried}")
+            raise ConfigError(f"the worker's model is on the meta device, and {self._not_carried}")
         if self._carried is None:
             raise ConfigError(
-                "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "
+                "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
                 "device: materialise it in the worker, or use a scheme that sends weights"
             )
         manifest, data, values = self._carried
@@ -185,7 +185,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """
         self._limit(timeout)
         if version > 0:
-            raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
+            raise ConfigError(
+                f"NoWeightSyncScheme sends nothing: version {version} will never arrive"
+            )
         await asyncio.sleep(0)
         return 0
 

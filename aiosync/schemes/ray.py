@@ -182,7 +182,7 @@ class RayWeightSyncScheme(EngineScheme):
         if remote_collectors is not None:
             if num_workers not in (None, len(remote_collectors)):
                 raise ConfigError(
-                    f"the number of workers is not the same everywhere (num_workers: "
+                    f"conflicting numbers of workers (num_workers: "
                     f"{num_workers}, remote_collectors: {len(remote_collectors)})"
                 )
             num_workers = len(remote_collectors)

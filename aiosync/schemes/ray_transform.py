@@ -341,7 +341,7 @@ stay as picklable as it is."""
 
 
 def _not_wanted() -> ConnectError:
-    return ConnectError("the trainer does not wait for this actor any more")
+    return ConnectError("the trainer is no longer waiting for this actor")
 
 
 def _join(

@@ -280,7 +280,7 @@ class RPCWeightSyncScheme(EngineScheme):
                     await _meeting().wait_until_told(self._scheme_id)
             except TimeoutError as exc:
                 raise ConnectTimeout(
-                    f"the trainer told nobody here within {timeout or 0:g} s where it listens: "
+                    f"the trainer did not tell this process its address within {timeout or 0:g} s: "
                     "its init_on_sender() has to know this RPC worker by name (workers=, or a "
                     "context with collector_infos), or this copy has to be made after it"
                 ) from exc

@@ -52,7 +52,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if isinstance(pipe_or_context, socket.socket):
             return SharedMemTransport(pipe_or_context, arena=self._arena)
         if not hasattr(pipe_or_context, "fileno"):
-            raise ConfigError(f"{pipe_or_context!r} is no connection of a pipe")
+            raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
         fd = os.dup(pipe_or_context.fileno())
         try:
             sock = socket.socket(fileno=fd)

@@ -139,7 +139,7 @@ class TCPWeightSyncScheme(StreamReceiving):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
         listed = [address] if isinstance(address, str | Address) else list(address)
         if not listed or (len(listed) > 1 and dial != "sender"):
-            raise ConfigError("pass one address; a list of them only with dial='sender'")
+            raise ConfigError("pass one address; a list is accepted only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]
         self._credentials = Credentials(token=token, tls=tls)
         self._dial: Literal["receiver", "sender", "both"] = dial
@@ -199,7 +199,7 @@ class TCPWeightSyncScheme(StreamReceiving):
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+            raise ConfigError(f"expected a connected socket, got {pipe_or_context!r}")
         return TCPTransport(pipe_or_context, limits=self.limits)
 
     def _make_store(self) -> SnapshotStore:
@@ -228,9 +228,9 @@ class TCPWeightSyncScheme(StreamReceiving):
             )
         if sources.num_workers > most:
             raise ConfigError(
-                f"{sources.num_workers} workers are expected, but there are addresses of {most}: "
-                "with dial='sender' construct the scheme with a list of addresses, one for each "
-                "worker, or leave num_workers out"
+                f"{sources.num_workers} workers are expected, but only {most} addresses were "
+                "given: with dial='sender' construct the scheme with a list of addresses, one for "
+                "each worker, or leave num_workers out"
             )
         return None
 

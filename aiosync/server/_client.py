@@ -124,7 +124,7 @@ class WeightClient:
     ) -> None:
         self._address = Address.parse(url)
         if self._address.scheme == "tcp" and not self._address.port:
-            raise ConfigError(f"{self._address} names no port to dial")
+            raise ConfigError(f"{self._address} has no port to dial")
         self._dialler = Dialler(
             self._address,
             credentials=Credentials(token=token, tls=tls),
@@ -167,7 +167,7 @@ class WeightClient:
                     answer = (await link.recv()).message
                 except (PeerClosed, TransportBroken) as exc:
                     raise ConnectError(
-                        f"{self._address} closed the link instead of an answer: it is no weight "
+                        f"{self._address} closed the link without answering: it is not a weight "
                         "server (aiosync serve), or has just ended"
                     ) from exc
                 finally:
@@ -180,11 +180,11 @@ class WeightClient:
             return dict(answer.values)
         if isinstance(answer, Refuse) and answer.error_type == RemoteProtocolError.__name__:
             raise ConnectError(
-                f"{self._address} is a trainer, not a weight server: only `aiosync serve` tells "
+                f"{self._address} is a trainer, not a weight server: only `aiosync serve` reports "
                 "its status"
             )
         if isinstance(answer, Refuse):
-            raise ConnectError(f"{self._address} refused to tell: {answer.error_text}")
+            raise ConnectError(f"{self._address} refused the status request: {answer.error_text}")
         raise RemoteProtocolError(f"expected Status, got {type(answer).__name__}")
 
     # -- weights -------------------------------------------------------------------------------

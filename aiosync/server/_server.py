@@ -123,7 +123,7 @@ class WeightServer:
             LocalProtocolError: Called twice, or after :meth:`aclose`.
         """
         if self._closed or self._tasks is not None:
-            raise LocalProtocolError("a WeightServer starts once")
+            raise LocalProtocolError("a WeightServer can be started only once")
         self._tasks = TaskOwner(self._on_crash)
         self._ended = asyncio.Event()
         self._started_at = time.monotonic()
@@ -218,7 +218,7 @@ class WeightServer:
                 await link.aclose()
                 return
             if hello.role not in ("sender", "receiver"):
-                raise RemoteProtocolError("the role of a Hello is none that a server knows")
+                raise RemoteProtocolError("unknown role in Hello")
             try:
                 model = self._model_for(hello)
             except ConfigError as exc:
@@ -241,11 +241,13 @@ class WeightServer:
             return model
         if self._model_ids is not None and hello.model_id not in self._model_ids:
             known = ", ".join(sorted(self._model_ids))
-            raise ConfigError(f"this server serves no model {hello.model_id!r}; it serves: {known}")
+            raise ConfigError(
+                f"this server does not serve model {hello.model_id!r}; it serves: {known}"
+            )
         if len(self._models) >= self._max_models:
             self._forget_unused()
         if len(self._models) >= self._max_models:
-            raise ConfigError(f"this server has {self._max_models} models, and takes no more")
+            raise ConfigError(f"this server has {self._max_models} models and accepts no more")
         return self._new_model(hello.model_id, hello.strategy)
 
     def _forget_unused(self) -> None:

@@ -98,7 +98,7 @@ class Admission:
 
     async def __aenter__(self) -> int:
         if self.version:
-            raise LocalProtocolError("an admission is entered once: call request() again")
+            raise LocalProtocolError("an admission can be entered only once: call request() again")
         gate = self._gate
         self._task = asyncio.current_task()
         outer = self._find_outer()
@@ -138,7 +138,7 @@ class Admission:
         if self._gate._satisfies(self.min_version, self.wanted_epoch):
             return True
         if blocks_here(self._gate):
-            raise self._too_late(0.0, "and cannot become newer inside of another request")
+            raise self._too_late(0.0, "and cannot become newer inside another request")
         return False  # a task that goes on by itself may wait for what comes later
 
     async def _wait(self) -> None:
@@ -166,7 +166,7 @@ class Admission:
             if self.wanted_epoch is not None:
                 asked += f" of epoch {self.wanted_epoch:016x}"
             after = f" after {limit:g} s" if limit else ""
-            text = f"{asked} was asked for; this server has version {gate._version}{after} {detail}"
+            text = f"{asked} was requested; this server has version {gate._version}{after} {detail}"
         else:
             text = f"a switch of the weights took longer than {limit:g} s"
         return AdmissionTimeout(

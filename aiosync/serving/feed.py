@@ -78,14 +78,16 @@ class WeightFeed:
     ) -> None:
         if not isinstance(scheme, WeightSyncScheme) or isinstance(scheme, NoWeightSyncScheme):
             raise ConfigError(
-                "a feed lives on an event loop and needs an async scheme that brings weights, such "
-                f"as aiosync.TCPWeightSyncScheme, not {type(scheme).__module__}."
-                f"{type(scheme).__name__}"
+                "a feed runs on an event loop and needs an async scheme that receives weights, "
+                "such as aiosync.TCPWeightSyncScheme, not "
+                f"{type(scheme).__module__}.{type(scheme).__name__}"
             )
         if scheme.initialized_on_sender or scheme.initialized_on_receiver:
-            raise ConfigError("the scheme of a feed has no role yet: pass one that is only made")
+            raise ConfigError(
+                "a feed initialises its scheme itself: pass a scheme that has not been initialised"
+            )
         if sum(each is not None for each in (model, weights, load)) != 1:
-            raise ConfigError("a feed needs one of model, weights and load")
+            raise ConfigError("a feed needs exactly one of model, weights and load")
         if not max_pause > 0:
             raise ConfigError(f"max_pause must be positive seconds, got {max_pause!r}")
         self.gate: AdmissionGate = AdmissionGate() if gate is None else gate

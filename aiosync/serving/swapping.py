@@ -45,7 +45,7 @@ class Swap:
     async def __aenter__(self) -> Self:
         gate = self._gate
         if blocks_here(gate):
-            raise LocalProtocolError("a switch inside of a request would wait for itself")
+            raise LocalProtocolError("a switch inside a request would wait for itself")
         limit = limit_of(self._timeout, gate.swap_timeout)
         try:
             async with asyncio.timeout(limit):

@@ -205,7 +205,9 @@ class WeightSyncScheme(Attributes):
             held = self._lease
             if held is not None and not held.valid:
                 if self._lives:  # on the loop of a thread that is ending
-                    raise TransportClosed("this scheme is being closed, as the interpreter ends")
+                    raise TransportClosed(
+                        "this scheme is being closed because the interpreter is ending"
+                    )
                 held = None
             if held is None:
                 self._tenant = _Tenant(self._scheme, self._owner)
@@ -374,7 +376,7 @@ class WeightSyncScheme(Attributes):
 
         async def __aenter__(self) -> None:
             raise LocalProtocolError(
-                "this scheme blocks: use `with scheme:` outside of event loops, and the class of "
+                "this scheme blocks: use `with scheme:` outside event loops, and the class of "
                 "`aiosync` with `async with scheme:` inside"
             )
 
@@ -386,7 +388,7 @@ class WeightSyncScheme(Attributes):
                 return object.__getattribute__(self, name)  # raises what it has raised
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}, as it blocks: use "
-                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside of an event loop"
+                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside an event loop"
             )
 
     def __del__(self) -> None:

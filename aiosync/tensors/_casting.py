@@ -120,7 +120,7 @@ class CastingFlattener:
         spare = [pattern for pattern in self._rule.patterns if pattern not in used]
         if spare and dtypes:
             raise ConfigError(
-                f"wire_dtype has patterns that fit no weight: {', '.join(spare)}; the first of "
+                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
                 f"{len(dtypes)} is named {layout.manifest.leaves[0].name!r}. Correct or remove them"
             )
         self._small, self._large = [], []

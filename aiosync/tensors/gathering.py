@@ -110,8 +110,8 @@ def _check_source(source: object) -> None:
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ConfigError(
                 "a FullyShardedDataParallel has flat parameters, which cannot be gathered by name: "
-                "use torch.distributed.fsdp.fully_shard(), or pass its state_dict() as "
-                "FullStateDictConfig gives it"
+                "use torch.distributed.fsdp.fully_shard(), or pass the state_dict() that it "
+                "returns with FullStateDictConfig"
             )
         reshard = getattr(module, "reshard", None)
         if reshard is not None and _is_fsdp(module):
@@ -174,13 +174,13 @@ def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
     number = int.from_bytes(want.digest())
     for mesh in _meshes(picked):
         if mesh.get_coordinate() is None:
-            raise ConfigError(f"this process is no member of {mesh}: only members can gather")
+            raise ConfigError(f"this process is not a member of {mesh}: only members can gather")
         for group in mesh.get_all_groups():
             highest = torch.tensor([number, -number], device=mesh.device_type)
             _all_highest(highest, group, timeout)
             if highest.tolist() != [number, -number]:
                 raise ConfigError(
-                    "the ranks of the mesh want to gather different weights: pass the same model, "
+                    "the ranks of the mesh are gathering different weights: pass the same model, "
                     "sharded alike, and the same extract_as on all of them"
                 )
 

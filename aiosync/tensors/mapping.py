@@ -239,7 +239,7 @@ class _Pass:
         if spare and self._map.strict and self._seen:
             listed = ", ".join(f"{text!r} of {option}" for option, text in spare)
             raise ConfigError(
-                f"these patterns of the WeightMap fit no name: {listed}. Correct or remove them, "
+                f"these patterns of the WeightMap match no name: {listed}. Correct or remove them, "
                 "or pass strict=False"
             )
 
@@ -261,7 +261,7 @@ class _Pass:
 
 def _twice(name: str) -> ConfigError:
     return ConfigError(
-        f"the WeightMap makes {name!r} twice: give one of the tensors another name, or drop it"
+        f"the WeightMap produces {name!r} twice: give one of the tensors another name, or drop it"
     )
 
 

@@ -47,12 +47,14 @@ class Segment:
         try:
             self.fd: int = anonymous_file()
         except OSError as exc:
-            raise ConfigError(f"no shared memory: {exc}") from exc
+            raise ConfigError(f"cannot create shared memory: {exc}") from exc
         try:  # now, as a link could not say that there is no descriptor left
             self.read_only_fd: int = _read_only(self.fd)
         except OSError as exc:
             os.close(self.fd)
-            raise ConfigError(f"no descriptor for readers of shared memory: {exc}") from exc
+            raise ConfigError(
+                f"cannot open a descriptor for readers of shared memory: {exc}"
+            ) from exc
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
@@ -71,7 +73,7 @@ class Segment:
             mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
         except OSError as exc:
             raise ConfigError(
-                f"no shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
+                f"cannot allocate shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
             ) from exc
         self._maps.append(mapping)
         slot = Slot(arena, self, len(self.slots), memoryview(mapping))

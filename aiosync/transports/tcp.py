@@ -203,7 +203,7 @@ class TCPTransport(FramedTransport):
                     transport.abort()
                     raise
         except TimeoutError as exc:
-            raise ConnectTimeout(f"{name} did not prove who it is in {timeout:g} s") from exc
+            raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
         if not payloads:
             transport.channel.refuse_payloads()
@@ -302,17 +302,17 @@ async def _secured(
         io = TlsIo(sock, context, server_side=server_side, hostname=hostname)
     except (ssl.SSLError, ValueError) as exc:
         sock.close()
-        raise ConfigError(f"this SSL context does not fit: {exc}") from exc
+        raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
     try:
         await io.handshake()
     except PlainPeer as exc:
         if not server_side:
             io.close()
             raise ConfigError(
-                "the listener speaks no TLS: pass tls= on its side, too, or on neither"
+                "the listener does not use TLS: pass tls= on both sides or on neither"
             ) from exc
         # It can be told in words that it understands.
-        refuse = Refuse("ConfigError", "this address speaks TLS: pass tls= on this side, too")
+        refuse = Refuse("ConfigError", "this address uses TLS: pass tls= on this side as well")
         with contextlib.suppress(OSError):
             sock.send(encode_frame(refuse))
         io.close()

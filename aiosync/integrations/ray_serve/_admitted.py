@@ -102,14 +102,14 @@ def _admitted(method: Callable[..., Any], *, timeout: float | None) -> Callable[
     if inspect.isgeneratorfunction(method):
         raise ConfigError(f"{name} is a generator: make it `async def` to be admitted")
     if hasattr(method, "set_max_batch_size"):
-        raise ConfigError(f"{name} has @serve.batch: call it from a method that is admitted")
+        raise ConfigError(f"{name} has @serve.batch: call it from an admitted method")
     for taken in set(inspect.signature(method).parameters) & set(_OWN):
-        raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() takes itself")
+        raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() uses itself")
 
     def begin(deployment: Any, options: dict[str, Any]) -> Admission:
         feed = getattr(deployment, "weight_feed", None)
         if not isinstance(feed, WeightFeed):
-            raise LocalProtocolError(f"{name} is admitted, so its class has to be a WeightsMixin")
+            raise LocalProtocolError(f"{name} is admitted, so its class must be a WeightsMixin")
         wanted = {key: options.pop(key) for key in _OWN if key in options}
         return feed.request(timeout=timeout, **wanted)
 

@@ -103,7 +103,7 @@ class WeightsMixin:
             Ends the feed; nothing is followed.
         """
         if self._weight_feed is not None:
-            raise LocalProtocolError("a replica follows one source; it follows one already")
+            raise LocalProtocolError("a replica follows only one source, and this one already does")
         if min_version < 1:
             raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
         for name, value in (("timeout", timeout), ("max_staleness", max_staleness)):
@@ -130,7 +130,7 @@ class WeightsMixin:
             await feed.aclose()
             where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
             raise RecvTimeout(
-                f"{_replica_name()} has no version of the weights{where} to begin with after "
+                f"{_replica_name()} has no version of the weights{where} to start with after "
                 f"{limit:g} s: it has version {status.version} and needs {min_version}; "
                 f"{status.reason or 'the source has nothing newer'}"
             ) from exc
@@ -204,7 +204,7 @@ class WeightsMixin:
         limit = self._max_staleness
         if limit is not None and status.stale_for > limit:
             raise RecvTimeout(
-                f"version {status.version} is stale for {status.stale_for:.1f} s, and "
+                f"version {status.version} has been stale for {status.stale_for:.1f} s, and "
                 f"max_staleness is {limit:g} s: {status.reason}"
             )
 

@@ -30,8 +30,8 @@ def refuse_no_module(collector: Any, model_id: str) -> None:
     policy = find_model(collector, model_id) if model_id == "policy" else None
     if policy is not None and not isinstance(policy, nn.Module):
         raise ConfigError(
-            f"the policy is a {type(policy).__name__} and no nn.Module: it needs no weight "
-            "synchronization. Leave weight_sync_schemes= away; a Collector also takes "
+            f"the policy is a {type(policy).__name__} and not an nn.Module: it needs no weight "
+            "synchronization. Omit weight_sync_schemes=; a Collector also accepts "
             "NoWeightSyncScheme"
         )
 

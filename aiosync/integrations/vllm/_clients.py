@@ -29,14 +29,14 @@ class HTTPClient:
         headers: Sent with each request, for a proxy in between that asks for credentials.
 
     Raises:
-        ConfigError: The URL is no HTTP URL.
+        ConfigError: The URL is not an HTTP URL.
     """
 
     def __init__(
         self, base_url: str, *, timeout: float = 120.0, headers: Mapping[str, str] | None = None
     ) -> None:
         if urllib.parse.urlsplit(base_url).scheme not in ("http", "https"):
-            raise ConfigError(f"{base_url!r} is no HTTP URL")
+            raise ConfigError(f"{base_url!r} is not an HTTP URL")
         self.base_url: str = base_url.rstrip("/")
         self.timeout: float = timeout
         self._headers = dict(headers or {})

@@ -171,7 +171,7 @@ def receiving_scheme(info: AiosyncInitInfo) -> WeightSyncScheme:
         inner = scheme._scheme
         pid = parse_qs(parts.query).get("pid", [""])[0]
         if not parts.path.strip("/") and not parts.netloc:
-            raise ConfigError(f"{info.address!r} is no address of a trainer's shared memory")
+            raise ConfigError(f"{info.address!r} is not the address of a trainer's shared memory")
         inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
         inner._sender_pid = int(pid) if pid.isdigit() else None
     else:

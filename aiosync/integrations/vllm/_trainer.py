@@ -239,7 +239,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             scheme = self._require()
             handle = self._handle
             if handle is None:
-                raise LocalProtocolError("activate(): stage() comes first")
+                raise LocalProtocolError("activate(): call stage() first")
             began = time.perf_counter()
             self._check_workers(scheme)
             scheme.wait_staged(handle.version, timeout=self._info.timeout)
@@ -304,7 +304,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         try:
             self._control.resume()
         except AiosyncError as exc:
-            error.add_note(f"The engine may be paused still: {exc}")
+            error.add_note(f"The engine may still be paused: {exc}")
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         refuse_inside_loop("stage() or activate", "await asyncio.to_thread(...)")
         if self._scheme is None:
             raise LocalProtocolError(
-                "this side of the transfer was shut down" if self.is_sender else "rank 0 sends"
+                "this side of the transfer was shut down" if self.is_sender else "only rank 0 sends"
             )
         return self._scheme
 
