@@ -211,7 +211,7 @@ async def _check_server(connection: Connection, model_id: str, timeout: float) -
     """Find out at once what would otherwise be tried again until the time is up.
 
     Raises:
-        AiosyncError: Nobody is there, it is no weight server, or it does not take this model.
+        AiosyncError: Nobody is there, it is not a weight server, or it does not take this model.
     """
     client = WeightClient(connection.url, token=connection.token, tls=connection.tls)
     status = await client.status(timeout=timeout)
@@ -276,7 +276,7 @@ def pull_file(
         path: See :func:`aiosync.cli._files.save_weights`.
         connection: A weight server, or a trainer that listens.
         model_id: Name of the model there.
-        min_version: The least version to be content with.
+        min_version: The lowest acceptable version.
         timeout: Seconds for everything but the writing of the file.
         show: Told how far it is.
 

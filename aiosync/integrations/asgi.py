@@ -47,35 +47,35 @@ class WeightsMiddleware:
         app = WeightsMiddleware(Starlette(routes=[...]), feed)
         # or app.add_middleware(WeightsMiddleware, feed=feed)
 
-    A request is let in by the feed's gate before the application sees it, and has left when its
-    response is complete, so that background tasks of Starlette hold nothing up. Its body is there
-    before it is let in, so that clients that upload slowly hold nothing up either. One that
-    leaves meanwhile is not served, and gets no answer. The application finds its
+    A request is admitted by the feed's gate before the application sees it, and has left when its
+    response is complete, so that background tasks of Starlette do not delay a switch. Its body has
+    arrived before it is admitted, so that clients that upload slowly do not either. One that
+    disconnects meanwhile is not served, and gets no answer. The application finds its
     :class:`~aiosync.serving.Admission` in ``scope["aiosync.admission"]``.
 
     - Responses say ``x-weight-version``, the oldest version that may have contributed up to
       their start, ``x-weight-versions`` (``3-5``) if there were several, and
       ``x-weight-epoch``. An application that sets one of these itself is left alone.
-    - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If there is no such
-      version in time, the answer is 503 with ``Retry-After``, and nothing was computed; 400 if
-      the header makes no sense.
+    - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If no such
+      version arrives in time, the answer is 503 with ``Retry-After``, and nothing was computed; 400
+      if the header is invalid.
     - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON.
     - The feed is started before the application starts up, and closed after it has shut down.
 
     WebSockets and ``OPTIONS`` pass untouched: a socket would hold up switches for as long as it
-    is open, so its messages are to be let in one by one, with ``feed.request()``.
+    is open, so its messages are to be admitted one by one, with ``feed.request()``.
 
     Args:
         app: The application.
         feed: Where the weights come from.
         readyz: Path of the probe, below the ``root_path`` of the application; ``None`` for none.
-        max_staleness: Seconds for which the probe stays well after the source was lost;
+        max_staleness: Seconds for which the probe stays healthy after the source was lost;
             ``None`` for ever, as the last complete version is still there.
-        exempt: Paths that have nothing to do with the weights; one that ends in ``/`` stands
-            for all below it.
-        timeout: Seconds that a request waits to be let in, from when its body is there; ``None``
+        exempt: Paths that have nothing to do with the weights; one that ends in
+            ``/`` covers all below it.
+        timeout: Seconds that a request waits to be admitted, from the arrival of its body; ``None``
             takes the gate's.
-        max_early_body: Bytes of a body that are received before the request is let in, and kept
+        max_early_body: Bytes of a body that are received before the request is admitted, and kept
             until the application takes them; the rest of a longer body comes afterwards. 0 for
             none, which applications need that answer while their clients still send.
 

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def is_seconds(value: Any) -> bool:
-    """Whether this is a real number that deadlines can be made of; infinity is one, too."""
+    """Whether this is a real number that deadlines can be made of; infinity counts as one."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -60,7 +60,7 @@ def validate_seconds(name: str, value: Any, *, zero: bool = False, endless: bool
         endless: So is infinity.
 
     Raises:
-        ConfigError: It is no real number, or out of range.
+        ConfigError: It is not a real number, or out of range.
     """
     if is_seconds(value) and (value > 0 or (zero and value == 0)):
         if endless or not math.isinf(value):
@@ -74,7 +74,7 @@ class Deadline:
     """A point on some monotonic clock, or none.
 
     Attributes:
-        at: Seconds on that clock; ``None`` never passes.
+        at: Seconds on that clock; ``None`` for never passes.
     """
 
     at: float | None = None

@@ -82,7 +82,7 @@ class Applying(abc.ABC):
         """Give back what the model does not view any more. Called on the loop."""
 
     def apply_by_hand(self) -> None:
-        """From now on apply only when somebody asks for it."""
+        """From now on apply only on request."""
         self._manual = True
 
     @property
@@ -98,7 +98,7 @@ class Applying(abc.ABC):
 
     @property
     def staged_version(self) -> int:
-        """Version of the update that waits to be applied; 0 if none does."""
+        """Version of the update that is waiting to be applied; 0 if there is none."""
         staged = self._staged
         return 0 if staged is None else staged.version
 

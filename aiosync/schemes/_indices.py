@@ -28,7 +28,7 @@ def as_index(name: str, value: Any) -> int:
     """A count, or the index of a worker: also one of numpy's or torch's integers.
 
     Raises:
-        ConfigError: It is no integer of at least 0, or none that can travel.
+        ConfigError: It is not an integer of at least 0, or none that can travel.
     """
     try:
         index = _as_int(value)
@@ -44,7 +44,7 @@ def as_count(name: str, value: Any, least: int) -> int:
     """A number of bytes, of connections or the like, which has no upper bound.
 
     Raises:
-        ConfigError: It is no integer of at least ``least``.
+        ConfigError: It is not an integer of at least ``least``.
     """
     try:
         count = _as_int(value)

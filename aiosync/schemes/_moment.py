@@ -23,7 +23,7 @@ _HOLD_SECONDS = 0.1
 def is_unfit(guard: Guard) -> bool:
     """Whether an update must not be applied here, but by the loop.
 
-    A forward inside of a transform begins or ends here. New reads wait for the loop for a moment.
+    A forward inside a transform begins or ends here. New reads wait for the loop for a moment.
     """
     if not guard.at_read or not in_transform():
         return False

@@ -69,7 +69,7 @@ class Sources:
         """Send these from now on; ``None`` for those of the context, or of each call.
 
         Raises:
-            ConfigError: They are no weights, or each worker has some of its own.
+            ConfigError: They are not weights, or each worker has some of its own.
         """
         _check_source("model or weights", weights)
         if self.per_worker:

@@ -57,7 +57,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         collectors do, begins with them.
 
         Args:
-            model: What to copy; nothing, if it is no module.
+            model: What to copy; nothing, if it is not a module.
         """
         self._carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
         self._not_carried = ""
@@ -105,8 +105,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Connect nothing.
 
         Raises:
-            ConfigError: A receiver's model lies on the meta device: nobody would ever give it
-                memory. Or the timeout is no number.
+            ConfigError: A receiver's model is on the meta
+                device: nothing would ever give it memory. Or the timeout is not a number.
             LocalProtocolError: Before ``init_on_*``.
         """
         del weights, processes
@@ -150,15 +150,15 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return SendHandle(0, future)
 
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
-        """Wait for nothing as long as the timeout says, and return ``None``.
+        """Wait for the timeout, and return ``None``.
 
         Args:
             timeout: Seconds; ``None`` returns at once, as the trainer never sends anything.
 
         Raises:
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
             LocalProtocolError: Not a connected receiver.
-            TransportClosed: This object was closed, also meanwhile.
+            TransportClosed: This object was closed, possibly meanwhile.
 
         Cancellation:
             Class A.
@@ -180,8 +180,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return 0, the only version there is.
 
         Raises:
-            ConfigError: A version above 0 is asked for, which never comes, or the timeout is no
-                number.
+            ConfigError: A version above 0 is asked for, which never arrives, or the timeout is
+                not a number.
         """
         self._limit(timeout)
         if version > 0:

@@ -158,7 +158,7 @@ async def dial(address: str, *, sender_pid: int | None, timeout: float | None) -
         timeout: Seconds for the whole call; ``None`` waits for ever.
 
     Raises:
-        ConnectTimeout: Nobody listened in time.
+        ConnectTimeout: Nothing listened there in time.
         ConnectError: The trainer's process has ended, or it belongs to another user.
 
     Cancellation:

@@ -51,7 +51,7 @@ _ATTEMPT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulledWeights:
-    """One complete version, in memory that nobody else uses.
+    """One complete version, in memory of its own.
 
     Attributes:
         model_id: Which model.
@@ -59,7 +59,7 @@ class PulledWeights:
         version: Its number in that epoch.
         layout: Where each tensor lies in ``buffer``.
         buffer: The tensors.
-        values: What is no tensor, by dotted name, as it travelled.
+        values: What is not a tensor, by dotted name, as it travelled.
         reconnects: How often the link was lost and replaced meanwhile.
         resumed_nbytes: Bytes that did not have to be sent again after that.
     """
@@ -102,11 +102,11 @@ class PulledWeights:
 
 
 class WeightClient:
-    """Asks a weight server once at a time. Holds no link between two calls.
+    """Asks a weight server, one call at a time. Holds no link between two calls.
 
     Args:
         url: ``tcp://host:port`` or ``unix:///path``.
-        token: A secret that both sides prove to have; it never travels.
+        token: A secret that both sides prove that they have; it is never sent.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that dials.
         limits: What the other side may announce.
 
@@ -149,9 +149,9 @@ class WeightClient:
             Plain values; see ``WeightServer.status()``.
 
         Raises:
-            ConnectError: Nobody listens there, or it is no weight server.
-            AuthError: The tokens or certificates do not fit.
-            ConfigError: The other side wants TLS.
+            ConnectError: Nothing listens there, or it is not a weight server.
+            AuthError: The tokens or certificates do not match.
+            ConfigError: The other side requires TLS.
             ConnectTimeout: Not in time.
 
         Cancellation:
@@ -204,14 +204,14 @@ class WeightClient:
 
         Args:
             model_id: Which model.
-            min_version: The least version to be content with, in whatever epoch.
+            min_version: The lowest acceptable version, in whatever epoch.
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
-            progress: Told what has arrived, after each chunk. It must not raise.
+            progress: Called with what has arrived, after each chunk. It must not raise.
 
         Raises:
-            ConnectError: Nobody listens there.
-            AuthError: The tokens or certificates do not fit.
-            ConfigError: The other side serves no such model, or wants TLS.
+            ConnectError: Nothing listens there.
+            AuthError: The tokens or certificates do not match.
+            ConfigError: The other side does not serve the model, or requires TLS.
             RecvTimeout: There was no such version in time, or it did not arrive in time.
             RemoteProtocolError: The other side sent something illegal.
 

@@ -1,4 +1,4 @@
-"""One request at an admission gate: waiting to be let in, and what it is a part of.
+"""One request at an admission gate: waiting to be admitted, and what it is a part of.
 
 Must not import torch, schemes or transports.
 """
@@ -27,7 +27,7 @@ _inside: ContextVar[tuple[Admission, ...]] = ContextVar("aiosync admissions", de
 
 
 def blocks_here(gate: AdmissionGate) -> bool:
-    """Whether this task is inside of something that a switch of ``gate`` waits for."""
+    """Whether this task is inside something that a switch of ``gate`` waits for."""
     task = asyncio.current_task()
     return any(
         each._gate is gate and each._task is task and each._holder.active and each._holder.blocks
@@ -50,9 +50,9 @@ class Admission:
     """One request or batch at a gate; see :meth:`AdmissionGate.request`. Enter it once.
 
     Attributes:
-        min_version: The least version that it asked for.
+        min_version: The lowest version that it asked for.
         wanted_epoch: The epoch that it asked for, or ``None``.
-        version: Version with which it was let in; 0 before.
+        version: Version with which it was admitted; 0 before.
         epoch: Epoch of that version.
         blocks: Whether a switch waits for it.
     """
@@ -88,7 +88,7 @@ class Admission:
         """The versions that may have contributed so far, in the order in which they came.
 
         One, where a switch waits for the request. In the mode ``"immediate"`` those of its
-        batches, or, without any, all that there were since it was let in.
+        batches, or, without any, all that there were since it was admitted.
         """
         return tuple(self._computed or self._seen)
 

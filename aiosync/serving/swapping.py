@@ -21,7 +21,7 @@ class Swap:
     """One switch of the weights; see :meth:`AdmissionGate.swap`. Enter it once.
 
     Attributes:
-        version: Version that there is afterwards; ``None`` for the next number. The version
+        version: The version afterwards; ``None`` for the next number. The version
             that the gate has already means that nothing changed.
         epoch: Its epoch; ``None`` for the same as before.
     """

@@ -80,13 +80,13 @@ class WeightSyncScheme(Attributes):
     Args:
         strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
         sync: Kept for TorchRL's signature.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: What the sender casts floating-point weights to on their way.
 
     Raises:
@@ -153,7 +153,7 @@ class WeightSyncScheme(Attributes):
         """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
 
         Raises:
-            ConfigError: There is none of that name.
+            ConfigError: There is none with that name.
         """
         scheme = aio.scheme_from_backend(backend, **options)
         facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))

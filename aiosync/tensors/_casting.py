@@ -45,7 +45,7 @@ def check_wire_dtype(value: object) -> Dtypes | None:
     """Check the option ``wire_dtype`` of a scheme; a mapping is copied.
 
     Raises:
-        ConfigError: It is no floating-point dtype that can travel, nor a mapping to such.
+        ConfigError: It is not a floating-point dtype that can travel, nor a mapping to such.
     """
     return check_dtypes(value, "wire_dtype")
 
@@ -65,8 +65,8 @@ class CastPrepared(Prepared):
 class CastingFlattener:
     """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
 
-    The source is only read. Integers, complex numbers, values that are no tensors, and the
-    tensors inside of values and extra states keep what they have. Tied tensors stay one leaf. A
+    The source is only read. Integers, complex numbers, values that are not tensors, and the
+    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. A
     source in which nothing has to be cast is treated as a :class:`Flattener` does.
 
     Args:

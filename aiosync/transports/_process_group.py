@@ -54,7 +54,7 @@ class GroupMember:
         group: The group; used for point-to-point calls only, and never closed.
 
     Raises:
-        ConfigError: This process is no member of it, or it is not one of Gloo.
+        ConfigError: This process is not a member of it, or it is not one of Gloo.
     """
 
     def __init__(self, group: Any) -> None:
@@ -364,7 +364,7 @@ class GroupCarrier(Carrier):
     async def aclose(self) -> None:
         """See :class:`Carrier`.
 
-        A thread that waits for a peer that stands still is left to end by itself, after
+        A thread that waits for a peer that stalls is left to end by itself, after
         ``patience``.
         """
         self.end()

@@ -3,7 +3,7 @@
 The receiver calls the sender and says where a payload may land, under a random number that is
 valid for that payload only; the sender then calls :func:`deliver` there, chunk by chunk, and says
 in the stream when all of it was taken. What lets a payload go is no word in the stream: there it
-would wait behind messages that nobody reads yet. A receiver completes nothing before the last
+would wait behind messages that no process reads yet. A receiver completes nothing before the last
 word, so what is left of a transfer that was cut can never be taken for an update. Must not import
 torch or schemes. See ``docs/topics/clusters.md``.
 """

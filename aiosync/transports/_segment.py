@@ -83,7 +83,7 @@ class Segment:
     def reserve(self) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread.
 
-        Clearing the pages of a large slot takes longer than an event loop should stand still.
+        Clearing the pages of a large slot takes longer than an event loop should stall.
         """
         return _Reservation(self)
 
@@ -164,7 +164,7 @@ class Arena:
         return len(self.segment.slots) if self.segment else 0
 
     def free_slot(self, nbytes: int) -> Slot | None:
-        """Acquire a slot that nobody reads, or ``None``. The caller owns one reference."""
+        """Acquire a slot that no process reads, or ``None``. The caller owns one reference."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         self.bury()

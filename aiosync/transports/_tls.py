@@ -35,7 +35,7 @@ class TlsIo:
         sock: Connected stream socket.
         context: Of the side that this end is.
         server_side: This end listened.
-        hostname: Name that the certificate of the other end has to have, if it is checked.
+        hostname: Name that the certificate of the other end must have, if it is checked.
     """
 
     reads_out = True

@@ -22,8 +22,8 @@ __all__ = ["TLS", "Credentials", "Secret"]
 class Secret:
     """Bytes that do not show: not in a repr, and not in the text of a pickle.
 
-    A pickle carries them masked, which keeps them out of logs and not from whoever has the
-    pickle.
+    A pickle carries them masked, which keeps them out of logs but
+    not from anyone who has the pickle.
 
     Args:
         value: The secret; text becomes UTF-8.
@@ -73,16 +73,16 @@ class TLS:
     """Certificates for a link, as files, so that it can be pickled into workers.
 
     The side that listens shows ``cert``; the side that dials checks it against ``ca`` and the
-    host name. With ``verify_clients`` it is mutual: the side that dials has to show a
-    certificate, too, which the side that listens checks against ``ca``. One object may serve
+    host name. With ``verify_clients`` it is mutual: the side that dials must
+    also show a certificate, which the side that listens checks against ``ca``. One object may serve
     both sides.
 
     Attributes:
         cert: PEM file of this end's certificate, followed by its chain.
         key: PEM file of its private key; ``None`` if it is in ``cert``.
         ca: PEM file of the authorities to trust; ``None`` trusts those of the system.
-        verify_clients: The side that listens refuses peers without a certificate of ``ca``.
-        hostname: Name that the certificate of the other end has to have; ``None`` takes the
+        verify_clients: The side that listens refuses peers without a certificate signed by ``ca``.
+        hostname: Name that the certificate of the other end must have; ``None`` takes the
             host that was dialled, ``localhost`` for Unix sockets.
         password: Of an encrypted key.
     """
@@ -233,10 +233,10 @@ def _check_listens(context: ssl.SSLContext) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What one end of a link has to prove itself with, and asks of the other.
+    """What one end of a link proves itself with, and demands of the other.
 
     Attributes:
-        token: Both ends have to have the same; it never travels. Use at least 16 random bytes.
+        token: Must be the same on both ends; it never travels. Use at least 16 random bytes.
         tls: Encrypts the link: certificates as files, or an ``ssl.SSLContext``, which cannot be
             pickled.
 

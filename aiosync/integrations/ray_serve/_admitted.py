@@ -28,7 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T_co]):
-    """What an :func:`admitted` method gives back.
+    """What an :func:`admitted` method returns.
 
     Attributes:
         value: What the method returned, or one of the things that it yielded.
@@ -76,12 +76,12 @@ def admitted(
 
     Callers may add the keywords ``min_version`` and ``epoch``, as for
     :meth:`aiosync.serving.AdmissionGate.request`; the method does not see them. Callers get
-    ``AdmissionTimeout`` if there is no such version in time: they may try again.
+    ``AdmissionTimeout`` if no such version arrives in time: they may try again.
 
     Args:
         method: The method, of a :class:`WeightsMixin`. One with ``@serve.batch`` is called from
             it: the requests of a batch are inside together, so that it sees one version.
-        timeout: Seconds that a request waits to be let in; ``None`` takes the gate's.
+        timeout: Seconds that a request waits to be admitted; ``None`` takes the gate's.
 
     Returns:
         A coroutine function, or an asynchronous generator function, of :class:`Answer`.

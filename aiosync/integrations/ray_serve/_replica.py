@@ -81,11 +81,11 @@ class WeightsMixin:
                 ``AIOSYNC_TOKEN`` of the replica's environment, if there is one.
             model: Module to keep up to date.
             weights: TensorDict or dict of tensors to keep up to date instead.
-            load: Function that puts versions where they belong, instead.
+            load: Function that loads versions, instead.
             transform: What to do with updates before. All four as for
                 :class:`~aiosync.serving.WeightFeed`.
             model_id: Name of the model, as the sender calls it.
-            gate: The gate; one of its own if ``None``.
+            gate: The gate; the feed makes its own if ``None``.
             min_version: The least version to take requests with.
             timeout: Seconds to wait for it; ``None`` for ever.
             max_staleness: Seconds without a source after which the replica is unhealthy, so that
@@ -96,7 +96,7 @@ class WeightsMixin:
 
         Raises:
             RecvTimeout: There was no such version in time; the text says what the feed says.
-            ConfigError: The arguments exclude each other, or the scheme has a role already.
+            ConfigError: The arguments exclude each other, or the scheme already has a role.
             LocalProtocolError: It was called before.
 
         Cancellation:

@@ -25,7 +25,7 @@ def refuse_no_module(collector: Any, model_id: str) -> None:
     """Raise if the collector's policy has no weights that could be sent.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: It is not a module.
     """
     policy = find_model(collector, model_id) if model_id == "policy" else None
     if policy is not None and not isinstance(policy, nn.Module):

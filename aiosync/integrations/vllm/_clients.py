@@ -21,7 +21,7 @@ _MAX_REASON_NBYTES = 65536
 
 
 class HTTPClient:
-    """Drives a vLLM server. For trainers that have no vLLM.
+    """Drives a vLLM server. For trainers without vLLM.
 
     Args:
         base_url: ``http://host:port`` of a server with ``VLLM_SERVER_DEV_MODE=1``.
@@ -123,7 +123,7 @@ class LLMClient:
 
 
 class AsyncLLMClient:
-    """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from another thread than its loop's.
+    """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from a thread other than that of its loop.
 
     Args:
         engine: The engine.

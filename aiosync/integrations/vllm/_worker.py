@@ -74,9 +74,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         """Reach the trainer, and stage what it sends from now on. A trainer before is left.
 
         Raises:
-            ConnectTimeout: Nobody listened in time; the engine goes on with what it has.
+            ConnectTimeout: Nothing listened there in time; the engine goes on with what it has.
             ConnectError: The trainer refused.
-            ConfigError: The init info is of no use.
+            ConfigError: The init info cannot be used.
         """
         self.shutdown()
         error: Exception | None = None

@@ -48,7 +48,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     Args:
         store: The store of the collector.
         policy_weights: Live weights of updates that bring none, with the names that the workers
-            have; of the collector's policy, if left out.
+            have; of the collector's policy, if omitted.
         num_workers: How many workers there are.
         sync: Kept for TorchRL's signature: an update always waits for the workers.
         timeout: Seconds for each update; ``None`` waits for ever.
