@@ -23,7 +23,7 @@ translated. This module imports nothing from aiosync and nothing heavy.
     |     +- WireVersionMismatch
     +- SyncTimeout (TimeoutError)
     |  +- ConnectTimeout, SendTimeout, RecvTimeout, AckTimeout
-    |  +- AdmissionTimeout                  a request was not let in; it may be tried again
+    |  +- AdmissionTimeout                  a request was not admitted; it may be tried again
     |  +- SwapTimeout                       running requests did not end
     +- WeightsError
     |  +- ManifestMismatch, StaleVersion, ApplyError
@@ -168,11 +168,13 @@ class AckTimeout(SyncTimeout):
 
 
 class AdmissionTimeout(SyncTimeout):
-    """A request was not let in in time. Nothing was computed: it may be tried again, or elsewhere.
+    """A request was not admitted in time.
+
+    Nothing was computed, so it may be tried again, or on another server.
 
     Attributes:
         version: The version that is being served; 0 when there is none yet.
-        min_version: The least version that the request asked for.
+        min_version: The lowest version that the request asked for.
         retry_after: Seconds after which another attempt makes sense.
     """
 
@@ -218,8 +220,8 @@ class ManifestMismatch(WeightsError, ValueError):
     Attributes:
         missing: Names that the target has and the weights lack.
         unexpected: Names that the weights have and the target lacks.
-        mismatched: For each name whose shape or dtype differs, what was
-            expected and what came, in words.
+        mismatched: For each name whose shape or dtype differs, what was expected and
+            what arrived, as text.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class Cancellation(enum.Enum):
 class Limits:
     """Bounds on what a peer may announce, checked before anything is allocated for it.
 
-    The defaults are those of links to other hosts. Within one host a payload may have 1 TiB where
-    no ``Limits`` are given.
+    The defaults are those of links to other hosts. Within one host a payload may be up to 1 TiB
+    where no ``Limits`` are given.
 
     Attributes:
         max_header_nbytes: Bytes of one message header (a manifest travels in a header).
@@ -85,7 +85,7 @@ class Capabilities:
         name: Registry name, for example ``"memory"`` or ``"shm"``.
         cross_process: The two ends may live in different processes.
         cross_host: The two ends may live on different hosts.
-        whole_payloads: Large payloads travel beside the link, whole, under the checks of what
+        whole_payloads: Large payloads travel beside the link, whole, protected by whatever
             carries them; they are never cut into parts with checksums of their own.
         zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the
             sender wrote, valid until ``Received.release()``.

@@ -48,7 +48,7 @@ async def play(worker_idx, scheme, episodes, stop):
 
 def worker(worker_idx, scheme, episodes, stop):
     torch.set_num_threads(1)
-    episodes.cancel_join_thread()  # episodes that nobody reads must not delay the end
+    episodes.cancel_join_thread()  # unread episodes must not delay the end
     aiosync.run(play(worker_idx, scheme, episodes, stop))
 
 

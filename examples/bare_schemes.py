@@ -58,7 +58,7 @@ async def main():
         await policy_scheme.connect()  # sends the first weights, version 1
         await value_scheme.connect()
         for step in (2.0, 3.0):
-            nn.init.constant_(policy.weight, step)  # nobody sees this before the send
+            nn.init.constant_(policy.weight, step)  # no worker sees this before the send
             report = await policy_scheme.send()
             print(f"trainer: policy version {report.version} applied by {sorted(report.acked)}")
         handle = value_scheme.send_nowait()  # a snapshot: training may go on at once

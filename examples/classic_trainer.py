@@ -24,7 +24,7 @@ def make_policy():
 def play(worker_idx, scheme, episodes, stop):
     """Play episodes until told to stop, always with the newest policy that has arrived."""
     torch.set_num_threads(1)
-    episodes.cancel_join_thread()  # episodes that nobody reads must not delay the end
+    episodes.cancel_join_thread()  # unread episodes must not delay the end
     policy = make_policy()
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     with scheme:

@@ -67,7 +67,7 @@ async def push(addresses, stop):
         while not stop.is_set():
             with torch.no_grad():
                 for parameter in policy.parameters():
-                    parameter.add_(0.01 * torch.randn_like(parameter))  # stands for learning
+                    parameter.add_(0.01 * torch.randn_like(parameter))  # in place of learning
             await scheme.send()
             await asyncio.sleep(0.05)
 
@@ -93,7 +93,7 @@ async def ask(client, end):
 
 
 async def wait_for(client, state):
-    """Ask the probe until the feed is in this state; returns how it stands."""
+    """Ask the probe until the feed is in this state; returns its status."""
     while True:
         status = (await client.get("/readyz")).json()
         if status["state"] == state:

@@ -52,7 +52,7 @@ async def train(args):
                 report = await scheme.send()
                 told = f"applied by {sorted(report.acked)}"
             except aiosync.PartialSyncError as error:
-                told = str(error)  # who is gone; the others have it, and training goes on
+                told = str(error)  # names the lost workers; training goes on
             print(f"step {step}: loss {loss:.3f}, version {scheme.version} {told}", flush=True)
             await asyncio.sleep(args.pause)
 
@@ -63,7 +63,7 @@ def main():
     parser.add_argument("--token-file", type=Path, metavar="FILE")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between two steps")
-    parser.add_argument("--workers", type=int, help="wait for so many, and take no more")
+    parser.add_argument("--workers", type=int, help="wait for this many, and accept no more")
     torch.set_num_threads(1)
     aiosync.run(train(parser.parse_args()))
 

@@ -129,7 +129,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scheme", choices=SCHEMES, default="shm")
     parser.add_argument("--torchrl", action="store_true", help="TorchRL's own scheme")
-    parser.add_argument("--updates", type=int, default=100, help="at most so many")
+    parser.add_argument("--updates", type=int, default=100, help="at most this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fork", action="store_true", help="start workers sooner, by forking")
     args = parser.parse_args()

@@ -141,7 +141,7 @@ def _agreed() -> Iterator[int]:
     file = os.open(_name(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(file).st_uid != os.getuid():
-            raise RuntimeError(f"{_name()} belongs to somebody else")
+            raise RuntimeError(f"{_name()} belongs to another user")
         deadline = time.monotonic() + PATIENCE
         while True:
             try:

@@ -101,7 +101,7 @@ def demo(
     ] = 50.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of networks and environments.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Save a picture of return and lag over time.")
+        Path | None, typer.Option(help="Save a plot of return and lag over time.")
     ] = None,
     json_to: Annotated[
         str | None,
@@ -196,16 +196,18 @@ def doctor() -> None:
     console.print(table)
     failed = [check.name for check in checks if check.ok is False]
     if failed:
-        console.print(f"Not as it should be: {', '.join(failed)}.")
+        console.print(f"Failed checks: {', '.join(failed)}.")
         raise typer.Exit(1)
-    console.print("Everything that aiosync needs is here.")
+    console.print("Everything that aiosync needs is available.")
 
 
 @app.command()
 def serve(
     listen: Annotated[
         str,
-        typer.Option(metavar="URL", help="Where: tcp://host:port (0: any port) or unix:///path."),
+        typer.Option(
+            metavar="URL", help="Where to listen: tcp://host:port (0: any port) or unix:///path."
+        ),
     ],
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
@@ -214,7 +216,7 @@ def serve(
     tls_verify_clients: Annotated[
         bool,
         typer.Option(
-            "--tls-verify-clients", help="Refuse peers without a certificate of --tls-ca."
+            "--tls-verify-clients", help="Refuse peers without a certificate signed by --tls-ca."
         ),
     ] = False,
     model_id: Annotated[
@@ -229,7 +231,9 @@ def serve(
             help="Keep the newest versions there, across restarts.",
         ),
     ] = None,
-    max_connections: Annotated[int, typer.Option(min=1, help="Links at a time.")] = 1024,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of links at a time.")
+    ] = 1024,
 ) -> None:
     """Run a weight server: trainers push to it, workers pull from it.
 

@@ -38,8 +38,8 @@ def bench(
         typer.Option(
             metavar="quick|targets|full",
             show_default=False,
-            help="quick, the default, takes minutes; targets has what aiosync wants to reach, and "
-            "full everything, which takes the better part of an hour.",
+            help="quick, the default, takes minutes; targets measures what aiosync aims to reach; "
+            "full measures everything, which takes the better part of an hour.",
         ),
     ] = None,
     transport: Annotated[
@@ -60,7 +60,7 @@ def bench(
     ] = None,
     workers: Annotated[
         _Counts,
-        typer.Option(min=1, metavar="N", show_default=False, help="Only so many; repeatable."),
+        typer.Option(min=1, metavar="N", show_default=False, help="Only this many; repeatable."),
     ] = None,
     contender: Annotated[
         _Names,
@@ -76,11 +76,13 @@ def bench(
         typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is stdout."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save pictures there, as PNG.")
+        Path | None, typer.Option(metavar="DIR", help="Save plots to this folder, as PNG.")
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Show this older JSON instead of measuring."),
+        typer.Option(
+            "--from", metavar="FILE", help="Show this earlier JSON file instead of measuring."
+        ),
     ] = None,
 ) -> None:
     """Measure aiosync, TorchRL and the machine's limits on the same work, in turns.
@@ -95,7 +97,10 @@ def bench(
         chosen = (profile, transport, workload, workers, contender)
         if source is not None:
             if any(chosen):
-                raise ConfigError("--from shows all of a file: it takes no choice of what to run")
+                raise ConfigError(
+                    "--from shows a whole file: it cannot be combined with options that choose "
+                    "what to run"
+                )
             results, ended = _read(source), 0
         else:
             plan = choose(
@@ -155,7 +160,7 @@ def choose(
         there = "; ".join(map(str, whole.cases))
         more = " --profile full has more." if profile == "quick" else ""
         raise ConfigError(
-            f"these options leave nothing of the profile {profile}, which has: {there}.{more}"
+            f"these options select nothing in the profile {profile}, which contains: {there}.{more}"
         )
     return plan
 
@@ -186,7 +191,7 @@ def _check_targets(json_to: str | None, plot: Path | None) -> None:
             raise ConfigError("--plot needs matplotlib: pip install 'aiosync[demo]'") from exc
         folder = plot.absolute()
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"--plot: {folder} is no folder")
+            raise ConfigError(f"--plot: {folder} is not a folder")
         if not folder.parent.is_dir():
             raise ConfigError(f"--plot: there is no folder {folder.parent}")
         _check_writable("--plot", folder if folder.exists() else folder.parent)
@@ -194,7 +199,7 @@ def _check_targets(json_to: str | None, plot: Path | None) -> None:
 
 def _check_writable(option: str, path: Path) -> None:
     if not os.access(path, os.W_OK):
-        raise ConfigError(f"{option}: {path} may not be written to")
+        raise ConfigError(f"{option}: {path} is not writable")
 
 
 def _read(path: Path) -> Results:
@@ -205,7 +210,9 @@ def _read(path: Path) -> Results:
     except OSError as exc:
         raise ConfigError(f"--from: {path}: cannot be read: {exc.strerror}") from exc
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise ConfigError(f"--from: {path} holds no results that this can show: {exc}") from exc
+        raise ConfigError(
+            f"--from: {path} holds no results that this command can show: {exc}"
+        ) from exc
 
 
 # -- the run ------------------------------------------------------------------------------------

@@ -202,12 +202,12 @@ def _load_torch(path: str, *, mapped: bool) -> Any:
         found = re.search(r"GLOBAL ([\w.]+)", str(exc))
         raise ConfigError(
             f"{path}: refused: it holds {found[1] if found else 'more'}, not only tensors and "
-            "plain values, and loading it could run code. Where it was made, save "
-            "model.state_dict() alone"
+            "plain values, and loading it could run code. Save only model.state_dict() where the "
+            "file is made"
         ) from exc
     except Exception as exc:  # the user sees it: a damaged file raises nearly any type
         why = f"{type(exc).__name__}: {exc}".splitlines()[0][:200]
-        raise ConfigError(f"{path}: no PyTorch checkpoint, or damaged: {why}") from exc
+        raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: {why}") from exc
 
 
 def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) ->
     if not _is_state_dict(loaded):
         keys = ", ".join(repr(key)[:40] for key in list(loaded)[:8]) or "nothing"
         raise ConfigError(
-            f"{path}: found no state dict, neither on top nor under {', '.join(_INSIDE)}; it has "
-            f"{keys}. Save model.state_dict()"
+            f"{path}: found no state dict, neither at the top level nor under "
+            f"{', '.join(_INSIDE)}; it has {keys}. Save model.state_dict()"
         )
     return dict(loaded)
 
@@ -265,14 +265,14 @@ def _load_safetensors(path: str) -> dict[str, Any]:
             texts = file.metadata() or {}
             if _STORE in texts:
                 raise ConfigError(
-                    f"{path}: this is a file of a weight server's store, which may hold more "
-                    "than safetensors can say; serve its folder and pull the weights"
+                    f"{path}: this is a file of a weight server's store, which may hold more than "
+                    "safetensors can express; serve its folder and pull the weights"
                 )
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}
     except ConfigError:
         raise
     except Exception as exc:  # the user sees it: the package and torch raise several types
-        raise ConfigError(f"{path}: no safetensors file, or damaged: {str(exc)[:200]}") from exc
+        raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc
     try:
         aliases = json.loads(texts.get(_ALIASES, "{}"))
         values = unpack_header(base64.b64decode(texts[_VALUES])) if _VALUES in texts else {}

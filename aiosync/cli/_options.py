@@ -55,7 +55,7 @@ TokenFile = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="File with the shared token; without it, the variable AIOSYNC_TOKEN is taken.",
+        help="File with the shared token; without it, the variable AIOSYNC_TOKEN is used.",
     ),
 ]
 """``--token-file``. There is no option for the token itself: lists of processes show options."""
@@ -79,13 +79,16 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", show_default=False, help="PEM file of its key, if it is not in that file."
+        metavar="FILE",
+        show_default=False,
+        help="PEM file of its key, if that is not in the same file.",
     ),
 ]
 """``--tls-key``."""
 
 UseTls = Annotated[
-    bool, typer.Option("--tls", help="Use TLS; without --tls-ca the system says whom to trust.")
+    bool,
+    typer.Option("--tls", help="Use TLS; without --tls-ca, the system's authorities are trusted."),
 ]
 """``--tls``."""
 
@@ -93,7 +96,7 @@ ModelId = Annotated[str, typer.Option(metavar="ID", help="Name of the model.")]
 """``--model-id``."""
 
 Timeout = Annotated[
-    float, typer.Option(min=0.001, metavar="SECONDS", help="Longest time for everything.")
+    float, typer.Option(min=0.001, metavar="SECONDS", help="Longest time for the whole command.")
 ]
 """``--timeout``."""
 
@@ -126,7 +129,7 @@ class Connection:
 
         address = Address.parse(self.url)
         if address.scheme == "tcp" and not address.port:
-            raise ConfigError(f"{address} names no port to dial")
+            raise ConfigError(f"{address} has no port to dial")
         Credentials(token=self.token, tls=self.tls).dialling_context()
 
 
@@ -163,7 +166,7 @@ def read_token(path: Path | None, console: Console) -> bytes | None:
     if len(token) > _MAX_TOKEN_NBYTES:
         raise ConfigError(f"--token-file: {path} is too large for a token")
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        console.print(f"Note: other users may read {path}: chmod 600 is advised.", markup=False)
+        console.print(f"Note: other users can read {path}: chmod 600 is advised.", markup=False)
     return token
 
 

@@ -211,18 +211,18 @@ async def _check_server(connection: Connection, model_id: str, timeout: float) -
     """Find out at once what would otherwise be tried again until the time is up.
 
     Raises:
-        AiosyncError: Nobody is there, it is no weight server, or it does not take this model.
+        AiosyncError: Nobody is there, it is not a weight server, or it does not take this model.
     """
     client = WeightClient(connection.url, token=connection.token, tls=connection.tls)
     status = await client.status(timeout=timeout)
     allowed = status.get("model_ids")
     if isinstance(allowed, list) and model_id not in allowed:
         known = ", ".join(map(str, allowed))
-        raise ConfigError(f"this server serves no model {model_id!r}; it serves: {known}")
+        raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
     for model in status.get("models") or ():
         if model.get("model_id") == model_id and model.get("trainer"):
             raise ConnectError(
-                f"{model['trainer']} pushes model {model_id!r} to this server already: end it "
+                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
                 "first, or push under another --model-id"
             )
 
@@ -251,7 +251,7 @@ async def _until_applied(
         return any(peer.outbox.applied >= version for peer in sender.peers.values())
 
     late = AckTimeout(
-        f"the link to the server was lost ({lost}), and it did not have everything within "
+        f"the link to the server was lost ({lost}), and it did not receive everything within "
         f"{timeout:g} s",
         version=version,
     )
@@ -276,7 +276,7 @@ def pull_file(
         path: See :func:`aiosync.cli._files.save_weights`.
         connection: A weight server, or a trainer that listens.
         model_id: Name of the model there.
-        min_version: The least version to be content with.
+        min_version: The lowest acceptable version.
         timeout: Seconds for everything but the writing of the file.
         show: Told how far it is.
 

@@ -1,6 +1,6 @@
-"""The body of a request, received before the request is let in.
+"""The body of a request, received before the request is admitted.
 
-A client that uploads slowly would hold up every switch if its request were let in first. Must
+A client that uploads slowly would hold up every switch if its request were admitted first. Must
 not import a web framework.
 """
 

@@ -47,35 +47,35 @@ class WeightsMiddleware:
         app = WeightsMiddleware(Starlette(routes=[...]), feed)
         # or app.add_middleware(WeightsMiddleware, feed=feed)
 
-    A request is let in by the feed's gate before the application sees it, and has left when its
-    response is complete, so that background tasks of Starlette hold nothing up. Its body is there
-    before it is let in, so that clients that upload slowly hold nothing up either. One that
-    leaves meanwhile is not served, and gets no answer. The application finds its
+    A request is admitted by the feed's gate before the application sees it, and has left when its
+    response is complete, so that background tasks of Starlette do not delay a switch. Its body has
+    arrived before it is admitted, so that clients that upload slowly do not either. One that
+    disconnects meanwhile is not served, and gets no answer. The application finds its
     :class:`~aiosync.serving.Admission` in ``scope["aiosync.admission"]``.
 
     - Responses say ``x-weight-version``, the oldest version that may have contributed up to
       their start, ``x-weight-versions`` (``3-5``) if there were several, and
       ``x-weight-epoch``. An application that sets one of these itself is left alone.
-    - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If there is no such
-      version in time, the answer is 503 with ``Retry-After``, and nothing was computed; 400 if
-      the header makes no sense.
+    - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If no such
+      version arrives in time, the answer is 503 with ``Retry-After``, and nothing was computed; 400
+      if the header is invalid.
     - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON.
     - The feed is started before the application starts up, and closed after it has shut down.
 
     WebSockets and ``OPTIONS`` pass untouched: a socket would hold up switches for as long as it
-    is open, so its messages are to be let in one by one, with ``feed.request()``.
+    is open, so its messages are to be admitted one by one, with ``feed.request()``.
 
     Args:
         app: The application.
         feed: Where the weights come from.
         readyz: Path of the probe, below the ``root_path`` of the application; ``None`` for none.
-        max_staleness: Seconds for which the probe stays well after the source was lost;
+        max_staleness: Seconds for which the probe stays healthy after the source was lost;
             ``None`` for ever, as the last complete version is still there.
-        exempt: Paths that have nothing to do with the weights; one that ends in ``/`` stands
-            for all below it.
-        timeout: Seconds that a request waits to be let in, from when its body is there; ``None``
+        exempt: Paths that have nothing to do with the weights; one that ends in
+            ``/`` covers all below it.
+        timeout: Seconds that a request waits to be admitted, from the arrival of its body; ``None``
             takes the gate's.
-        max_early_body: Bytes of a body that are received before the request is let in, and kept
+        max_early_body: Bytes of a body that are received before the request is admitted, and kept
             until the application takes them; the rest of a longer body comes afterwards. 0 for
             none, which applications need that answer while their clients still send.
 
@@ -101,15 +101,17 @@ class WeightsMiddleware:
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
         if isinstance(exempt, str | bytes) or not isinstance(exempt, Collection):
-            raise ConfigError(f"exempt must be several paths, such as (), got {exempt!r}")
+            raise ConfigError(f"exempt must be a collection of paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
-                raise ConfigError(f"a path is a text that begins with a slash, got {path!r}")
+                raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
             if value is not None and not _are_seconds(value):
                 raise ConfigError(f"{name} must be seconds or None, got {value!r}")
         if type(max_early_body) is not int or max_early_body < 0:
-            raise ConfigError(f"max_early_body must be bytes, 0 for none, got {max_early_body!r}")
+            raise ConfigError(
+                f"max_early_body must be a number of bytes, 0 for none, got {max_early_body!r}"
+            )
         self.app: App = app
         self.feed: WeightFeed = feed
         self.readyz = readyz

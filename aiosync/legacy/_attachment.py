@@ -101,7 +101,7 @@ class Attachment:
                 process.watch(greeting.sure)
             if greeting.speaks == "worker":
                 raise ConfigError(
-                    "both ends of this pipe are workers: use init_on_sender() at one of them"
+                    "both ends of this pipe are workers: use init_on_sender() on one of them"
                 )
             if greeting.speaks == "scheme":
                 scheme._pipe = scheme.create_transport(self._sock)

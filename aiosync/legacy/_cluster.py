@@ -116,7 +116,7 @@ class RayWeightSyncScheme(WeightSyncScheme, facade.RayWeightSyncScheme):
     def init_on_sender(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """Make this object the sender. Sends nothing and waits for nobody.
+        """Make this object the sender. Sends nothing and does not wait for workers.
 
         Args:
             model_id: Name of the model; ``"policy"`` by default.

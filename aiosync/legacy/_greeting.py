@@ -83,7 +83,7 @@ def understand(message: Message) -> Greeting | None:
         return None
     speaks, digits = _NAMES.get(message.value), message.key
     if speaks is None or len(digits) != 10 or not (digits.isdecimal() and digits.isascii()):
-        raise RemoteProtocolError("the other end of the pipe introduced itself in unknown words")
+        raise RemoteProtocolError("the other end of the pipe sent an unknown greeting")
     pid = int(digits)
     if pid > _MAX_PID:
         raise RemoteProtocolError(f"the other end of the pipe says that it is process {pid}")
@@ -131,7 +131,9 @@ async def hear(sock: socket.socket) -> Greeting:
                 if data and limit.when() is None:
                     limit.reschedule(loop.time() + _REST_SECONDS)
     except TimeoutError as exc:
-        raise TransportBroken("the other end of the pipe stopped in mid-greeting") from exc
+        raise TransportBroken(
+            "the other end of the pipe stopped in the middle of its greeting"
+        ) from exc
     finally:
         if sock.fileno() >= 0:  # otherwise close() was quicker
             loop.remove_reader(sock)
@@ -141,7 +143,7 @@ async def hear(sock: socket.socket) -> Greeting:
         found = understand(event.message) if isinstance(event, FrameStart) else None
         if found is not None:
             return Greeting(found.pid, found.speaks, sure)
-    raise RemoteProtocolError("the pipe carries something else than weights")
+    raise RemoteProtocolError("the pipe carries something other than weights")
 
 
 def _read(sock: socket.socket, nbytes: int) -> tuple[bytes, int]:

@@ -132,7 +132,7 @@ class PipeLinks:
         scheme = self._scheme
         if greeting.speaks == "scheme":
             raise ConfigError(
-                "both ends of this pipe are senders: use init_on_worker() at one of them"
+                "both ends of this pipe are senders: use init_on_worker() on one of them"
             )
         if greeting.speaks == "worker":
             transport = scheme.create_transport(sock)

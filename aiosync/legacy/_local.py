@@ -68,7 +68,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
-        ConfigError: ``policy_weights`` holds something that is no TensorDict (a
+        ConfigError: ``policy_weights`` holds something that is not a TensorDict (a
             ``ValueError``).
     """
 
@@ -105,7 +105,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, sync.SharedMemWeightSyncScheme
             weights: Its first values, of which a copy is taken; then kept up to date, in place.
 
         Raises:
-            ConfigError: They are no TensorDict (a ``ValueError``).
+            ConfigError: They are not a TensorDict (a ``ValueError``).
             LocalProtocolError: The model is registered already (a ``RuntimeError``).
         """
         self._after_fork()

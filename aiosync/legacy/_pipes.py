@@ -46,7 +46,7 @@ def take_socket(pipe: Any) -> socket.socket:
     if isinstance(pipe, socket.socket):
         return pipe
     if not hasattr(pipe, "fileno"):
-        raise ConfigError(f"{pipe!r} is no connection of a pipe")
+        raise ConfigError(f"{pipe!r} is not a multiprocessing pipe connection")
     try:
         fd = os.dup(pipe.fileno())
     except (OSError, ValueError) as exc:

@@ -191,7 +191,7 @@ class WeightReceiver(OfScheme):
         try:
             self._own.send_ack(f"{type(error).__name__}: {error}")
         except Exception as exc:  # noqa: BLE001 - goes to the caller with the first error
-            error.add_note(f"the trainer could not be told: {type(exc).__name__}: {exc}")
+            error.add_note(f"the trainer could not be notified: {type(exc).__name__}: {exc}")
 
     def apply_weights(self, weights: Any) -> None:
         """Put weights into the model by hand, between two forward passes.

@@ -1,7 +1,7 @@
 """The schemes of the older generation: the blocking schemes, used through senders and receivers.
 
-Each is a subclass of the scheme of the same name in :mod:`aiosync.sync`, whose methods it has,
-too. Must not import torch.
+Each is a subclass of the scheme of the same name in :mod:`aiosync.sync`, whose methods
+it also has. Must not import torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class WeightSyncScheme(Running):
     """Keeps the weights of one model the same in a trainer and its workers, the older way.
 
     The trainer calls :meth:`init_on_sender` and uses :meth:`get_sender`; a worker calls
-    :meth:`init_on_worker` and uses :meth:`get_receiver`. Nobody waits for the other side in
-    these. What the newer generation calls (``init_on_receiver()``, ``connect()``, ``send()``)
-    works, too, as long as no pipes are given.
+    :meth:`init_on_worker` and uses :meth:`get_receiver`. These never wait
+    for the other side. What the newer generation calls (``init_on_receiver()``, ``connect()``,
+    ``send()``) works, too, as long as no pipes are given.
 
     A trainer whose program ends while child processes of ``multiprocessing`` have yet to attach,
     and to get what was sent to them, waits for that: for 5 seconds at most, and for no daemons.
@@ -82,7 +82,7 @@ class WeightSyncScheme(Running):
     def init_on_sender(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """Make this object the sender. Sends nothing and waits for nobody.
+        """Make this object the sender. Sends nothing and does not wait for workers.
 
         Args:
             model_id: Name of the model, the same on both sides; ``"policy"`` by default.

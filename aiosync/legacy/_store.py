@@ -170,7 +170,7 @@ class DistributedTransport:
 
     def _read(self, version: int, data: bytes) -> tuple[str, Any]:
         if not data.isdigit():
-            raise RemoteProtocolError("the store holds something else than weights")
+            raise RemoteProtocolError("the store holds something other than weights")
         try:
             parts = [self._take(self._key(version, f"part{index}")) for index in range(int(data))]
         except (DistError, RuntimeError) as exc:
@@ -215,7 +215,7 @@ def _unpack(data: memoryview) -> tuple[str, Any]:
     messages: list[Any] = [decode_header(bytes(part))[0] for part in parts[:3]]
     kinds = (Setup, ManifestMessage, Update)
     if len(parts) != 4 or not all(map(isinstance, messages, kinds)):
-        raise RemoteProtocolError("the store holds something else than weights")
+        raise RemoteProtocolError("the store holds something other than weights")
     named, manifest, update = messages
     layout = Layout(manifest.manifest)
     if parts[3].nbytes != layout.nbytes or update.digest != layout.digest:

@@ -249,7 +249,7 @@ class SharedMemTransport(Closing):
         """Register a model, whose tensors are kept up to date in place.
 
         Raises:
-            ConfigError: The weights are no TensorDict (a ``ValueError``).
+            ConfigError: The weights are not a TensorDict (a ``ValueError``).
             LocalProtocolError: The model is registered already (a ``RuntimeError``).
         """
         if not is_tensordict(weights):

@@ -20,7 +20,7 @@ def validate_require(require: Require) -> None:
     """Check what counts as success of a send.
 
     Args:
-        require: ``"all"``; an int of at least 1 for at least so many workers; or a float in
+        require: ``"all"``; an int of at least 1 for at least that many workers; or a float in
             (0, 1] for at least that fraction of them.
 
     Raises:

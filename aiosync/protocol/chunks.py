@@ -216,7 +216,9 @@ class Assembly:
         if update.checksum is None and self._require_checksum:
             raise RemoteProtocolError(f"chunk {index} of {count} has no checksum")
         if not is_last and (update.values or update.state is not None):
-            raise RemoteProtocolError(f"chunk {index} of {count} has what only the last may have")
+            raise RemoteProtocolError(
+                f"chunk {index} of {count} has fields that only the last one may have"
+            )
         if self._resumed:
             if index > self._prefix:
                 raise RemoteProtocolError(
@@ -228,7 +230,9 @@ class Assembly:
         size = self._size or self._size_from(index, count, nbytes)
         self._check_cut(index, count, nbytes, size)
         if index in self._good:
-            raise RemoteProtocolError(f"chunk {index} of {count} came although it is there already")
+            raise RemoteProtocolError(
+                f"chunk {index} of {count} arrived although it was already there"
+            )
         self._count, self._size = count, size
         start = index * size
         return start, start + nbytes

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _is_seconds(value: Any) -> bool:
-    """Whether this is a real number that deadlines can be made of; infinity is one, too."""
+    """Whether this is a real number that deadlines can be made of; infinity counts as one."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -51,7 +51,7 @@ def validate_seconds(
         none: So is ``None``.
 
     Raises:
-        ConfigError: It is no real number, or out of range.
+        ConfigError: It is not a real number, or out of range.
     """
     if value is None and none:
         return
@@ -67,7 +67,7 @@ class Deadline:
     """A point on some monotonic clock, or none.
 
     Attributes:
-        at: Seconds on that clock; ``None`` never passes.
+        at: Seconds on that clock; ``None`` for never passes.
     """
 
     at: float | None = None

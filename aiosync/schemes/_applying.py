@@ -81,7 +81,7 @@ class Applying(abc.ABC):
         """Give back what the model does not view any more. Called on the loop."""
 
     def apply_by_hand(self) -> None:
-        """From now on apply only when somebody asks for it."""
+        """From now on apply only on request."""
         self._manual = True
 
     @property
@@ -97,7 +97,7 @@ class Applying(abc.ABC):
 
     @property
     def staged_version(self) -> int:
-        """Version of the update that waits to be applied; 0 if none does."""
+        """Version of the update that is waiting to be applied; 0 if there is none."""
         staged = self._staged
         return 0 if staged is None else staged.version
 
@@ -381,7 +381,7 @@ class Applying(abc.ABC):
 def _misfit(version: int, error: BaseException) -> ApplyError:
     return ApplyError(
         f"version {version} does not fit the new model, so the old one stays: {error} For a model "
-        "of another shape set `scheme.model = None` first; it then gets the next update",
+        "with another shape, set `scheme.model = None` first; it then gets the next update",
         version=version,
         remote_type=type(error).__name__,
     )

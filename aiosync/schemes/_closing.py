@@ -38,7 +38,7 @@ class ClosingScheme(SchemeCore):
         close, and waits; cancelling it then ends only the wait.
 
         Raises:
-            SyncTimeout: The scheme's own loop, in another thread, did not turn.
+            SyncTimeout: The scheme's own loop, in another thread, did not run.
         """
         if await self._closed_elsewhere():
             return
@@ -140,7 +140,7 @@ class ClosingScheme(SchemeCore):
 
         def __enter__(self) -> None:
             raise LocalProtocolError(
-                "this scheme lives on an event loop: use `async with scheme:`, or the class of "
+                "this scheme runs on an event loop: use `async with scheme:`, or the class of "
                 "`aiosync.sync`, which has `with scheme:`"
             )
 

@@ -108,7 +108,7 @@ def as_model_id(value: Any) -> str:
     """The name of a model, as it is told to the other side.
 
     Raises:
-        ConfigError: It is no text.
+        ConfigError: It is not a str.
     """
     try:
         if isinstance(value, str) and value.encode():

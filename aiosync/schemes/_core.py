@@ -368,7 +368,7 @@ class SchemeCore:
         self._check_open()
         if self._role is not None:
             raise LocalProtocolError(
-                f"{method}(): this object is a {self._role} already; pickle it or use "
+                f"{method}(): this object is already a {self._role}; pickle it or use "
                 "copy.copy(scheme) for the other side"
             )
 

@@ -57,10 +57,10 @@ class EngineScheme(StreamReceiving):
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         address: Where the sender listens for control streams; ``None`` lets the engine choose.
-        token: Secret of the control stream; drawn anew when left out, and pickled with the
+        token: Secret of the control stream; generated when omitted, and pickled with the
             scheme.
-        reconnect: Seconds that a worker goes on trying to get a lost link back.
-        handshake_timeout: Seconds that a peer has to prove who it is.
+        reconnect: Seconds that a worker keeps trying to restore a lost link.
+        handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Payloads up to this size travel in the control stream.
         limits: What a peer may announce.
         wire_dtype: What the sender casts floating-point weights to on their way.

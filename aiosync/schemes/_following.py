@@ -36,7 +36,7 @@ class FollowingScheme(SchemeCore):
 
         Raises:
             ApplyError: ``apply="manual"`` and the staged update does not fit the model.
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
             PeerClosed: The trainer went away.
             LocalProtocolError: Not a connected receiver, or it would wait inside a
                 :meth:`reading` block or a forward pass of its own, which holds the update back.
@@ -113,14 +113,14 @@ class FollowingScheme(SchemeCore):
 
     @property
     def staged_version(self) -> int:
-        """Receiver: version that is complete and waits to be applied; 0 if none does."""
+        """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
         return 0 if self._receiver is None else self._receiver.staged_version
 
     @property
     def link_lost(self) -> AiosyncError | None:
         """Receiver: why there is no link to the trainer; ``None`` while there is one.
 
-        It may be looked for at this moment; :meth:`receive` raises once it is given up.
+        The scheme may be reconnecting at this moment; :meth:`receive` raises once it gives up.
         """
         receiver = self._receiver
         return None if receiver is None else receiver.lost
@@ -129,8 +129,8 @@ class FollowingScheme(SchemeCore):
         """Ask the trainer for its newest version, and wait until the model has it.
 
         Args:
-            min_version: The least version to be content with; the trainer answers once it has
-                it. ``None`` takes what there is now, which may be nothing.
+            min_version: The lowest acceptable version; the trainer answers once it has
+                it. ``None`` takes the current one, if there is any.
             timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
                 ever.
 
@@ -141,12 +141,12 @@ class FollowingScheme(SchemeCore):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
-            ConfigError: The timeout is no number.
-            LocalProtocolError: Not a connected receiver; or something newer came that cannot be
-                applied, as this is called inside a :meth:`reading` block or a forward pass.
+            ConfigError: The timeout is not a number.
+            LocalProtocolError: Not a connected receiver; or something newer arrived that cannot
+                be applied, because this is called inside a :meth:`reading` block or a forward pass.
 
         Cancellation:
-            Class A; the update may still come.
+            Class A; the update may still arrive.
         """
         receiver = self._require_receiver("pull")
         least = 0 if min_version is None else min_version
@@ -219,7 +219,7 @@ class FollowingScheme(SchemeCore):
 
 
 def apply_error(version: int, error: BaseException) -> ApplyError:
-    """What a refused version is to whoever waits for it."""
+    """The error that a refused version raises for its waiters."""
     return ApplyError(
         f"version {version} could not be applied: {type(error).__name__}: {error}",
         version=version,

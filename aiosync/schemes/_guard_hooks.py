@@ -1,6 +1,6 @@
 """The forward hooks of a guard: they make every forward pass of a module a read.
 
-Called inside of forwards, compiled ones too, from any thread. Must not import transports.
+Called inside forwards, compiled ones too, from any thread. Must not import transports.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def has_own_call(model: object) -> bool:
 def in_transform() -> bool:
     """Whether torch operations of this thread may do something else than they say.
 
-    Inside of ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
+    Inside ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
     """
     if _num_modes is not None and _num_modes() > 0:
         return True

@@ -138,8 +138,8 @@ def _taken(
     has = holder(asked, hello)
     who = "this process itself has it" if has == hello.pid else f"process {has} has it"
     return ConfigError(
-        f"worker_idx {asked} is taken: {who}, through a link that is up. Give each worker an "
-        "index of its own, or none, and the sender chooses one; to take over from a worker, "
+        f"worker_idx {asked} is taken: {who}, through a working link. Give each worker its own "
+        "index, or none, so that the sender chooses one; to take over from a worker, "
         "close its scheme or end its process first"
     )
 
@@ -161,10 +161,10 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         await transport.send(hello, timeout=timeout)
         message = (await transport.recv(timeout=timeout)).message
     except (PeerClosed, TransportBroken) as exc:
-        raise ConnectError("the trainer went away before it answered") from exc
+        raise ConnectError("the trainer disconnected before it answered") from exc
     except RecvTimeout as exc:
         raise ConnectTimeout(
-            f"the trainer did not answer within {timeout:g} s: it has to call connect(), too"
+            f"the trainer did not answer within {timeout:g} s: it must call connect() as well"
         ) from exc
     if isinstance(message, Refuse):
         raise _refusal("the trainer refused this worker", message)

@@ -20,7 +20,7 @@ def _as_int(value: Any) -> int:
         RuntimeError: Something else of torch.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError("a truth value is no number")
+        raise TypeError("a bool is not accepted as a number")
     return operator.index(value)
 
 
@@ -28,7 +28,7 @@ def as_index(name: str, value: Any) -> int:
     """A count, or the index of a worker: also one of numpy's or torch's integers.
 
     Raises:
-        ConfigError: It is no integer of at least 0, or none that can travel.
+        ConfigError: It is not an integer of at least 0, or none that can travel.
     """
     try:
         index = _as_int(value)
@@ -44,7 +44,7 @@ def as_count(name: str, value: Any, least: int) -> int:
     """A number of bytes, of connections or the like, which has no upper bound.
 
     Raises:
-        ConfigError: It is no integer of at least ``least``.
+        ConfigError: It is not an integer of at least ``least``.
     """
     try:
         count = _as_int(value)

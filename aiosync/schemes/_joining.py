@@ -128,8 +128,8 @@ class Joining(abc.ABC):
             which = f"process {ended[0]}" if len(ended) == 1 else f"processes {ended}"
             for idx in missing:
                 failures[idx] = ConnectError(
-                    f"nobody is left who could be worker {idx}: {which} ended without being "
-                    f"connected{why}"
+                    f"no process is left that could become worker {idx}: {which} ended without "
+                    f"connecting{why}"
                 )
         return failures
 

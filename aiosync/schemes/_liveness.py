@@ -114,7 +114,7 @@ class Processes:
             joined: The process ids of workers that are connected.
 
         Returns:
-            ``None`` while some process runs and is no worker yet.
+            ``None`` while some process runs and is not a worker yet.
         """
         ended = []
         for idx, pid in enumerate(self._pids):

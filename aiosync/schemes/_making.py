@@ -225,7 +225,9 @@ class SnapshotMaker:
                 raise
             except (ConfigError, OSError, RuntimeError, MemoryError) as exc:
                 # No descriptors, memory or threads: that must not end the sender.
-                raise LocalProtocolError(f"there is no room for the weights: {exc}") from exc
+                raise LocalProtocolError(
+                    f"could not allocate memory for the weights: {exc}"
+                ) from exc
 
     async def _bring_into_slot(self, snapshot: Snapshot) -> None:
         place = await self._store.acquire(snapshot.nbytes, self._in_thread)

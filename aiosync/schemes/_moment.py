@@ -37,7 +37,7 @@ _HOLD_SECONDS = 0.1
 def is_unfit(guard: Guard) -> bool:
     """Whether an update must not be applied here, but by the loop.
 
-    A forward inside of a transform begins or ends here. New reads wait for the loop for a moment.
+    A forward inside a transform begins or ends here. New reads wait for the loop for a moment.
     """
     if not guard.at_read or not in_transform():
         return False
@@ -80,8 +80,8 @@ def between_reads(
     if patience:
         raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
     raise SyncTimeout(
-        "a forward pass runs in another thread, and an event loop must not be held until it ends: "
-        f"{advice}"
+        "a forward pass is running in another thread, and an event loop must not be blocked until "
+        f"it ends: {advice}"
     )
 
 
@@ -106,7 +106,7 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
     """Call here if nobody else runs the loop, otherwise there, and wait for it.
 
     Raises:
-        SyncTimeout: The loop, in another thread, did not turn; it will not call any more.
+        SyncTimeout: The loop, in another thread, did not run; it will not call any more.
     """
     if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
         call()
@@ -127,7 +127,7 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
         done.result(PATIENCE_SECONDS)
     except TimeoutError as exc:
         raise SyncTimeout(
-            f"the event loop of this scheme did not turn within {PATIENCE_SECONDS:g} s"
+            f"the event loop of this scheme did not run within {PATIENCE_SECONDS:g} s"
         ) from exc
     finally:
         done.cancel()  # if it has not begun, it never will

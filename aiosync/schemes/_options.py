@@ -68,7 +68,9 @@ class Fixed:
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
             return self
-        raise AttributeError(f"{self._name} is given to {owner.__name__}(), and not kept")
+        raise AttributeError(
+            f"{self._name} cannot be read back: it is only passed to {owner.__name__}()"
+        )
 
     def __set__(self, instance: object, value: Any) -> None:
         raise ConfigError(

@@ -46,7 +46,9 @@ class Outgoing:
             RemoteProtocolError: Too many wait.
         """
         if len(self._waiting) > _MAX_WAITING:
-            raise RemoteProtocolError("the other end sends updates and reads no answers")
+            raise RemoteProtocolError(
+                "the other end keeps sending updates without reading the replies"
+            )
 
     def say(self, message: Message) -> None:
         """Send a message as soon as the link takes it."""

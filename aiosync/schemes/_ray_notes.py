@@ -29,7 +29,7 @@ def put(key: bytes, value: bytes) -> None:
         _store()._internal_kv_put(key, value, True, namespace=_NAMESPACE)
     except Exception as exc:  # of Ray, of many types; connect() and send() raise it
         raise ConnectError(
-            f"the Ray cluster took no note of the trainer: {type(exc).__name__}: {exc}"
+            f"the trainer could not be registered in the Ray cluster: {type(exc).__name__}: {exc}"
         ) from exc
 
 

@@ -50,7 +50,7 @@ class ReceivingScheme(FollowingScheme):
         pipe: Any = None,
         transport: Transport | None = None,
     ) -> None:
-        """Make this object a receiver. Local only: nothing is sent and nobody is waited for.
+        """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
         Assigning another :attr:`model`, :attr:`context` or :attr:`weights` to a connected
         receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
@@ -74,13 +74,14 @@ class ReceivingScheme(FollowingScheme):
                 a module: ``load(weights: Iterable[tuple[str, Tensor]])``. It is called wherever
                 updates are applied. The tensors are views of received memory, valid and
                 unchanged until it returns: it copies what it keeps, and writes to none. If it
-                raises, the update is refused; putting back what it changed is its own business.
-            transform: Makes of the names and tensors of each version those that the model
-                wants: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
-                :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on,
-                and its result is copied. If it raises, the update is refused. Values that are
-                not tensors, and what is inside of them, pass by. The trainer hears nothing
-                meanwhile: over streams it must not take longer than its ``stall_timeout``.
+                raises, the update is refused; it must itself undo what it changed.
+            transform: Turns the names and tensors of each
+                version into those that the model expects: ``transform(weights) ->
+                Iterable[tuple[str, Tensor]]``, for example a :class:`aiosync.WeightMap`. It runs in
+                a thread while the event loop goes on, and its result is copied. If it raises, the
+                update is refused. Values that are not tensors, and what is inside them, are passed
+                on unchanged. The trainer hears nothing meanwhile: over streams it must not take
+                longer than its ``stall_timeout``.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
 
@@ -88,7 +89,7 @@ class ReceivingScheme(FollowingScheme):
             ConfigError: The arguments exclude each other, or updates could tear: a target
                 without forward hooks, such as a scripted module, needs ``guard="reading"``
                 or ``apply="manual"``.
-            LocalProtocolError: This object has a role already.
+            LocalProtocolError: This object already has a role.
         """
         refuse_blocking_callers(self)
         self._check_role("init_on_receiver")
@@ -202,7 +203,7 @@ class ReceivingScheme(FollowingScheme):
     def receiver_transport(self) -> Transport | None:
         """The link to the trainer, the last one if it was lost; ``None`` where there was none.
 
-        To look at: the scheme sends and receives on it, on its event loop.
+        For inspection only: the scheme sends and receives on it, on its event loop.
         """
         return None if self._receiver is None else self._receiver.transport
 
@@ -232,7 +233,7 @@ class ReceivingScheme(FollowingScheme):
     def reading(self) -> Reading:
         """Context manager: what is computed inside sees one version of the weights.
 
-        Forward passes of the model itself need none. ``with`` in threads and in code without
+        Forward passes of the model itself do not need it. ``with`` in threads and in code without
         awaits, ``async with`` in coroutines that await inside.
         """
         return Reading(self._guard_object)

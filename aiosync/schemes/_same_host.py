@@ -62,7 +62,7 @@ class SameHost:
     Args:
         address: Where the sender listens for everybody.
         credentials: Its token.
-        handshake_timeout: Seconds that a stranger has to prove who it is.
+        handshake_timeout: Seconds that a stranger has to prove its identity.
         limits: What workers may announce afterwards.
     """
 
@@ -87,8 +87,8 @@ class SameHost:
         """Let workers in on the running loop.
 
         Args:
-            welcome: Called with each link whose peer proved who it is; owns it from then on. Links
-                read from :attr:`arena`.
+            welcome: Called with each link whose peer proved its identity; owns it from then on.
+                Links read from :attr:`arena`.
             tasks: Owner of the handshakes' tasks.
         """
 
@@ -159,7 +159,7 @@ async def dial_here(
     Args:
         address: Where the sender listens for everybody.
         credentials: The token.
-        limits: What the sender may announce once it proved who it is.
+        limits: What the sender may announce once it proved its identity.
         called: How the sender's errors call this process, besides its number: ASCII.
 
     Returns:

@@ -36,7 +36,7 @@ class Send:
         def too_late(idx: frozenset[int]) -> AckTimeout:
             return AckTimeout(
                 f"no answer to version {version} within {timeout:g} s; the worker may be busy, "
-                "stopped, without a model yet, or wait for apply_pending()",
+                "stopped, without a model yet, or waiting for apply_pending()",
                 worker_ids=idx,
                 version=version,
             )

@@ -81,7 +81,7 @@ class SendingScheme(SchemeCore):
         transports: Mapping[int, Transport] | None = None,
         ctx: Any = None,
     ) -> None:
-        """Make this object the sender. Local only: nothing is sent and nobody is waited for.
+        """Make this object the sender. Local only: it sends nothing and waits for nothing.
 
         Give the weights as one of: ``model`` or ``weights``; a ``context`` that owns the model;
         ``params_map``; or nothing, and every ``send()`` brings them. Workers may connect from
@@ -105,8 +105,8 @@ class SendingScheme(SchemeCore):
             ctx: Ignored; TorchRL passes its multiprocessing context.
 
         Raises:
-            ConfigError: The arguments exclude each other, or so many workers can never come.
-            LocalProtocolError: This object has a role already.
+            ConfigError: The arguments exclude each other, or that many workers can never connect.
+            LocalProtocolError: This object already has a role.
         """
         del ctx
         refuse_blocking_callers(self)
@@ -179,9 +179,9 @@ class SendingScheme(SchemeCore):
     ) -> SendReport:
         """Send a snapshot of the weights to the workers, and wait until they have applied it.
 
-        Workers are served at the same time; a slow one delays nobody. A worker that died since
-        the last send is named in one :class:`PartialSyncError`, and listed as ``lost`` in the
-        reports of later sends.
+        Workers are served at the same time; a slow one does not delay the others. A worker that
+        died since the last send is named in one :class:`PartialSyncError`, and listed as ``lost``
+        in the reports of later sends.
 
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
@@ -192,7 +192,7 @@ class SendingScheme(SchemeCore):
                 ``math.inf`` waits for ever.
 
         Returns:
-            Who applied which version.
+            Which workers applied which version.
 
         Raises:
             PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed``
@@ -200,7 +200,7 @@ class SendingScheme(SchemeCore):
                 ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
                 others have the new version.
             ConfigError: A worker is named that never connected, the weights cannot travel, or
-                the timeout is no number.
+                the timeout is not a number.
             LocalProtocolError: Not a connected sender.
 
         Cancellation:
@@ -223,7 +223,7 @@ class SendingScheme(SchemeCore):
 
         The copy is made on the calling thread before this returns, so the weights may change
         right after. A worker that is still busy with an older version gets only the newest one;
-        the report says who skipped this version, and which version overtook it.
+        the report says which workers skipped this version, and which version overtook it.
 
         Args:
             weights: As for :meth:`send`.
@@ -231,13 +231,13 @@ class SendingScheme(SchemeCore):
             timeout: As for :meth:`send`.
 
         Returns:
-            Await it for the report; it raises what :meth:`send` raises. A failure that nobody
-            awaits is printed by the event loop's exception handler.
+            Await it for the report; it raises what :meth:`send` raises. A failure that is
+            never awaited is printed by the event loop's exception handler.
 
         Raises:
             LocalProtocolError: Not a connected sender; or :meth:`connect` is still copying the
                 initial weights.
-            ConfigError: As for :meth:`send`. What becomes of workers, the handle raises.
+            ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
         """
         sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
         planned = self._plan(weights, worker_ids)
@@ -351,7 +351,7 @@ class SendingScheme(SchemeCore):
     def sender_transports(self) -> dict[int, Transport]:
         """The link to each connected worker, by index; empty on a receiver.
 
-        To look at: the scheme sends and receives on them, on its event loop.
+        For inspection only: the scheme sends and receives on them, on its event loop.
         """
         peers = {} if self._sender is None else self._sender.peers
         return {idx: peer.transport for idx, peer in sorted(peers.items())}

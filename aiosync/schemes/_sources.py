@@ -59,7 +59,7 @@ class Sources:
             raise ConfigError("pipes cannot be provided if transports is provided")
         if not self.per_worker and self.num_workers not in (None, len(links)):
             raise ConfigError(
-                f"the number of workers is not the same everywhere (num_workers: "
+                f"conflicting numbers of workers (num_workers: "
                 f"{self.num_workers}, transports: {len(links)})"
             )
         self.num_workers, self.indices = len(links), sorted(links)
@@ -69,13 +69,13 @@ class Sources:
         """Send these from now on; ``None`` for those of the context, or of each call.
 
         Raises:
-            ConfigError: They are no weights, or each worker has some of its own.
+            ConfigError: They are not weights, or each worker has some of its own.
         """
         _check_source("model or weights", weights)
         if self.per_worker:
             raise ConfigError(
-                "each worker has weights of its own (params_map): send({worker_idx: weights}) "
-                "sends others"
+                "each worker has its own weights (params_map): use send({worker_idx: weights}) to "
+                "send others"
             )
         self.weights = weights
 
@@ -194,7 +194,7 @@ def _agree(
     named = {name: count for name, count in counts.items() if count is not None}
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in named.items())
-        raise ConfigError(f"the number of workers is not the same everywhere ({listed})")
+        raise ConfigError(f"conflicting numbers of workers ({listed})")
     return next(iter(named.values()), None)
 
 
@@ -215,7 +215,7 @@ def _check_device(device: Any) -> None:
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as exc:
-        raise ConfigError(f"devices holds {device!r}, which is no torch device") from exc
+        raise ConfigError(f"devices holds {device!r}, which is not a torch device") from exc
 
 
 def is_per_worker(weights: Any) -> bool:

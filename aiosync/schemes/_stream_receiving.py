@@ -132,7 +132,7 @@ class StreamReceiving(WeightSyncScheme):
                 else "pickle or copy the scheme after init_on_sender(), which binds one, or "
                 "choose a port"
             )
-            raise ConfigError(f"{address} names no port to dial: {advice}")
+            raise ConfigError(f"{address} has no port to dial: {advice}")
         return Dialler(
             address,
             credentials=self._credentials,
@@ -153,12 +153,12 @@ class StreamReceiving(WeightSyncScheme):
         """A link over a connected stream socket. Takes ownership of it; needs a running loop.
 
         Args:
-            pipe_or_context: Connected TCP or Unix socket, or a link as it is.
+            pipe_or_context: Connected TCP or Unix socket, or an existing link.
         """
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"{pipe_or_context!r} is no connected socket")
+            raise ConfigError(f"expected a connected socket, got {pipe_or_context!r}")
         return self._transport_over(pipe_or_context, "the peer")
 
     # -- meeting the sender --------------------------------------------------------------------
@@ -216,7 +216,7 @@ class StreamReceiving(WeightSyncScheme):
                 receiver.use_link(await self._reach(left))
             except ConnectTimeout as exc:
                 raise ConnectTimeout(
-                    f"{lost}, and the trainer was not reached again in time"
+                    f"{lost}, and the trainer could not be reached again in time"
                 ) from exc
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
@@ -236,7 +236,8 @@ class StreamReceiving(WeightSyncScheme):
                     await self._arrival.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(
-                f"no trainer dialled {self.address} in {timeout:g} s{self._why_nobody()}"
+                f"no trainer was accepted on {self.address} within {timeout:g} "
+                f"s{self._why_nobody()}"
             ) from exc
         self._taken, self._arrived = self._arrived, None
         return self._taken
@@ -244,7 +245,7 @@ class StreamReceiving(WeightSyncScheme):
     def _why_nobody(self) -> str:
         listener = self._listener
         why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
-        return "" if why is None else f" and was let in; the last one that did: {why}"
+        return "" if why is None else f"; last refusal: {why}"
 
     def _on_sender(self, link: TCPTransport) -> None:
         """Hear who dialled, whether or not anybody waits for a link."""
@@ -377,5 +378,6 @@ class StreamReceiving(WeightSyncScheme):
 
 def _gave_up(lost: AiosyncError, seconds: float) -> PeerClosed:
     return PeerClosed(
-        f"the trainer's link was lost ({lost}), and it was not reached again within {seconds:g} s"
+        f"the trainer's link was lost ({lost}), and the trainer could not be reached again within "
+        f"{seconds:g} s"
     )

@@ -197,10 +197,12 @@ class StreamWriter:
         ):
             return  # about a version that is done with
         if message.chunk >= len(snapshot.checksums):
-            raise RemoteProtocolError(f"chunk {message.chunk} was asked for; there is none")
+            raise RemoteProtocolError(
+                f"the worker asked for chunk {message.chunk}, which does not exist"
+            )
         self._resends_left -= 1
         if self._resends_left < 0:
-            raise RemoteProtocolError("too many chunks arrive damaged over this link")
+            raise RemoteProtocolError("too many chunks were damaged on this link")
         self._damaged.append(message.chunk)
 
     def answered(self) -> None:
@@ -240,8 +242,8 @@ class StreamWriter:
             return
         self._on_stall(
             AckTimeout(
-                f"the worker took nothing and said nothing for {timeout:g} s (stall_timeout); it "
-                "was dropped, and may connect again",
+                f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
+                "was dropped and may connect again",
                 version=self._sent.version,
             )
         )

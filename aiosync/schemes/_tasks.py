@@ -73,7 +73,7 @@ class TaskOwner:
                 TransportClosed(
                     f"a background task of this scheme was cancelled ({task.get_name()!r}), by "
                     "other code or by a CancelledError that a function of yours raised; close "
-                    "schemes with aclose() before tasks are cancelled"
+                    "schemes with aclose() before cancelling tasks"
                 )
             )
 

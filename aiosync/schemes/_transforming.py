@@ -198,7 +198,7 @@ def _checked(found: Any, names: set[str]) -> tuple[str, torch.Tensor]:
         name = tensor = None
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"a transform gives pairs of a name and a tensor, not {type(found).__name__}"
+            f"a transform must give pairs of a name and a tensor, not {type(found).__name__}"
         )
     if name in names:
         raise ManifestMismatch(hint=f"the transform gave {name!r} twice")

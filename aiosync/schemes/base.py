@@ -45,7 +45,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             buffers) or ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
         sync: Kept for TorchRL's signature: ``send()`` always waits for the workers, and
             ``send_nowait()`` never does.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"`` applies each update as soon as no forward pass is running;
             ``"manual"`` only in :meth:`apply_pending`, and while a call waits for an update:
             :meth:`receive`, :meth:`wait_for_version`, :meth:`pull`, and :meth:`connect` for the
@@ -54,9 +54,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             at the received memory. Slower, but addresses stay the same.
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
-        strict: Every name and dtype has to match; otherwise the declared subset is applied and
+        strict: Every name and dtype must match; otherwise the declared subset is applied and
             floating dtypes are cast.
-        require: How many workers have to apply an update for ``send()`` to succeed: ``"all"``,
+        require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the
             other options count as they are when ``connect()`` is called. An option that is
@@ -109,10 +109,10 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
                 or process ids), so that one that dies before it connects is noticed at once.
 
         Raises:
-            ConnectTimeout: Somebody did not come in time; the message says who.
+            ConnectTimeout: A peer did not connect in time; the message says which.
             ConnectError: The other side refused, or has ended.
             ConfigError: The two sides are set up differently, a live worker has the index, the
-                timeout is no number, or the context's model takes no forward hooks.
+                timeout is not a number, or the context's model takes no forward hooks.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
@@ -180,7 +180,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.
 
@@ -215,7 +215,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the update was refused.
             PartialSyncError: Sender: a worker refused ``version``, or died before it had it.
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
 
         Cancellation:
             Class A.

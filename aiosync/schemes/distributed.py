@@ -41,44 +41,44 @@ class DistributedWeightSyncScheme(EngineScheme):
     Each worker has a control stream to the sender, which carries messages and small updates, and
     a process group of two ranks for large ones; they meet through the control stream. The
     default group of the process, of a DDP trainer for example, is never touched. Workers may
-    come and go at any time. Those on the sender's own host need no group: they read updates from
-    shared memory, unless told otherwise (``shared_memory``). See ``docs/topics/clusters.md``.
+    come and go at any time. Those on the sender's own host do not need a group: they read updates
+    from shared memory, unless told otherwise (``shared_memory``). See ``docs/topics/clusters.md``.
 
-    Only the control stream is authenticated: ``torch.distributed`` itself is made for networks
-    that are trusted.
+    Only the control stream is authenticated: ``torch.distributed`` itself is made
+    for trusted networks.
 
     Args:
-        backend: ``"gloo"``, or ``"nccl"`` where every process has a CUDA device of its own.
+        backend: ``"gloo"``, or ``"nccl"`` where every process has its own CUDA device.
         sync: Kept for TorchRL's signature.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
         group: A Gloo process group that the sender and all workers are members of, used for
-            point-to-point transfers instead of groups of two. A transfer that is cut or stands
-            still breaks the whole group, so use none that anything else depends on. Not pickled:
+            point-to-point transfers instead of groups of two. A transfer that is cut or stalls
+            breaks the whole group, so use none that anything else depends on. Not pickled:
             construct the scheme in every process.
         store: A ``torch.distributed`` store where workers look up the sender, for processes
             that are not started by the sender. Not pickled.
-        address: Where the sender listens for control streams. By default on any port of the
-            address that this host has towards that of ``store``, or ``MASTER_ADDR``, or else of
-            the loopback.
-        token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
+        address: Where the sender listens for control streams. By default on any port of the address
+            from which this host reaches ``store`` or ``MASTER_ADDR``, or else of the loopback
+            address.
+        token: Secret of the control streams. Generated when omitted: it travels in the pickle
             of the scheme, or through ``store``.
-        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
             ever, 0 for not at all.
-        patience: Seconds that a transfer may stand still before the worker's link breaks.
-        handshake_timeout: Seconds that a peer has to prove who it is.
+        patience: Seconds that a transfer may stall before the worker's link breaks.
+        handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory, as NCCL's
-            ranks do, instead of a stream and a group. Has to be true on both sides. Not with
+            ranks do, instead of a stream and a group. Must be true on both sides. Not with
             ``group`` or NCCL, and on Linux only.
 
     Raises:
@@ -185,7 +185,7 @@ class DistributedWeightSyncScheme(EngineScheme):
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
             await asyncio.to_thread(self._store.set, self._key, value)
         except RuntimeError as exc:  # of torch
-            raise ConnectError(f"the store did not take the trainer's address: {exc}") from exc
+            raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
 
     async def _look_up(self, timeout: float | None) -> None:
         if self._store is None:

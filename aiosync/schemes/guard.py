@@ -85,7 +85,7 @@ class Guard:
     def enter(self, frame: FrameType | None = None) -> None:
         """Start reading.
 
-        The outermost read of a thread waits for an apply in progress and, outside of an event
+        The outermost read of a thread waits for an apply in progress and, outside an event
         loop, lets an update go first that waits for other readers.
 
         Args:
@@ -150,7 +150,7 @@ class Guard:
 
     @property
     def _has_block(self) -> bool:
-        """Whether a thread is inside of a reading() block."""
+        """Whether a thread is inside a reading() block."""
         return any(None in reads for reads in self._open.values())
 
     @property
@@ -297,7 +297,7 @@ class Guard:
         return True
 
     def hold(self, seconds: float) -> None:
-        """Have new reads outside of event loops wait for so long, or until :meth:`let_go`."""
+        """Have new reads outside event loops wait for so long, or until :meth:`let_go`."""
         with self._lock:
             self._held_until = time.monotonic() + seconds
 

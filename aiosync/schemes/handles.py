@@ -37,7 +37,7 @@ class SendHandle:
     """A send that is under way. Await it for its :class:`~aiosync.types.SendReport`.
 
     Awaiting raises what ``send()`` would have raised. It may be awaited any number of times;
-    cancelling such an await stops the wait, not the transfer. A failure that nobody ever awaits
+    cancelling such an await stops the wait, not the transfer. A failure that is never awaited
     is reported by the event loop's exception handler.
     """
 
@@ -72,14 +72,14 @@ class Ready:
         self._wait = wait
 
     def is_set(self) -> bool:
-        """Whether it holds now."""
+        """Whether the condition holds now."""
         return self._is_set()
 
     def __bool__(self) -> bool:
         return self._is_set()
 
     async def wait(self, *, timeout: float | None = None) -> None:
-        """Wait until it holds.
+        """Wait until the condition holds.
 
         Args:
             timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
@@ -87,7 +87,7 @@ class Ready:
 
         Raises:
             RecvTimeout: Not in time.
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
             PeerClosed: The trainer went away.
             LocalProtocolError: The scheme is not connected.
         """

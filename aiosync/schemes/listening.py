@@ -1,4 +1,4 @@
-"""The side that listens on a URL: accepts, lets strangers prove who they are, hands on links.
+"""The side that listens on a URL: accepts, lets strangers prove their identity, hands on links.
 
 Strangers cost little and never for long: a deadline, 64 KiB, and a bounded number of them; when
 there are too many, the one that has taken longest is dropped. Must not import torch.
@@ -43,7 +43,7 @@ class ListenerCounts:
             too many connections, ``"crowded out"`` when there were too many strangers.
         ended: Links that ended with an error, by its name, where the owner counts them.
         last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
-            was let in after it.
+            was admitted after it.
     """
 
     accepted: int = 0
@@ -58,9 +58,9 @@ class StreamListener:
     Args:
         url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
         credentials: Token and TLS that peers need.
-        limits: What peers may announce once they proved who they are.
+        limits: What peers may announce once they proved their identity.
         max_connections: Links that may be open at a time, strangers included.
-        handshake_timeout: Seconds that a stranger has to prove who it is.
+        handshake_timeout: Seconds that a stranger has to prove its identity.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
 
@@ -87,7 +87,7 @@ class StreamListener:
         if not address.is_local and self._credentials.token is None:
             if self._credentials.tls is None:
                 raise ConfigError(
-                    f"listening on {address} would let every host that reaches it take and send "
+                    f"listening on {address} would let any host that reaches it receive and send "
                     "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
                     "listen on tcp://127.0.0.1:port or unix:///path"
                 )
@@ -122,7 +122,7 @@ class StreamListener:
         """Accept on the running loop.
 
         Args:
-            on_link: Called with each link whose peer proved who it is; owns it from then on.
+            on_link: Called with each link whose peer proved its identity; owns it from then on.
                 The link takes no payloads before ``link.channel.allow_payloads()``.
             on_crash: Called if a handshake ends with an error that is no
                 :class:`~aiosync.errors.AiosyncError`: a bug.

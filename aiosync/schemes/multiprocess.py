@@ -23,7 +23,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     Each update is copied once by the sender, written to every worker's pipe, and received
     straight into the worker's memory. Prefer :class:`SharedMemWeightSyncScheme` where shared
-    memory is to be had: its cost does not grow with the number of workers.
+    memory is available: its cost does not grow with the number of workers.
 
     Workers find the trainer through a socket that only the same user can reach, by pickling
     this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
@@ -37,12 +37,12 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         """A link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
 
         Args:
-            pipe_or_context: ``multiprocessing`` connection, Unix socket, or a link as it is.
+            pipe_or_context: ``multiprocessing`` connection, Unix socket, or an existing link.
         """
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if not hasattr(pipe_or_context, "fileno"):
-            raise ConfigError(f"{pipe_or_context!r} is no connection of a pipe")
+            raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
         return MPTransport(pipe_or_context)
 
     def _make_store(self) -> SnapshotStore:

@@ -54,7 +54,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         collectors do, begins with them.
 
         Args:
-            model: What to copy; nothing, if it is no module.
+            model: What to copy; nothing, if it is not a module.
         """
         self._carried = None
         self._not_carried = ""
@@ -76,10 +76,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if not isinstance(model, nn.Module) or not any(p.is_meta for p in model.parameters()):
             return
         if self._carried is None and self._not_carried:
-            raise ConfigError(f"the worker's model has no memory, and {self._not_carried}")
+            raise ConfigError(f"the worker's model is on the meta device, and {self._not_carried}")
         if self._carried is None:
             raise ConfigError(
-                "NoWeightSyncScheme never sends weights, but the worker's model lies on the meta "
+                "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
                 "device: materialise it in the worker, or use a scheme that sends weights"
             )
         manifest, data, values = self._carried
@@ -102,8 +102,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Connect nothing.
 
         Raises:
-            ConfigError: A receiver's model lies on the meta device: nobody would ever give it
-                memory. Or the timeout is no number.
+            ConfigError: A receiver's model is on the meta
+                device: nothing would ever give it memory. Or the timeout is not a number.
             LocalProtocolError: Before ``init_on_*``.
         """
         del weights, processes
@@ -147,15 +147,15 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return SendHandle(0, future)
 
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
-        """Wait for nothing as long as the timeout says, and return ``None``.
+        """Wait for the timeout, and return ``None``.
 
         Args:
             timeout: Seconds; ``None`` returns at once, as the trainer never sends anything.
 
         Raises:
-            ConfigError: The timeout is no number.
+            ConfigError: The timeout is not a number.
             LocalProtocolError: Not a connected receiver.
-            TransportClosed: This object was closed, also meanwhile.
+            TransportClosed: This object was closed, possibly meanwhile.
 
         Cancellation:
             Class A.
@@ -177,12 +177,14 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return 0, the only version there is.
 
         Raises:
-            ConfigError: A version above 0 is asked for, which never comes, or the timeout is no
-                number.
+            ConfigError: A version above 0 is asked for, which never arrives, or the timeout is
+                not a number.
         """
         self._limit(timeout)
         if version > 0:
-            raise ConfigError(f"NoWeightSyncScheme sends nothing: version {version} never comes")
+            raise ConfigError(
+                f"NoWeightSyncScheme sends nothing: version {version} will never arrive"
+            )
         await asyncio.sleep(0)
         return 0
 

@@ -43,33 +43,33 @@ class RayWeightSyncScheme(EngineScheme):
     ``docs/topics/clusters.md``.
 
     The object store's memory is read-only: a worker that writes to its parameters in place, for
-    example by training them, ends with a segmentation fault. Pass ``apply_copy=True`` where
-    workers do.
+    example by training them, dies with a segmentation fault.
+    Pass ``apply_copy=True`` where workers do so.
 
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         backend: Kept for TorchRL's signature; all values mean the object store.
         sync: Kept for TorchRL's signature.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
         address: Where the sender listens for control streams; its node's address in the
-            cluster, and a free port, if left out.
-        token: Secret of the control streams; drawn anew when left out, and pickled with the
+            cluster, and a free port, if omitted.
+        token: Secret of the control streams; generated when omitted, and pickled with the
             scheme.
-        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
             ever, 0 for not at all.
-        handshake_timeout: Seconds that a peer has to prove who it is.
+        handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
-            stream and the object store. Has to be true on both sides. On Linux only.
+            stream and the object store. Must be true on both sides. On Linux only.
 
     Raises:
         ConfigError: Ray is not installed, or an option has an illegal value.
@@ -166,14 +166,14 @@ class RayWeightSyncScheme(EngineScheme):
             num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
             pipes: Connected sockets to the workers, by index.
             transports: Links to the workers, by index; :class:`RayActorTransport` for actors
-                that know nothing of aiosync.
+                that know nothing about aiosync.
             remote_collectors: The workers' actors; they only say how many workers there are.
             ctx: Ignored.
         """
         if remote_collectors is not None:
             if num_workers not in (None, len(remote_collectors)):
                 raise ConfigError(
-                    f"the number of workers is not the same everywhere (num_workers: "
+                    f"conflicting numbers of workers (num_workers: "
                     f"{num_workers}, remote_collectors: {len(remote_collectors)})"
                 )
             num_workers = len(remote_collectors)
@@ -210,7 +210,7 @@ class RayWeightSyncScheme(EngineScheme):
         Args:
             weights: What to send.
             worker_ids: Only these workers change.
-            timeout: Seconds for the whole call, but for copying into the object store.
+            timeout: Seconds for the whole call, excluding copying into the object store.
         """
         try:
             return await super().send(weights, worker_ids, timeout=timeout)

@@ -125,7 +125,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._ray_transform = transform
 
     def create_sender(self) -> RayModuleTransformSender:
-        """What makes the receiver inside of the transform's actor."""
+        """What makes the receiver inside the transform's actor."""
         return RayModuleTransformSender(self._ray_transform)
 
     async def _connect_sender(
@@ -175,7 +175,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 
 class RayModuleTransformSender:
-    """Makes and ends the receiver inside of a transform's actor.
+    """Makes and ends the receiver inside a transform's actor.
 
     Args:
         ray_transform: An object with an attribute ``_actor``, or the handle of the actor.
@@ -336,7 +336,7 @@ stay as picklable as it is."""
 
 
 def _not_wanted() -> ConnectError:
-    return ConnectError("the trainer does not wait for this actor any more")
+    return ConnectError("the trainer is no longer waiting for this actor")
 
 
 def _join(
@@ -346,7 +346,7 @@ def _join(
     timeout: float | None,
     ticket: bytes,
 ) -> None:
-    """Inside of the actor: receive for its module."""
+    """Inside the actor: receive for its module."""
     if not notes.has(ticket):
         raise _not_wanted()  # it has waited behind other calls
     if getattr(transform, "module", None) is None:
@@ -366,7 +366,7 @@ def _join(
 
 
 def _leave(transform: Any, model_id: str, ticket: bytes) -> None:
-    """Inside of the actor: end the receiver that was made with this ticket."""
+    """Inside the actor: end the receiver that was made with this ticket."""
     receiver = _receivers.get((id(transform), model_id))
     if receiver is not None and receiver.ticket == ticket:
         receiver.close()

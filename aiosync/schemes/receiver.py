@@ -55,7 +55,7 @@ class WeightReceiver(Answering):
         resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         copy: Copy into the parameters instead of pointing them at the received memory.
-        strict: Every name and dtype has to match.
+        strict: Every name and dtype must match.
         guard: Keeps forwards and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
         on_applied: Called on the loop after each applied update.

@@ -52,7 +52,7 @@ def scheme_from_backend(backend: str, **options: Any) -> WeightSyncScheme:
         **options: For the scheme's constructor.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none with that name.
     """
     return scheme_class(backend)(**options)
 
@@ -61,7 +61,7 @@ def scheme_class(backend: str) -> type[WeightSyncScheme]:
     """The class that a back-end name stands for.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none with that name.
     """
     cls = _known.get(_ALIASES.get(backend, backend))
     if cls is None:

@@ -60,7 +60,7 @@ class Listener:
         try:
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as exc:
-            raise ConfigError(f"there is no socket for workers to dial: {exc}") from exc
+            raise ConfigError(f"cannot create the socket that workers dial: {exc}") from exc
         try:
             self._sock.bind(address)
             self._sock.listen(_BACKLOG)
@@ -82,7 +82,8 @@ class Listener:
 
         Args:
             on_connection: Called with each socket and its process id; owns it once it returns.
-            on_trouble: Called when somebody could not be let in; may be called again for him.
+            on_trouble: Called when a connection could not be accepted; may be called repeatedly for
+                it.
         """
         self._loop = asyncio.get_running_loop()
         self._on_trouble = on_trouble
@@ -157,7 +158,7 @@ async def dial(address: str, *, sender_pid: int | None, timeout: float | None) -
         timeout: Seconds for the whole call; ``None`` waits for ever.
 
     Raises:
-        ConnectTimeout: Nobody listened in time.
+        ConnectTimeout: Nothing listened there in time.
         ConnectError: The trainer's process has ended, or it belongs to another user.
 
     Cancellation:
@@ -170,7 +171,7 @@ async def dial(address: str, *, sender_pid: int | None, timeout: float | None) -
         try:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as exc:
-            raise ConnectError(f"there is no socket to reach the trainer with: {exc}") from exc
+            raise ConnectError(f"cannot create a socket to reach the trainer: {exc}") from exc
         sock.setblocking(False)
         try:
             sock.connect(address)

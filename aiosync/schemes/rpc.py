@@ -50,27 +50,27 @@ class RPCWeightSyncScheme(EngineScheme):
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: Kept for TorchRL's signature.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        address: Where the sender listens for control streams. By default on any port of the
-            address that this host has towards ``MASTER_ADDR``, or else of the loopback.
-        token: Secret of the control streams. Drawn anew when left out: it travels in the pickle
+        address: Where the sender listens for control streams. By default on any port of the address
+            from which this host reaches ``MASTER_ADDR``, or else of the loopback address.
+        token: Secret of the control streams. Generated when omitted: it travels in the pickle
             of the scheme, and by RPC.
-        reconnect: Seconds that a worker goes on trying to get a lost link back; ``None`` for
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
             ever, 0 for not at all.
-        patience: Seconds that a transfer may stand still before the worker's link breaks.
-        handshake_timeout: Seconds that a peer has to prove who it is.
+        patience: Seconds that a transfer may stall before the worker's link breaks.
+        handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
-            stream and calls. Has to be true on both sides. On Linux only.
+            stream and calls. Must be true on both sides. On Linux only.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -148,11 +148,11 @@ class RPCWeightSyncScheme(EngineScheme):
         """A link over a connected stream socket, or to a remote collector.
 
         Args:
-            pipe_or_context: Connected TCP or Unix socket, which is owned from then on; a link
-                as it is; or TorchRL's ``(collector_info, collector_rref, collector_class)``:
-                the process of that RPC worker then opens the stream, and the next receiver
-                there that has a copy of this scheme gets it. That blocks for a round trip, for
-                ``handshake_timeout`` seconds at most.
+            pipe_or_context: Connected TCP or Unix socket, which it then
+                owns; an existing link; or TorchRL's ``(collector_info, collector_rref,
+                collector_class)``: the process of that RPC worker then opens the stream, and the
+                next receiver there that has a copy of this scheme gets it. That blocks for a round
+                trip, for ``handshake_timeout`` seconds at most.
 
         Raises:
             ConfigError: It is none of these.
@@ -203,14 +203,14 @@ class RPCWeightSyncScheme(EngineScheme):
             model: As there.
             devices: As there.
             device_map_fn: As there.
-            num_workers: As there; by default as many as are told.
+            num_workers: As there; by default as many as are named.
             pipes: As there.
             transports: As there.
             ctx: Ignored.
 
         Raises:
             ConfigError: The arguments exclude each other.
-            LocalProtocolError: This object has a role already.
+            LocalProtocolError: This object already has a role.
         """
         if isinstance(workers, str):
             raise ConfigError(f"workers must be a list of names, got {workers!r}")
@@ -275,7 +275,7 @@ class RPCWeightSyncScheme(EngineScheme):
                     await _meeting().wait_until_told(self._scheme_id)
             except TimeoutError as exc:
                 raise ConnectTimeout(
-                    f"the trainer told nobody here within {timeout or 0:g} s where it listens: "
+                    f"the trainer did not tell this process its address within {timeout or 0:g} s: "
                     "its init_on_sender() has to know this RPC worker by name (workers=, or a "
                     "context with collector_infos), or this copy has to be made after it"
                 ) from exc

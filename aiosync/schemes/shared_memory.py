@@ -23,7 +23,7 @@ __all__ = ["SharedMemWeightSyncScheme"]
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Sends weights to worker processes of one host through shared memory.
 
-    The sender copies each update once into a slot that nobody reads, and wakes the workers;
+    The sender copies each update once into a slot that no process reads, and wakes the workers;
     their parameters then point at the slot (or copy it, with ``apply_copy=True``). Two slots in
     the steady state; one more for each version that a slow worker or a kept tensor still uses.
     A worker's own writes never leave its process, and never survive the next update. See
@@ -43,15 +43,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """A link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
 
         Args:
-            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or a
-                link as it is.
+            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or
+                an existing link.
         """
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
         if isinstance(pipe_or_context, socket.socket):
             return SharedMemTransport(pipe_or_context, arena=self._arena)
         if not hasattr(pipe_or_context, "fileno"):
-            raise ConfigError(f"{pipe_or_context!r} is no connection of a pipe")
+            raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
         fd = os.dup(pipe_or_context.fileno())
         try:
             sock = socket.socket(fileno=fd)

@@ -45,12 +45,12 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     The sender listens and workers dial its address at any time: before the first update, in the
     middle, after a crash. Each gets the newest version, and then every new one as it comes; a
-    slow worker skips versions and delays nobody. A worker whose link is lost dials again and
-    goes on where the transfer stopped. See ``docs/topics/across-machines.md``.
+    slow worker skips versions and does not delay the others. A worker whose link is lost dials
+    again and goes on where the transfer stopped. See ``docs/topics/across-machines.md``.
 
-    Options may be assigned until :meth:`connect`, but for ``address``, ``token``, ``tls`` and
+    Options may be assigned until :meth:`connect`, except ``address``, ``token``, ``tls`` and
     ``dial``; a side that listens takes ``keepalive``, ``handshake_timeout``, ``max_connections``
-    and ``limits`` as they are when it begins to: a sender in ``init_on_sender()``.
+    and ``limits`` as they are when it starts listening: a sender in ``init_on_sender()``.
 
     Args:
         address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker,
@@ -58,32 +58,32 @@ class TCPWeightSyncScheme(StreamReceiving):
             :attr:`address`, after ``init_on_sender()``.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: Kept for TorchRL's signature.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        token: A secret that both sides prove to have; it never travels. Use at least 16 random
-            bytes.
+        token: A secret that both sides prove that they have; it is never sent. Use at least 16
+            random bytes.
         tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext``
             of this side.
         dial: Who dials: ``"receiver"``; ``"sender"``, where workers listen; or ``"both"``, where
             a weight server (``aiosync serve``) listens at the address.
         subscribe: Worker: get every update. If false, only what :meth:`pull` asks for.
-        reconnect: Seconds that a worker, or a sender that dials, goes on trying to get a lost
-            link back; ``None`` for ever, 0 for not at all.
+        reconnect: Seconds that a worker, or a sender that dials, keeps trying to
+            restore a lost link; ``None`` for ever, 0 for not at all.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
-        keepalive: Seconds after which the kernel asks a silent TCP peer whether it is there;
-            ``None`` never.
-        handshake_timeout: Seconds that a peer has to prove who it is.
-        max_connections: Links that a listening side takes at a time.
-        limits: What a peer may announce once it has proved who it is.
+        keepalive: Seconds after which the kernel probes a silent TCP peer;
+            ``None`` for never.
+        handshake_timeout: Seconds that a peer has to prove its identity.
+        max_connections: Links that a listening side accepts at a time.
+        limits: What a peer may announce once it has proved its identity.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -139,7 +139,7 @@ class TCPWeightSyncScheme(StreamReceiving):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
         listed = [address] if isinstance(address, str | Address) else list(address)
         if not listed or (len(listed) > 1 and dial != "sender"):
-            raise ConfigError("pass one address; a list of them only with dial='sender'")
+            raise ConfigError("pass one address; a list is accepted only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]
         self._credentials = Credentials(token=token, tls=tls)
         self._dial: Literal["receiver", "sender", "both"] = dial
@@ -211,9 +211,9 @@ class TCPWeightSyncScheme(StreamReceiving):
             )
         if sources.num_workers > most:
             raise ConfigError(
-                f"{sources.num_workers} workers are expected, but there are addresses of {most}: "
-                "with dial='sender' construct the scheme with a list of addresses, one for each "
-                "worker, or leave num_workers out"
+                f"{sources.num_workers} workers are expected, but only {most} addresses were "
+                "given: with dial='sender' construct the scheme with a list of addresses, one for "
+                "each worker, or leave num_workers out"
             )
         return None
 

@@ -51,7 +51,7 @@ _ATTEMPT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulledWeights:
-    """One complete version, in memory that nobody else uses.
+    """One complete version, in memory of its own.
 
     Attributes:
         model_id: Which model.
@@ -59,7 +59,7 @@ class PulledWeights:
         version: Its number in that epoch.
         layout: Where each tensor lies in ``buffer``.
         buffer: The tensors.
-        values: What is no tensor, by dotted name, as it travelled.
+        values: What is not a tensor, by dotted name, as it travelled.
         reconnects: How often the link was lost and replaced meanwhile.
         resumed_nbytes: Bytes that did not have to be sent again after that.
     """
@@ -102,11 +102,11 @@ class PulledWeights:
 
 
 class WeightClient:
-    """Asks a weight server once at a time. Holds no link between two calls.
+    """Asks a weight server, one call at a time. Holds no link between two calls.
 
     Args:
         url: ``tcp://host:port`` or ``unix:///path``.
-        token: A secret that both sides prove to have; it never travels.
+        token: A secret that both sides prove that they have; it is never sent.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that dials.
         limits: What the other side may announce.
 
@@ -124,7 +124,7 @@ class WeightClient:
     ) -> None:
         self._address = Address.parse(url)
         if self._address.scheme == "tcp" and not self._address.port:
-            raise ConfigError(f"{self._address} names no port to dial")
+            raise ConfigError(f"{self._address} has no port to dial")
         self._dialler = Dialler(
             self._address,
             credentials=Credentials(token=token, tls=tls),
@@ -149,9 +149,9 @@ class WeightClient:
             Plain values; see ``WeightServer.status()``.
 
         Raises:
-            ConnectError: Nobody listens there, or it is no weight server.
-            AuthError: The tokens or certificates do not fit.
-            ConfigError: The other side wants TLS.
+            ConnectError: Nothing listens there, or it is not a weight server.
+            AuthError: The tokens or certificates do not match.
+            ConfigError: The other side requires TLS.
             ConnectTimeout: Not in time.
 
         Cancellation:
@@ -167,7 +167,7 @@ class WeightClient:
                     answer = (await link.recv()).message
                 except (PeerClosed, TransportBroken) as exc:
                     raise ConnectError(
-                        f"{self._address} closed the link instead of an answer: it is no weight "
+                        f"{self._address} closed the link without answering: it is not a weight "
                         "server (aiosync serve), or has just ended"
                     ) from exc
                 finally:
@@ -180,11 +180,11 @@ class WeightClient:
             return dict(answer.values)
         if isinstance(answer, Refuse) and answer.error_type == RemoteProtocolError.__name__:
             raise ConnectError(
-                f"{self._address} is a trainer, not a weight server: only `aiosync serve` tells "
+                f"{self._address} is a trainer, not a weight server: only `aiosync serve` reports "
                 "its status"
             )
         if isinstance(answer, Refuse):
-            raise ConnectError(f"{self._address} refused to tell: {answer.error_text}")
+            raise ConnectError(f"{self._address} refused the status request: {answer.error_text}")
         raise RemoteProtocolError(f"expected Status, got {type(answer).__name__}")
 
     # -- weights -------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ class WeightClient:
 
         Args:
             model_id: Which model.
-            min_version: The least version to be content with, in whatever epoch.
+            min_version: The lowest acceptable version, in whatever epoch.
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
-            progress: Told what has arrived, after each chunk. It must not raise.
+            progress: Called with what has arrived, after each chunk. It must not raise.
 
         Raises:
-            ConnectError: Nobody listens there.
-            AuthError: The tokens or certificates do not fit.
-            ConfigError: The other side serves no such model, or wants TLS.
+            ConnectError: Nothing listens there.
+            AuthError: The tokens or certificates do not match.
+            ConfigError: The other side does not serve the model, or requires TLS.
             RecvTimeout: There was no such version in time, or it did not arrive in time.
             RemoteProtocolError: The other side sent something illegal.
 

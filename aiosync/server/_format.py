@@ -284,12 +284,12 @@ def _read_metadata(header: bytes, path: str) -> dict[str, str]:
     try:
         table = json.loads(header)
     except (ValueError, RecursionError) as exc:
-        raise StoreError(f"{path}: its header is damaged, or not of a safetensors file") from exc
+        raise StoreError(f"{path}: its header is damaged, or it is not a safetensors file") from exc
     metadata = table.get(_METADATA) if isinstance(table, dict) else None
     if not isinstance(metadata, dict) or "aiosync.format" not in metadata:
-        _fail(path, "no store of aiosync wrote it, or its header is damaged")
+        _fail(path, "it was not written by an aiosync store, or its header is damaged")
     if not all(isinstance(value, str) for value in metadata.values()):
-        _fail(path, "its header is damaged: metadata that is no text")
+        _fail(path, "its header is damaged: metadata that is not text")
     if metadata["aiosync.format"] != _FORMAT:
         found = metadata["aiosync.format"][:20]
         _fail(path, f"it has the format version {found!r}; only {_FORMAT!r} is supported")
@@ -302,7 +302,7 @@ def _decode_metadata(
     """Return the update, its buffer still empty, and the checksum of the tensors."""
     try:
         if metadata["aiosync.model_id"] != model_id:
-            _fail(path, f"it is of the model {metadata['aiosync.model_id'][:80]!r}")
+            _fail(path, f"it belongs to the model {metadata['aiosync.model_id'][:80]!r}")
         manifest = base64.b64decode(metadata["aiosync.manifest"], validate=True)
         values = unpack_header(base64.b64decode(metadata["aiosync.values"], validate=True))
         check_value(values, 2)

@@ -167,8 +167,8 @@ class ServedModel:
             old.abort()  # the same trainer: its old link broke in the middle
         elif old is not None and not old.channel.ended:
             error = ConfigError(
-                f"{self._trainer_name} pushes model {self.model_id!r} already: end it first, or "
-                "push under another model_id"
+                f"{self._trainer_name} is already pushing model {self.model_id!r}: end it first, "
+                "or push under another model_id"
             )
             await link.send(Refuse("ConfigError", str(error)), timeout=HANDSHAKE_SECONDS)
             await link.aclose()

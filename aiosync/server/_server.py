@@ -50,17 +50,17 @@ class WeightServer:
 
     Args:
         url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
-        token: A secret that peers prove to have; it never travels.
+        token: A secret that peers prove that they have; it is never sent.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that listens.
         model_ids: Models that are served; ``None`` for any.
         store: Directory for the newest version of each model; read at the start. A version is
-            served once it is on disk; one that cannot be written is refused, and the one before
-            is served on. ``None`` keeps them in memory only.
+            served once it is on disk; one that cannot be written is refused, and the server keeps
+            serving the previous one. ``None`` keeps them in memory only.
         limits: What a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
-        handshake_timeout: Seconds that a peer has to prove who it is.
+        handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Links at a time.
         max_models: Models at a time, where any are served.
 
@@ -123,7 +123,7 @@ class WeightServer:
             LocalProtocolError: Called twice, or after :meth:`aclose`.
         """
         if self._closed or self._tasks is not None:
-            raise LocalProtocolError("a WeightServer starts once")
+            raise LocalProtocolError("a WeightServer can be started only once")
         self._tasks = TaskOwner(self._on_crash)
         self._ended = asyncio.Event()
         self._started_at = time.monotonic()
@@ -147,7 +147,7 @@ class WeightServer:
                 self._new_model(model_id, stored.strategy).restore(stored)
 
     async def wait_closed(self) -> None:
-        """Wait until the server was closed.
+        """Wait until the server has closed.
 
         Raises:
             LocalProtocolError: It was not started.
@@ -218,7 +218,7 @@ class WeightServer:
                 await link.aclose()
                 return
             if hello.role not in ("sender", "receiver"):
-                raise RemoteProtocolError("the role of a Hello is none that a server knows")
+                raise RemoteProtocolError("unknown role in Hello")
             try:
                 model = self._model_for(hello)
             except ConfigError as exc:
@@ -241,11 +241,13 @@ class WeightServer:
             return model
         if self._model_ids is not None and hello.model_id not in self._model_ids:
             known = ", ".join(sorted(self._model_ids))
-            raise ConfigError(f"this server serves no model {hello.model_id!r}; it serves: {known}")
+            raise ConfigError(
+                f"this server does not serve model {hello.model_id!r}; it serves: {known}"
+            )
         if len(self._models) >= self._max_models:
             self._forget_unused()
         if len(self._models) >= self._max_models:
-            raise ConfigError(f"this server has {self._max_models} models, and takes no more")
+            raise ConfigError(f"this server has {self._max_models} models and accepts no more")
         return self._new_model(hello.model_id, hello.strategy)
 
     def _forget_unused(self) -> None:

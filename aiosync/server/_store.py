@@ -70,7 +70,7 @@ class WeightStore:
         try:
             _make_private(self.directory)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
-                raise ConfigError(f"the store {self.directory} cannot be read and written")
+                raise ConfigError(f"the store {self.directory} is not readable and writable")
             self._remove_stale()
         except OSError as exc:
             raise ConfigError(f"the store {self.directory} cannot be used: {exc}") from exc
@@ -178,7 +178,7 @@ class WeightStore:
                 model_id = read_model_id(file, path)
             _file_name(model_id)
         except (OSError, StoreError, ConfigError) as exc:
-            _log.warning("%s is left out: %s", path, exc)
+            _log.warning("skipping %s: %s", path, exc)
             return None
         return model_id
 
@@ -213,7 +213,7 @@ class WeightStore:
 def _file_name(model_id: str) -> str:
     """Return a name of letters, digits and ``-_.%~`` that does not start with a dot."""
     if not isinstance(model_id, str):
-        raise ConfigError(f"a model id is a str, not a {type(model_id).__name__}")
+        raise ConfigError(f"a model id must be a str, not a {type(model_id).__name__}")
     try:
         encoded = model_id.encode()
     except UnicodeEncodeError as exc:

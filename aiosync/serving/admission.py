@@ -1,4 +1,4 @@
-"""One request at an admission gate: waiting to be let in, and what it is a part of.
+"""One request at an admission gate: waiting to be admitted, and what it is a part of.
 
 Must not import torch, schemes or transports.
 """
@@ -27,7 +27,7 @@ _inside: ContextVar[tuple[Admission, ...]] = ContextVar("aiosync admissions", de
 
 
 def blocks_here(gate: AdmissionGate) -> bool:
-    """Whether this task is inside of something that a switch of ``gate`` waits for."""
+    """Whether this task is inside something that a switch of ``gate`` waits for."""
     task = asyncio.current_task()
     return any(
         each._gate is gate and each._task is task and each._holder.active and each._holder.blocks
@@ -50,9 +50,9 @@ class Admission:
     """One request or batch at a gate; see :meth:`AdmissionGate.request`. Enter it once.
 
     Attributes:
-        min_version: The least version that it asked for.
+        min_version: The lowest version that it asked for.
         wanted_epoch: The epoch that it asked for, or ``None``.
-        version: Version with which it was let in; 0 before.
+        version: Version with which it was admitted; 0 before.
         epoch: Epoch of that version.
         blocks: Whether a switch waits for it.
     """
@@ -88,7 +88,7 @@ class Admission:
         """The versions that may have contributed so far, in the order in which they came.
 
         One, where a switch waits for the request. In the mode ``"immediate"`` those of its
-        batches, or, without any, all that there were since it was let in.
+        batches, or, without any, all that there were since it was admitted.
         """
         return tuple(self._computed or self._seen)
 
@@ -98,7 +98,7 @@ class Admission:
 
     async def __aenter__(self) -> int:
         if self.version:
-            raise LocalProtocolError("an admission is entered once: call request() again")
+            raise LocalProtocolError("an admission can be entered only once: call request() again")
         gate = self._gate
         self._task = asyncio.current_task()
         outer = self._find_outer()
@@ -138,7 +138,7 @@ class Admission:
         if self._gate._satisfies(self.min_version, self.wanted_epoch):
             return True
         if blocks_here(self._gate):
-            raise self._too_late(0.0, "and cannot become newer inside of another request")
+            raise self._too_late(0.0, "and cannot become newer inside another request")
         return False  # a task that goes on by itself may wait for what comes later
 
     async def _wait(self) -> None:
@@ -166,7 +166,7 @@ class Admission:
             if self.wanted_epoch is not None:
                 asked += f" of epoch {self.wanted_epoch:016x}"
             after = f" after {limit:g} s" if limit else ""
-            text = f"{asked} was asked for; this server has version {gate._version}{after} {detail}"
+            text = f"{asked} was requested; this server has version {gate._version}{after} {detail}"
         else:
             text = f"a switch of the weights took longer than {limit:g} s"
         return AdmissionTimeout(

@@ -51,17 +51,17 @@ class WeightFeed:
             it, with ``apply="manual"`` and, over streams, ``reconnect=None``.
         model: Module to keep up to date.
         weights: TensorDict or dict of tensors to keep up to date instead.
-        load: Function that puts versions where they belong, instead; see
+        load: Function that loads versions, instead; see
             :meth:`aiosync.WeightSyncScheme.init_on_receiver`. It runs in a thread of its own,
             while the gate keeps requests out.
-        transform: What to do with updates before; see there.
+        transform: What to do with updates before that; see there.
         model_id: Name of the model, as the sender calls it.
         worker_idx: Index of this server among the workers; ``None`` lets the sender choose.
-        gate: The gate; one of its own if ``None``.
+        gate: The gate; the feed makes its own if ``None``.
         max_pause: Seconds between two attempts to reach the source, at most.
 
     Raises:
-        ConfigError: The arguments exclude each other, or the scheme has a role already.
+        ConfigError: The arguments exclude each other, or the scheme already has a role.
     """
 
     def __init__(
@@ -79,14 +79,16 @@ class WeightFeed:
     ) -> None:
         if not isinstance(scheme, WeightSyncScheme) or isinstance(scheme, NoWeightSyncScheme):
             raise ConfigError(
-                "a feed lives on an event loop and needs an async scheme that brings weights, such "
-                f"as aiosync.TCPWeightSyncScheme, not {type(scheme).__module__}."
-                f"{type(scheme).__name__}"
+                "a feed runs on an event loop and needs an async scheme that receives weights, "
+                "such as aiosync.TCPWeightSyncScheme, not "
+                f"{type(scheme).__module__}.{type(scheme).__name__}"
             )
         if scheme.initialized_on_sender or scheme.initialized_on_receiver:
-            raise ConfigError("the scheme of a feed has no role yet: pass one that is only made")
+            raise ConfigError(
+                "a feed initialises its scheme itself: pass a scheme that has not been initialised"
+            )
         if sum(each is not None for each in (model, weights, load)) != 1:
-            raise ConfigError("a feed needs one of model, weights and load")
+            raise ConfigError("a feed needs exactly one of model, weights and load")
         validate_seconds("max_pause", max_pause, endless=True)
         self.gate: AdmissionGate = AdmissionGate() if gate is None else gate
         self.max_pause = max_pause
@@ -134,7 +136,10 @@ class WeightFeed:
             self._following.start()
 
     async def aclose(self) -> None:
-        """End it, unless others have started it, too. Bounded; the model keeps its weights."""
+        """Stop the feed, unless another :meth:`start` is still active.
+
+        Bounded; the model keeps its weights.
+        """
         if self._users == 0:
             return
         self._users -= 1
@@ -169,8 +174,8 @@ class WeightFeed:
     def lag(self) -> int:
         """How far :attr:`version` is behind the newest version that the feed has heard of.
 
-        Of another epoch than that newest one, all of its versions count. 0 while no source was
-        reached, as nothing newer is known of then: see :attr:`status`.
+        If that newest version is of another epoch, all of its versions count.
+        0 while no source is reached, because no newer version is known then: see :attr:`status`.
         """
         receiver = None if self._following is None else self._following.receiver
         if receiver is None:
@@ -197,7 +202,7 @@ class WeightFeed:
 
     @property
     def status(self) -> FeedStatus:
-        """How it stands with the source, at this moment."""
+        """The state of the feed and its link to the source, at this moment."""
         now, following, version = time.monotonic(), self._following, self.gate.version
         receiver = None if following is None else following.receiver
         causes = [] if following is None else following.causes(now)

@@ -114,7 +114,7 @@ class Following:
 
     @property
     def reconnects(self) -> int:
-        """How often a lost link was found again."""
+        """How often a lost link was restored."""
         receiver = self.receiver
         return self._reconnects + (0 if receiver is None else receiver.reconnects)
 

@@ -43,12 +43,12 @@ class AdmissionGate:
 
     Args:
         mode: ``"between_requests"`` or ``"immediate"``.
-        timeout: Seconds that a request waits to be let in unless it says otherwise; ``None``
+        timeout: Seconds that a request waits to be admitted unless it says otherwise; ``None``
             for ever.
         swap_timeout: Seconds that a switch waits for running requests, and so the most that it
             keeps new ones waiting; ``None`` for ever.
-        initial_version: Version of the weights that are there already; ``None`` lets nobody in
-            before the first switch.
+        initial_version: Version of the weights that are already loaded; ``None`` admits
+            nothing before the first switch.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -92,7 +92,7 @@ class AdmissionGate:
 
     @property
     def epoch(self) -> int | None:
-        """Epoch of :attr:`version`; ``None`` if nobody named one."""
+        """Epoch of :attr:`version`; ``None`` if none was named."""
         return self._epoch
 
     @property
@@ -102,7 +102,7 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
-        """Requests and batches that wait to be let in."""
+        """Requests and batches that wait to be admitted."""
         return self._waiting
 
     @property
@@ -130,20 +130,20 @@ class AdmissionGate:
     ) -> Admission:
         """``async with gate.request() as version:`` around what answers one request.
 
-        Inside another request of this gate, in the tasks that it starts, too, it is a part of
-        that one: it is let in at once, and a switch waits for both.
+        Inside another request of this gate, or in a task that it
+        starts, it is part of that one: it is admitted at once, and a switch waits for both.
 
         Args:
-            min_version: The least version to be answered with.
+            min_version: The lowest version to be answered with.
             epoch: Epoch that ``min_version`` belongs to; ``None`` for whatever epoch there is.
-            timeout: Seconds to wait to be let in; ``None`` takes the gate's, ``math.inf`` waits
+            timeout: Seconds to wait to be admitted; ``None`` takes the gate's, ``math.inf`` waits
                 for ever, 0 not at all.
 
         Returns:
-            What to enter; it gives the version, an ``int``.
+            An async context manager; entering it gives the version, an ``int``.
 
         Raises:
-            AdmissionTimeout: On entering: there is no such version in time, or a switch took
+            AdmissionTimeout: On entering: no such version arrived in time, or a switch took
                 too long. Nothing was computed, so that it may be tried again.
             LocalProtocolError: On entering: the gate is closed.
 
@@ -153,7 +153,7 @@ class AdmissionGate:
         return Admission(self, self.mode == "between_requests", min_version, epoch, timeout)
 
     def batch(self, *, timeout: float | None = None) -> Admission:
-        """``async with gate.batch() as version:`` around what has to see one version.
+        """``async with gate.batch() as version:`` around what must see one version.
 
         For the mode ``"immediate"``, around each step of a longer request or of an engine. In
         the other mode it is a part of the request around it, or a request of its own.
@@ -207,7 +207,7 @@ class AdmissionGate:
         switches take turns.
 
         Args:
-            version: Version that there is afterwards; ``None`` for the next number. The block
+            version: The version afterwards; ``None`` for the next number. The block
                 may set ``swap.version`` and ``swap.epoch`` instead.
             epoch: Its epoch; ``None`` for the same as before.
             timeout: Seconds to wait for running requests; ``None`` takes the gate's
@@ -215,7 +215,7 @@ class AdmissionGate:
 
         Raises:
             SwapTimeout: On entering: they did not end. They go on, and those that waited are
-                let in.
+                admitted.
             LocalProtocolError: On entering: the gate is closed, or this is inside a request,
                 which would wait for itself. On leaving: ``swap.version`` is below 1.
 
@@ -225,7 +225,7 @@ class AdmissionGate:
         return Swap(self, version, epoch, timeout)
 
     def close(self) -> None:
-        """Let nobody in any more; whoever waits gets ``LocalProtocolError``. Idempotent."""
+        """Admit nothing any more; waiting requests get ``LocalProtocolError``. Idempotent."""
         self._closed = True
         self._idle.notify()
         self._changed.notify()

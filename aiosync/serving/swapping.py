@@ -21,7 +21,7 @@ class Swap:
     """One switch of the weights; see :meth:`AdmissionGate.swap`. Enter it once.
 
     Attributes:
-        version: Version that there is afterwards; ``None`` for the next number. The version
+        version: The version afterwards; ``None`` for the next number. The version
             that the gate has already means that nothing changed.
         epoch: Its epoch; ``None`` for the same as before.
     """
@@ -45,7 +45,7 @@ class Swap:
     async def __aenter__(self) -> Self:
         gate = self._gate
         if blocks_here(gate):
-            raise LocalProtocolError("a switch inside of a request would wait for itself")
+            raise LocalProtocolError("a switch inside a request would wait for itself")
         limit = limit_of(self._timeout, gate.swap_timeout)
         try:
             async with asyncio.timeout(limit):

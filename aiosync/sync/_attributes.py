@@ -29,14 +29,14 @@ class Attributes:
     # -- options -------------------------------------------------------------------------------
 
     sync: option[bool] = option("Kept for TorchRL's signature.")
-    per_worker_weights: option[bool] = option("Whether each worker gets weights of its own.")
+    per_worker_weights: option[bool] = option("Whether each worker gets its own weights.")
     apply: option[Literal["auto", "manual"]] = option("When a receiver applies updates.")
     apply_copy: option[bool] = option("Whether updates are copied into the parameters' memory.")
     guard: option[Literal["forward", "reading"]] = option("What keeps updates out of reads.")
-    strict: option[bool] = option("Whether every name and dtype has to match.")
-    require: option[Require] = option("How many workers have to apply an update.")
+    strict: option[bool] = option("Whether every name and dtype must match.")
+    require: option[Require] = option("How many workers must apply an update.")
     strategy_str: option[str] = option("Name of the strategy.")
-    timeout: option[float | None] = option("Seconds that calls wait unless they say otherwise.")
+    timeout: option[float | None] = option("Default timeout of calls in seconds.")
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Attributes:
     def sender_transports(self) -> dict[int, Transport]:
         """The link to each connected worker, by index; empty on a receiver.
 
-        To look at: the scheme sends and receives on them, on its event loop.
+        For inspection only: the scheme sends and receives on them, on its event loop.
         """
         return self._scheme.sender_transports
 
@@ -143,19 +143,19 @@ class Attributes:
     def receiver_transport(self) -> Transport | None:
         """The link to the trainer, the last one if it was lost; ``None`` where there was none.
 
-        To look at: the scheme sends and receives on it, on its event loop.
+        For inspection only: the scheme sends and receives on it, on its event loop.
         """
         return self._scheme.receiver_transport
 
     @property
     def staged_version(self) -> int:
-        """Receiver: version that is complete and waits to be applied; 0 if none does."""
+        """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
         return self._scheme.staged_version
 
     @property
     def link_lost(self) -> AiosyncError | None:
         """Receiver: why there is no link to the trainer; ``None`` while there is one.
 
-        It may be looked for at this moment; :meth:`receive` raises once it is given up.
+        The scheme may be reconnecting at this moment; :meth:`receive` raises once it gives up.
         """
         return self._scheme.link_lost

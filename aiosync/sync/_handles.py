@@ -21,14 +21,14 @@ class Ready:
         self._ready = ready
 
     def is_set(self) -> bool:
-        """Whether it holds now."""
+        """Whether the condition holds now."""
         return self._ready().is_set()
 
     def __bool__(self) -> bool:
         return self.is_set()
 
     def wait(self, *, timeout: float | None = None) -> None:
-        """Wait until it holds; see :meth:`aiosync.Ready.wait`."""
+        """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""
         self._facade._check("ready.wait")
         self._facade._call(self._ready().wait(timeout=timeout))
 

@@ -24,8 +24,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
     _scheme: aio.RayWeightSyncScheme
 
     token: Fixed = Fixed()
-    reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
-    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    reconnect: option[float | None] = option("Seconds to keep trying to restore a lost link.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove its identity.")
     limits: option[Limits | None] = option("What a peer may announce.")
     backend: option[str] = option("Kept for TorchRL's signature.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
@@ -111,7 +111,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._scheme._set_transform(ray_transform)
 
     def create_sender(self) -> RayModuleTransformSender:
-        """What makes the receiver inside of the transform's actor."""
+        """What makes the receiver inside the transform's actor."""
         return self._scheme.create_sender()
 
 

@@ -23,10 +23,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     _scheme: aio.RPCWeightSyncScheme
 
     token: Fixed = Fixed()
-    reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
-    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
+    reconnect: option[float | None] = option("Seconds to keep trying to restore a lost link.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove its identity.")
     limits: option[Limits | None] = option("What a peer may announce.")
-    patience: option[float] = option("Seconds that a transfer may stand still.")
+    patience: option[float] = option("Seconds that a transfer may stall.")
     inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
     shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")
 

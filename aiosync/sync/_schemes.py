@@ -75,13 +75,13 @@ class WeightSyncScheme(Attributes):
     Args:
         strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
         sync: Kept for TorchRL's signature.
-        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker weights of its own.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
-        strict: Every name and dtype has to match.
-        require: How many workers have to apply an update for ``send()`` to succeed.
-        timeout: Seconds that calls wait unless they say otherwise; ``None`` for ever.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: What the sender casts floating-point weights to on their way.
 
     Raises:
@@ -148,7 +148,7 @@ class WeightSyncScheme(Attributes):
         """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
 
         Raises:
-            ConfigError: There is none of that name.
+            ConfigError: There is none with that name.
         """
         scheme = aio.scheme_from_backend(backend, **options)
         facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
@@ -200,7 +200,9 @@ class WeightSyncScheme(Attributes):
             held = self._lease
             if held is not None and not held.valid:
                 if self._lives:  # on the loop of a thread that is ending
-                    raise TransportClosed("this scheme is being closed, as the interpreter ends")
+                    raise TransportClosed(
+                        "this scheme is being closed because the interpreter is ending"
+                    )
                 held = None
             if held is None:
                 self._tenant = _Tenant(self._scheme, self._owner)
@@ -339,7 +341,7 @@ class WeightSyncScheme(Attributes):
 
         async def __aenter__(self) -> None:
             raise LocalProtocolError(
-                "this scheme blocks: use `with scheme:` outside of event loops, and the class of "
+                "this scheme blocks: use `with scheme:` outside event loops, and the class of "
                 "`aiosync` with `async with scheme:` inside"
             )
 
@@ -351,7 +353,7 @@ class WeightSyncScheme(Attributes):
                 return object.__getattribute__(self, name)  # raises what it has raised
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}, as it blocks: use "
-                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside of an event loop"
+                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside an event loop"
             )
 
     def __del__(self) -> None:

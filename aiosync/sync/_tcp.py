@@ -28,12 +28,12 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     tls: Fixed = Fixed()
     dial: Fixed = Fixed()
     subscribe: option[bool] = option("Whether a worker gets every update.")
-    reconnect: option[float | None] = option("Seconds to try to get a lost link back.")
+    reconnect: option[float | None] = option("Seconds to keep trying to restore a lost link.")
     stall_timeout: option[float | None] = option("Seconds without progress until a drop.")
     chunk_nbytes: option[int] = option("Bytes that share one checksum.")
-    keepalive: option[float | None] = option("Seconds after which a silent peer is asked.")
-    handshake_timeout: option[float] = option("Seconds that a peer has to prove who it is.")
-    max_connections: option[int] = option("Links that a listening side takes at a time.")
+    keepalive: option[float | None] = option("Seconds after which a silent peer is probed.")
+    handshake_timeout: option[float] = option("Seconds that a peer has to prove its identity.")
+    max_connections: option[int] = option("Links that a listening side accepts at a time.")
     limits: option[Limits | None] = option("What a peer may announce.")
 
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature

@@ -45,7 +45,7 @@ def check_wire_dtype(value: object) -> Dtypes | None:
     """Check the option ``wire_dtype`` of a scheme; a mapping is copied.
 
     Raises:
-        ConfigError: It is no floating-point dtype that can travel, nor a mapping to such.
+        ConfigError: It is not a floating-point dtype that can travel, nor a mapping to such.
     """
     return check_dtypes(value, "wire_dtype")
 
@@ -65,8 +65,8 @@ class CastPrepared(Prepared):
 class CastingFlattener:
     """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
 
-    The source is only read. Integers, complex numbers, values that are no tensors, and the
-    tensors inside of values and extra states keep what they have. Tied tensors stay one leaf. A
+    The source is only read. Integers, complex numbers, values that are not tensors, and the
+    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. A
     source in which nothing has to be cast is treated as a :class:`Flattener` does.
 
     Args:
@@ -120,7 +120,7 @@ class CastingFlattener:
         spare = [pattern for pattern in self._rule.patterns if pattern not in used]
         if spare and dtypes:
             raise ConfigError(
-                f"wire_dtype has patterns that fit no weight: {', '.join(spare)}; the first of "
+                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
                 f"{len(dtypes)} is named {layout.manifest.leaves[0].name!r}. Correct or remove them"
             )
         self._small, self._large = [], []

@@ -57,7 +57,7 @@ class Split(NamedTuple):
             raise ManifestMismatch(
                 mismatched={
                     name: f"dimension {self.dim} has {there} elements, and the parts of its split "
-                    f"make {sum(sizes)}"
+                    f"add up to {sum(sizes)}"
                 },
                 hint="Correct the sizes in split.",
             )
@@ -135,8 +135,8 @@ def check_stars(source: Pattern, made: str, option: str) -> None:
     """Raise unless both have the same number of stars."""
     if made.count("*") != source.stars:
         raise ConfigError(
-            f"{option}: {source.text!r} and {made!r} must have the same number of *, as each one "
-            "takes the place of the other"
+            f"{option}: {source.text!r} and {made!r} must have the same number of *, because they "
+            "correspond to each other"
         )
 
 

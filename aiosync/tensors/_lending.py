@@ -25,9 +25,9 @@ _PLACES = frozenset({"torch._functorch.functional_call", "torch.nn.utils.statele
 def is_lent(tree: ModuleTree) -> bool:
     """Whether what is in a module instead of the tensors of ``tree`` is there for a call only.
 
-    So it is while a thread is inside of a ``functional_call()`` of it, and where a plain tensor has
+    So it is while a thread is inside a ``functional_call()`` of it, and where a plain tensor has
     taken a parameter's place. The parameters that TensorDict's ``to_module()`` puts there look as
-    if they were to stay: such calls have to be made inside of ``reading()``.
+    if they were to stay: such calls have to be made inside ``reading()``.
     """
     for place, tensor in zip(tree.found.places, tree.found.tensors, strict=True):
         if place.kind == "param" and isinstance(tensor, nn.Parameter):
@@ -38,7 +38,7 @@ def is_lent(tree: ModuleTree) -> bool:
 
 
 def _calls(frame: FrameType | None, tree: ModuleTree) -> bool:
-    """Whether a thread is inside of a call of this module, of one around it or of one inside."""
+    """Whether a thread is inside a call of this module, of one around it or of one inside."""
     while frame is not None:
         if frame.f_code.co_name in _CALLS and frame.f_globals.get("__name__") in _PLACES:
             called = frame.f_locals.get("module")

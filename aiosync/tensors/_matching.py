@@ -54,7 +54,7 @@ class Survey:
         tree: Of a module; ``None`` otherwise.
         found: Everything that was found.
         spots: The tensors, each object once.
-        values: Places of values that are no tensors; extra states of modules included.
+        values: Places of values that are not tensors; extra states of modules included.
         tensors: The tensors of ``spots``, in order.
         hidden: What modules save and load in a way of their own.
     """

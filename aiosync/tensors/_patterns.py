@@ -91,7 +91,7 @@ def check_dtypes(value: object, option: str) -> Dtypes | None:
         )
     for dtype in value.values():
         if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{option} names {dtype!r}, which is no torch.dtype")
+            raise ConfigError(f"{option} names {dtype!r}, which is not a torch.dtype")
         _check_dtype(dtype, option)
     return dict(value)
 

@@ -60,13 +60,13 @@ def is_tensor_collection(value: Any) -> bool:
 
 
 def is_non_tensor(value: Any) -> bool:
-    """Whether a value is one of those that TensorDicts wrap what is no tensor in."""
+    """Whether a value is one of those that TensorDicts wrap what is not a tensor in."""
     library = _library or _loaded()
     return library is not None and bool(library.utils.is_non_tensor(value))
 
 
 def is_non_tensor_stack(value: Any) -> TypeGuard[NonTensorStack]:
-    """Whether a value is a stack of wrapped values that are no tensors."""
+    """Whether a value is a stack of wrapped values that are not tensors."""
     library = _library or _loaded()
     return library is not None and isinstance(value, library.NonTensorStack)
 

@@ -56,7 +56,7 @@ _persistent = attrgetter("persistent")
 
 
 class Found:
-    """What a walk found: parallel lists, and the values that are no tensors.
+    """What a walk found: parallel lists, and the values that are not tensors.
 
     Attributes:
         places: One for each occurrence of a tensor.
@@ -272,7 +272,7 @@ def find_nested(source: Any, *, pack: bool = True) -> Found:
 
     Args:
         source: What to walk.
-        pack: Pack values that are no tensors into ``values``. Otherwise ``value_places`` says
+        pack: Pack values that are not tensors into ``values``. Otherwise ``value_places`` says
             where they are, extra states are values even when they are tensors inside
             containers, and places say through what has to be written.
 

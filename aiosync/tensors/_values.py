@@ -129,7 +129,7 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         case "dict":
             pairs = _items(value, list)
             if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
-                raise ConfigError("a packed value holds a dict that is no list of pairs")
+                raise ConfigError("a packed value holds a dict that is not a list of pairs")
             return {key: unpack_value(item, tensor) for key, item in pairs}
         case "stack":
             from tensordict import NonTensorStack

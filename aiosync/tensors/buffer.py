@@ -159,7 +159,7 @@ class FlatBuffer:
         return tensor
 
     def exclusive(self) -> bool:
-        """Whether no tensor outside of this object refers to the memory.
+        """Whether no tensor outside this object refers to the memory.
 
         Parameters that were flipped to a view, a ``state_dict()`` or a ``.data`` that somebody
         kept, and autograd graphs that hold views all count as references; they stop counting

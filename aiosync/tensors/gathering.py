@@ -39,15 +39,15 @@ def gather_weights(
     Modules of ``fully_shard`` are resharded first, so that what the optimizer changed is taken.
 
     Args:
-        source: A module, a TensorDict or a mapping with ``DTensor`` leaves. Without any, nobody is
-            waited for.
+        source: A module, a TensorDict or a mapping with ``DTensor`` leaves. Without any, no
+            rank is waited for.
         extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers,
             ``"state_dict"`` what its ``state_dict()`` has. The same on all ranks.
         keep: ``False`` on ranks that do not send: they take part, and hold one whole tensor at a
             time.
-        device: Where the result lies, for example ``"cpu"``, where tensors go one by one as they
-            are gathered; ``None`` leaves them where the mesh is.
-        timeout: Seconds to wait until all ranks are here; ``None`` leaves it to the process
+        device: Where the result is placed, for example ``"cpu"``, where tensors go one by one as
+            they are gathered; ``None`` leaves them where the mesh is.
+        timeout: Seconds to wait until all ranks have called this; ``None`` leaves it to the process
             groups. After that each collective has the deadline of its process group.
 
     Returns:
@@ -57,9 +57,9 @@ def gather_weights(
 
     Raises:
         ConfigError: The source is of another type, or a ``FullyShardedDataParallel``; this process
-            is no member of the mesh; or the ranks have different names, shapes or shardings.
-        SyncTimeout: Some rank did not call it in time. The process group is of no use any more.
-        TransportBroken: A collective failed, mostly because a rank has ended.
+            is not a member of the mesh; or the ranks have different names, shapes or shardings.
+        SyncTimeout: Some rank did not call it in time. The process group can no longer be used.
+        TransportBroken: A collective failed, usually because a rank has ended.
     """
     _check_source(source)
     found, values = _find(source, extract_as)
@@ -110,8 +110,8 @@ def _check_source(source: object) -> None:
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ConfigError(
                 "a FullyShardedDataParallel has flat parameters, which cannot be gathered by name: "
-                "use torch.distributed.fsdp.fully_shard(), or pass its state_dict() as "
-                "FullStateDictConfig gives it"
+                "use torch.distributed.fsdp.fully_shard(), or pass the state_dict() that it "
+                "returns with FullStateDictConfig"
             )
         reshard = getattr(module, "reshard", None)
         if reshard is not None and _is_fsdp(module):
@@ -163,7 +163,7 @@ def _gather(name: str, tensor: Any) -> torch.Tensor:
 
 
 def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
-    """Wait until all ranks are here, and see whether they want to gather the same.
+    """Wait until all ranks have called this, and see whether they want to gather the same.
 
     Collectives wait for each other as long as their group allows, half an hour by default, and
     ranks that gather different tensors would wait so long, or mix them up.
@@ -174,13 +174,13 @@ def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
     number = int.from_bytes(want.digest())
     for mesh in _meshes(picked):
         if mesh.get_coordinate() is None:
-            raise ConfigError(f"this process is no member of {mesh}: only members can gather")
+            raise ConfigError(f"this process is not a member of {mesh}: only members can gather")
         for group in mesh.get_all_groups():
             highest = torch.tensor([number, -number], device=mesh.device_type)
             _all_highest(highest, group, timeout)
             if highest.tolist() != [number, -number]:
                 raise ConfigError(
-                    "the ranks of the mesh want to gather different weights: pass the same model, "
+                    "the ranks of the mesh are gathering different weights: pass the same model, "
                     "sharded alike, and the same extract_as on all of them"
                 )
 

@@ -84,7 +84,7 @@ class Layout:
             ConfigError: ``flat`` is not such a tensor.
         """
         if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
-            raise ConfigError("a flat buffer is a contiguous 1-D uint8 tensor")
+            raise ConfigError("a flat buffer must be a contiguous 1-D uint8 tensor")
         if flat.numel() < self.nbytes:
             raise ConfigError(
                 f"the buffer has {flat.numel()} bytes, the layout needs {self.nbytes}"

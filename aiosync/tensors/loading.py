@@ -63,7 +63,7 @@ class LoadTarget:
         if values:
             names = ", ".join(sorted(values))
             raise ConfigError(
-                f"a load function takes tensors, and the update has other values, too: {names}. "
+                f"a load function takes tensors, and the update also has other values: {names}. "
                 "Send without them, for example with a strategy or a dict of tensors"
             )
 

@@ -26,16 +26,16 @@ class WeightMap:
     Pass one as ``transform=`` of ``init_on_receiver()``, or call it with names and tensors. Each
     tensor takes these steps in this order: ``drop``, ``rename``, ``split``, ``merge``, ``dtype``.
     ``drop`` and ``rename`` see the trainer's names; the patterns of each later step see the names
-    that the step before it made.
+    that the previous step produced.
 
     In every pattern ``*`` stands for any characters, dots included; where a pattern makes a new
-    name, each ``*`` of that name takes what the one at its place stood for. In each step the
-    first pattern that fits counts. A name that no pattern fits stays as it is.
+    name, each ``*`` of that name takes what the one at its place stood for. In each step the first
+    pattern that matches applies. A name that no pattern matches stays as it is.
 
     Args:
         rename: A mapping from names or patterns to new ones, or a function from name to name. A
             sequence of names puts the tensor under each of them, ``None`` drops it. A name
-            without ``*`` counts before all patterns.
+            without ``*`` takes precedence over all patterns.
         split: Fused pattern -> {part pattern: size}: parts in order along dimension 0. One size
             may be -1: what the others leave. ``({...}, dim)`` splits along another dimension.
         merge: Fused pattern -> sequence of part patterns, joined in this order along dimension 0;
@@ -43,7 +43,7 @@ class WeightMap:
         drop: A pattern or several: tensors that are left out.
         dtype: A floating-point dtype for all floating-point tensors, or patterns to dtypes.
             Other tensors keep theirs.
-        strict: Refuse a pattern that fits nothing. It cannot see functions.
+        strict: Refuse a pattern that matches nothing. Functions are not checked.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -239,7 +239,7 @@ class _Pass:
         if spare and self._map.strict and self._seen:
             listed = ", ".join(f"{text!r} of {option}" for option, text in spare)
             raise ConfigError(
-                f"these patterns of the WeightMap fit no name: {listed}. Correct or remove them, "
+                f"these patterns of the WeightMap match no name: {listed}. Correct or remove them, "
                 "or pass strict=False"
             )
 
@@ -261,7 +261,7 @@ class _Pass:
 
 def _twice(name: str) -> ConfigError:
     return ConfigError(
-        f"the WeightMap makes {name!r} twice: give one of the tensors another name, or drop it"
+        f"the WeightMap produces {name!r} twice: give one of the tensors another name, or drop it"
     )
 
 

@@ -56,7 +56,7 @@ async def check_backpressure(bench: Bench) -> None:
 
 @check()
 async def check_backpressure_small_messages(bench: Bench) -> None:
-    """Small messages that nobody reads are bounded as well."""
+    """Small messages that no process reads are bounded as well."""
     nbytes = 64 * KIB
     async with bench.pair() as (sender, receiver), Tasks() as tasks:
 

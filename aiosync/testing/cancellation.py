@@ -158,7 +158,7 @@ async def cancel_at_every_await(
         around: Makes a context that is entered before each run and left after its check: the
             place for set-up and clean-up.
         when: Which moments to try at each point; one series for each.
-        max_points: Stop a series after so many points, for operations that wait very often.
+        max_points: Stop a series after this many points, for operations that wait very often.
         may_not_wait: An operation without any await point is in order.
 
     Returns:

@@ -1,6 +1,6 @@
 """A clock that jumps: timeouts and delays in tests cost no real time.
 
-:class:`VirtualClock` makes event loops whose ``loop.time()`` stands still while anything can run
+:class:`VirtualClock` makes event loops whose ``loop.time()`` stalls while anything can run
 and jumps to the next timer when nothing can. A test of a 120 s deadline then finishes in
 microseconds, and finishes the same way each time. Code under test must ask ``loop.time()``,
 ``asyncio.sleep()`` and friends; ``time.monotonic()`` is not replaced.
@@ -87,7 +87,7 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
     timer pending the loop waits for descriptors for real, as any loop does.
 
     Args:
-        clock: The clock to follow; a new one when left out.
+        clock: The clock to follow; a new one when omitted.
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:

@@ -76,7 +76,7 @@ async def check_transport(
 
     Args:
         pair_factory: Makes a link; see :class:`TransportFactory`. Called many times.
-        capabilities: What to check against; the transport's own when left out. Checks named in
+        capabilities: What to check against; the transport's own when omitted. Checks named in
             its ``exceptions`` are skipped.
         hooks: What else the suite may use; checks whose hooks are missing are skipped.
         checks: Which checks to run.

@@ -60,7 +60,7 @@ class Faults:
             under way.
         rate: Bytes per second at most, ``None`` for no limit. After a pause, 20 ms worth of bytes
             may be caught up at once.
-        stall_at: After this many bytes this direction stands still until
+        stall_at: After this many bytes this direction stalls until
             :meth:`FaultProxy.resume`. It reads no more either, so that the source is held up.
 
     Raises:

@@ -278,7 +278,7 @@ class BesideTransport(Transport):
         limits = self.channel.limits
         nbytes = ext[_NBYTES]
         if type(nbytes) is not int or nbytes < 1:
-            raise RemoteProtocolError("a payload beside the stream has no legal size")
+            raise RemoteProtocolError("a payload beside the stream has no valid size")
         if not self.channel.takes_payloads:
             raise RemoteProtocolError("the peer sent a payload before it was allowed to")
         if nbytes > limits.max_payload_nbytes:

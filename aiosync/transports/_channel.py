@@ -91,7 +91,7 @@ class FramedChannel:
         return self._state.ended
 
     def set_limits(self, limits: Limits) -> None:
-        """Let the peer announce other sizes from the next frame on, once it proved who it is."""
+        """Let the peer announce other sizes from the next frame on, once it proved its identity."""
         self.limits = limits
         self._reader.set_limits(limits)
 

@@ -231,7 +231,7 @@ class StreamIo:
 def widen_socket(fd: int) -> None:
     """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
 
-    The kernel grants what its limits allow; a descriptor that is no socket is left as it is.
+    The kernel grants what its limits allow; a descriptor that is not a socket is left as it is.
     """
     try:
         copy = os.dup(fd)

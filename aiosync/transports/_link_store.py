@@ -73,7 +73,7 @@ class LinkStore(Store):
         with self._changed:
             there = self._changed.wait_for(lambda: self._closed or self._has(keys), _MEET_SECONDS)
             if self._closed or not there:
-                raise dist.DistStoreError("the peer did not come to the process group")
+                raise dist.DistStoreError("the peer did not join the process group")
 
     def _has(self, keys: Sequence[str]) -> bool:
         # Connecting, which follows, has a short deadline: both sides have to be that far.

@@ -54,18 +54,17 @@ class GroupMember:
         group: The group; used for point-to-point calls only, and never closed.
 
     Raises:
-        ConfigError: This process is no member of it, or it is not one of Gloo.
+        ConfigError: This process is not a member of it, or it is not one of Gloo.
     """
 
     def __init__(self, group: Any) -> None:
         self.group: Any = group
         self.rank: int = dist.get_rank(group)
         if self.rank < 0:
-            raise ConfigError("this process is no member of the group that was given")
+            raise ConfigError("this process is not a member of the given group")
         if dist.get_backend(group) != "gloo":
             raise ConfigError(
-                f"the group that was given is one of {dist.get_backend(group)}; only groups of "
-                "gloo can be shared"
+                f"the given group uses {dist.get_backend(group)}; only gloo groups can be shared"
             )
 
 
@@ -131,9 +130,7 @@ class GroupCarrier(Carrier):
             if waiter is not None and waiter.cancelled():
                 return  # this side has just called it off
             if waiter is None or waiter.done():
-                raise RemoteProtocolError(
-                    f"the peer says {message.key!r} where nobody waits for it"
-                )
+                raise RemoteProtocolError(f"unexpected {message.key!r} from the peer")
             waiter.set_result(None)
             return
         if self._member is None:
@@ -150,10 +147,13 @@ class GroupCarrier(Carrier):
                 "the peer has no rank in a process group: pass group= on both sides or on neither"
             )
         if self._peer_known.is_set():
-            raise RemoteProtocolError("the peer says a second time which rank it has")
+            raise RemoteProtocolError("the peer announced its rank twice")
         rank, size = int(text), dist.get_world_size(self._member.group)
         if rank >= size or rank == self._member.rank:
-            raise RemoteProtocolError(f"the peer says it has rank {rank} of {size}, as this side")
+            raise RemoteProtocolError(
+                f"the peer announced rank {rank} of {size}, which is invalid or the rank of this "
+                "side"
+            )
         self._peer = rank
         # Gloo matches chunks by rank and tag: what another link of the two processes left, or has
         # under way, must not be taken for a part of this one's payloads.
@@ -364,7 +364,7 @@ class GroupCarrier(Carrier):
     async def aclose(self) -> None:
         """See :class:`Carrier`.
 
-        A thread that waits for a peer that stands still is left to end by itself, after
+        A thread that waits for a peer that stalls is left to end by itself, after
         ``patience``.
         """
         self.end()

@@ -92,7 +92,7 @@ async def prove_as_dialer(transport: Provable, credentials: Credentials) -> None
             raise why_refused(exc.__cause__) from exc
         raise ConnectError(
             f"{transport.channel.name} closed the link during the handshake: it may be at its "
-            "limit of connections, want TLS, or be something else than aiosync"
+            "connection limit, require TLS, or not be aiosync"
         ) from exc
 
 
@@ -124,7 +124,7 @@ async def prove_as_listener(transport: Provable, credentials: Credentials) -> No
         answer = (await transport.recv()).message
         await transport.send(auth.verify(answer))
     except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
-        raise ConnectError(f"{transport.channel.name} went away during the handshake") from exc
+        raise ConnectError(f"{transport.channel.name} disconnected during the handshake") from exc
     except AiosyncError as exc:
         if not transport.channel.ended:
             with contextlib.suppress(AiosyncError):  # it is refused anyway

@@ -169,8 +169,8 @@ class RayActorTransport(Transport):
         reason = None if error is None else getattr(error, "cause", None) or error
         if isinstance(error, getattr(exceptions, "ActorUnavailableError", ())):
             reason = TransportBroken(
-                f"{self._name} starts again, or cannot be reached for a moment; it gets the next "
-                f"update: {text}"
+                f"{self._name} is restarting, or cannot be reached for the moment; it gets the "
+                f"next update: {text}"
             )
         elif isinstance(error, exceptions.RayActorError):
             self._error = PeerClosed(f"{self._name} has died: {text}")

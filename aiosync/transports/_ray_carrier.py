@@ -130,9 +130,9 @@ class RayCarrier(Carrier):
         self._check()
         ticket, name = ext.get("ref"), ext.get("hub")
         if type(ticket) is not bytes or len(ticket) != 16:
-            raise RemoteProtocolError("a payload beside the stream has no legal ticket")
+            raise RemoteProtocolError("a payload beside the stream has no valid ticket")
         if type(name) is not str or not _HUB_NAME.fullmatch(name):
-            raise RemoteProtocolError("a payload beside the stream names no legal hub")
+            raise RemoteProtocolError("a payload beside the stream names no valid hub")
         buffers = None if lend is None else lend()
         arrays = _checked(await self._take(name, ticket), nbytes)
         self.say(_GOT, ticket)
@@ -156,7 +156,7 @@ class RayCarrier(Carrier):
             asked = hub.get.remote(ticket, _HUB_SECONDS)
             refs = await self._within(landed(asked, self._loop), _HUB_SECONDS + 10.0)
             if not refs:
-                raise TransportBroken("the sender has let go of a payload that it announced")
+                raise TransportBroken("the sender has released a payload that it announced")
             return await self._within(landed(refs[0], self._loop), _FETCH_SECONDS)
         except (self._ray.exceptions.RayError, ValueError) as exc:
             text = str(exc).partition("\n")[0]
@@ -171,7 +171,7 @@ class RayCarrier(Carrier):
             )
             self._check()
             if not there.done():
-                raise TransportBroken(f"Ray did not bring the payload within {seconds:g} s")
+                raise TransportBroken(f"Ray did not deliver the payload within {seconds:g} s")
             return there.result()
         finally:
             there.cancel()
@@ -214,7 +214,7 @@ class RayCarrier(Carrier):
 
 def _checked(value: Any, nbytes: int) -> list[NDArray[np.uint8]]:
     if not are_arrays(value):
-        raise RemoteProtocolError("the object of a payload is no list of bytes")
+        raise RemoteProtocolError("the object of a payload is not a list of bytes")
     total = sum(each.nbytes for each in value)
     if total != nbytes:
         raise RemoteProtocolError(f"the object of a payload has {total} bytes, not {nbytes}")

@@ -300,7 +300,7 @@ class RayObjects:
             text = str(exc).partition("\n")[0]
             exc.__traceback__ = None  # its frames would keep the weights
             raise LocalProtocolError(
-                f"Ray's object store did not take the weights: {type(exc).__name__}: {text}"
+                f"Ray's object store did not accept the weights: {type(exc).__name__}: {text}"
             ) from exc
 
     def _tell(self, entry: Entry) -> None:

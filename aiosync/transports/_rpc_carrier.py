@@ -3,7 +3,7 @@
 The receiver calls the sender and says where a payload may land, under a random number that is
 valid for that payload only; the sender then calls :func:`deliver` there, chunk by chunk, and says
 in the stream when all of it was taken. What lets a payload go is no word in the stream: there it
-would wait behind messages that nobody reads yet. A receiver completes nothing before the last
+would wait behind messages that no process reads yet. A receiver completes nothing before the last
 word, so what is left of a transfer that was cut can never be taken for an update. Must not import
 torch or schemes. See ``docs/topics/clusters.md``.
 """
@@ -85,7 +85,7 @@ class RPCCarrier(Carrier):
         """See :class:`Carrier`."""
         landing = self._landing
         if message.key != "sent" or landing is None or message.value != landing.key or landing.left:
-            raise RemoteProtocolError("the peer says that it sent a payload that is not here")
+            raise RemoteProtocolError("the peer says that it sent a payload that did not arrive")
         self._all_sent = True
         self._landed.set()
 
@@ -144,10 +144,10 @@ class RPCCarrier(Carrier):
         """See :class:`Carrier`."""
         chunk_nbytes = ext.get(_CHUNK)
         if type(chunk_nbytes) is not int or not 2**16 <= chunk_nbytes <= 2**40:
-            raise RemoteProtocolError("a payload over RPC has no legal size of chunks")
+            raise RemoteProtocolError("a payload over RPC has no valid chunk size")
         name, offer = ext.get(_NAME), ext.get(_OFFER)
         if not isinstance(name, str) or not isinstance(offer, bytes) or not 0 < len(name) <= 128:
-            raise RemoteProtocolError("a payload over RPC does not say whose it is")
+            raise RemoteProtocolError("a payload over RPC does not identify its sender")
         assert lend is not None
         buffers = lend()
         landing = self._landing = Landing(buffers, nbytes, chunk_nbytes, self._tell)
@@ -178,7 +178,7 @@ class RPCCarrier(Carrier):
                 error = f"the RPC worker {name!r} was not told where to send: {text}"
                 raise TransportBroken(error) from landing.refusal
             if landing.left == left:
-                raise TransportBroken(f"nothing of it came for {self._patience:g} s")
+                raise TransportBroken(f"none of it arrived for {self._patience:g} s")
             left = landing.left
             self._landed.clear()
             with contextlib.suppress(TimeoutError):

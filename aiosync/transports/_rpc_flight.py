@@ -143,7 +143,7 @@ class Flight:
     async def let_go(self) -> None:
         """Wait for a while until RPC has let go of the memory, whoever cancels meanwhile.
 
-        It always has where the peer lives or is dead; one that stands still may keep it for
+        It always has where the peer lives or is dead; one that stalls may keep it for
         longer. Nobody takes what it reads then.
         """
         self._kept.clear()  # an answer may never come: RPC alone decides

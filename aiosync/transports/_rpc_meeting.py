@@ -124,7 +124,9 @@ async def tell(name: str, scheme_id: str, url: str, token: bytes | None, timeout
     call(loop, name, tell_address, args, timeout, settle)
     error = await answer
     if error is not None:
-        raise ConnectError(f"the RPC worker {name!r} was not told: {_text(error)}") from error
+        raise ConnectError(
+            f"the RPC worker {name!r} was not told the address: {_text(error)}"
+        ) from error
 
 
 def stream_to(name: str, scheme_id: str, host: str, timeout: float) -> socket.socket:
@@ -159,7 +161,7 @@ def stream_to(name: str, scheme_id: str, host: str, timeout: float) -> socket.so
                 sock.close()  # a stranger
         except (OSError, RuntimeError, ValueError) as exc:
             raise ConnectError(
-                f"the RPC worker {name!r} opened no stream to {host}: {_text(exc)}"
+                f"the RPC worker {name!r} did not open a stream to {host}: {_text(exc)}"
             ) from exc
 
 

@@ -45,12 +45,14 @@ class Segment:
         try:
             self.fd: int = anonymous_file()
         except OSError as exc:
-            raise ConfigError(f"no shared memory: {exc}") from exc
+            raise ConfigError(f"cannot create shared memory: {exc}") from exc
         try:  # now, as a link could not say that there is no descriptor left
             self.read_only_fd: int = _read_only(self.fd)
         except OSError as exc:
             os.close(self.fd)
-            raise ConfigError(f"no descriptor for readers of shared memory: {exc}") from exc
+            raise ConfigError(
+                f"cannot open a descriptor for readers of shared memory: {exc}"
+            ) from exc
         self.slots: list[Slot] = []
         self.taken_nbytes: int = 0  # bytes of the file whose pages are there
         self._maps: list[mmap.mmap] = []
@@ -69,7 +71,7 @@ class Segment:
             mapping = mmap.mmap(self.fd, self.slot_nbytes, offset=offset)
         except OSError as exc:
             raise ConfigError(
-                f"no shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
+                f"cannot allocate shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
             ) from exc
         self._maps.append(mapping)
         slot = Slot(arena, self, len(self.slots), memoryview(mapping))
@@ -79,7 +81,7 @@ class Segment:
     def reserve(self) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread.
 
-        Clearing the pages of a large slot takes longer than an event loop should stand still.
+        Clearing the pages of a large slot takes longer than an event loop should stall.
         """
         return _Reservation(self)
 
@@ -160,7 +162,7 @@ class Arena:
         return len(self.segment.slots) if self.segment else 0
 
     def free_slot(self, nbytes: int) -> Slot | None:
-        """Acquire a slot that nobody reads, or ``None``. The caller owns one reference."""
+        """Acquire a slot that no process reads, or ``None``. The caller owns one reference."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         self.bury()

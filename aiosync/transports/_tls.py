@@ -35,7 +35,7 @@ class TlsIo:
         sock: Connected stream socket.
         context: Of the side that this end is.
         server_side: This end listened.
-        hostname: Name that the certificate of the other end has to have, if it is checked.
+        hostname: Name that the certificate of the other end must have, if it is checked.
     """
 
     reads_out = True
@@ -113,8 +113,8 @@ class TlsIo:
             raise ConnectError(f"the link was lost during the TLS handshake: {exc}") from exc
         if not data:
             raise ConnectError(
-                "the other end closed the link during the TLS handshake: it may speak no TLS, or "
-                "want a certificate of this end"
+                "the other end closed the link during the TLS handshake: it may not use TLS, or "
+                "may require a certificate from this end"
             )
         return data
 
@@ -221,7 +221,7 @@ def why_refused(exc: ssl.SSLError) -> ConnectError:
     """What an error of OpenSSL means for whoever opened the link."""
     reason = exc.reason or str(exc)
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
-        return ConnectError("the other end does not speak TLS: give both ends tls=, or neither")
+        return ConnectError("the other end does not use TLS: pass tls= on both sides or on neither")
     if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
         return AuthError(f"the certificate of one end was refused: {reason}")
     return ConnectError(f"the TLS handshake failed: {reason}")

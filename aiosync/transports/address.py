@@ -49,10 +49,12 @@ class Address:
         if isinstance(url, Address):
             return url
         if not isinstance(url, str):
-            raise ConfigError(f"an address is a string such as 'tcp://host:7000', not {url!r}")
+            raise ConfigError(f"an address must be a str such as 'tcp://host:7000', not {url!r}")
         if "@" in url and not url.startswith("unix:"):
             # Before anything is parsed: an error of the parser would repeat a part of them.
-            raise ConfigError("an address holds no credentials: pass token= or tls= beside it")
+            raise ConfigError(
+                "an address must not contain credentials: pass them as token= or tls="
+            )
         try:
             parts = urlsplit(url)
             port = parts.port

@@ -227,7 +227,7 @@ class Transport(abc.ABC):
         return self.send_nowait(make_ack(epoch, version, status, None))
 
     def subscribe(self, handler: Handler) -> bool:
-        """Hand messages to ``handler`` as they are read, without the way through ``recv()``.
+        """Hand messages to ``handler`` as they are read, bypassing ``recv()``.
 
         That is quicker by a turn of the loop. Messages whose payload needs a lent buffer, and
         messages that were read before, still come through :meth:`recv`, which also goes on to

@@ -22,8 +22,8 @@ __all__ = ["TLS", "Credentials", "Secret"]
 class Secret:
     """Bytes that do not show: not in a repr, and not in the text of a pickle.
 
-    A pickle carries them masked, which keeps them out of logs and not from whoever has the
-    pickle.
+    A pickle carries them masked, which keeps them out of logs but
+    not from anyone who has the pickle.
 
     Args:
         value: The secret; text becomes UTF-8.
@@ -37,7 +37,7 @@ class Secret:
     def __init__(self, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
         if not isinstance(data, bytes):
-            raise ConfigError(f"a token is text or bytes, not {type(value).__name__}")
+            raise ConfigError(f"a token must be str or bytes, not {type(value).__name__}")
         if not data:
             raise ConfigError(
                 "the token is empty: make one with "
@@ -73,16 +73,16 @@ class TLS:
     """Certificates for a link, as files, so that it can be pickled into workers.
 
     The side that listens shows ``cert``; the side that dials checks it against ``ca`` and the
-    host name. With ``verify_clients`` it is mutual: the side that dials has to show a
-    certificate, too, which the side that listens checks against ``ca``. One object may serve
+    host name. With ``verify_clients`` it is mutual: the side that dials must
+    also show a certificate, which the side that listens checks against ``ca``. One object may serve
     both sides.
 
     Attributes:
         cert: PEM file of this end's certificate, followed by its chain.
         key: PEM file of its private key; ``None`` if it is in ``cert``.
         ca: PEM file of the authorities to trust; ``None`` trusts those of the system.
-        verify_clients: The side that listens refuses peers without a certificate of ``ca``.
-        hostname: Name that the certificate of the other end has to have; ``None`` takes the
+        verify_clients: The side that listens refuses peers without a certificate signed by ``ca``.
+        hostname: Name that the certificate of the other end must have; ``None`` takes the
             host that was dialled, ``localhost`` for Unix sockets.
         password: Of an encrypted key.
     """
@@ -98,10 +98,11 @@ class TLS:
         if isinstance(self.password, str):
             object.__setattr__(self, "password", Secret(self.password))
         if self.key is not None and self.cert is None:
-            raise ConfigError("TLS(key=...) without cert=: the key belongs to a certificate")
+            raise ConfigError("TLS(key=...) needs cert=: the certificate that the key belongs to")
         if self.verify_clients and self.ca is None:
             raise ConfigError(
-                "TLS(verify_clients=True) needs ca=: whose certificates may clients show?"
+                "TLS(verify_clients=True) needs ca=: the authorities that sign the certificates "
+                "of clients"
             )
 
     def listening_context(self) -> ssl.SSLContext:
@@ -184,7 +185,7 @@ def _check_readable(path: str | os.PathLike[str], kind: str) -> None:
         why = getattr(exc, "strerror", None) or exc
         raise ConfigError(f"the {kind} file {path} cannot be used: {why}") from exc
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"the {kind} file {path} cannot be used: it may not be read")
+        raise ConfigError(f"the {kind} file {path} cannot be used: it is not readable")
 
 
 def _has_certificate(path: str | os.PathLike[str]) -> bool:
@@ -203,7 +204,7 @@ def _check_listens(context: ssl.SSLContext) -> None:
     """
     if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
         raise ConfigError(
-            "this ssl.SSLContext is of the side that dials: the side that listens needs "
+            "this ssl.SSLContext is for the side that dials: the side that listens needs "
             "ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) with a certificate, or "
             "aiosync.TLS(cert=..., key=...)"
         )
@@ -232,10 +233,10 @@ def _check_listens(context: ssl.SSLContext) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What one end of a link has to prove itself with, and asks of the other.
+    """What one end of a link proves itself with, and demands of the other.
 
     Attributes:
-        token: Both ends have to have the same; it never travels. Use at least 16 random bytes.
+        token: Must be the same on both ends; it never travels. Use at least 16 random bytes.
         tls: Encrypts the link: certificates as files, or an ``ssl.SSLContext``, which cannot be
             pickled.
 
@@ -251,7 +252,7 @@ class Credentials:
             object.__setattr__(self, "token", Secret(self.token))
         if self.tls is not None and not isinstance(self.tls, TLS | ssl.SSLContext):
             raise ConfigError(
-                f"tls is aiosync.TLS(...) or an ssl.SSLContext, not {type(self.tls).__name__}"
+                f"tls must be aiosync.TLS(...) or an ssl.SSLContext, not {type(self.tls).__name__}"
             )
 
     def __repr__(self) -> str:
@@ -283,8 +284,8 @@ class Credentials:
     def __getstate__(self) -> list[Any]:
         if isinstance(self.tls, ssl.SSLContext):
             raise ConfigError(
-                "an ssl.SSLContext cannot travel into another process: pass "
-                "tls=aiosync.TLS(cert=..., key=..., ca=...) with the names of files"
+                "an ssl.SSLContext cannot be passed to another process: pass "
+                "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
             )
         return [self.token, self.tls]
 

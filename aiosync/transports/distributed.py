@@ -46,10 +46,10 @@ class DistributedTransport(BesideTransport):
         rank: 0 at one end, 1 at the other.
         backend: ``"gloo"`` or ``"nccl"``.
         group: A Gloo process group that both ends are members of, to use instead. A transfer that
-            is cut or stands still breaks the whole of it.
+            is cut or stalls breaks the whole of it.
         tag: With ``group``: distinguishes links between the same two ranks.
         inline_nbytes: Payloads up to this size travel in the control stream.
-        patience: Seconds that a transfer may stand still before the link breaks.
+        patience: Seconds that a transfer may stall before the link breaks.
 
     Raises:
         ConfigError: The back-end cannot be used here.

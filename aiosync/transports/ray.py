@@ -29,7 +29,7 @@ class RayTransport(BesideTransport):
 
     Args:
         control: Connected link for messages.
-        objects: What the sender's links share; made when first needed if left out.
+        objects: What the sender's links share; made when first needed if omitted.
         inline_nbytes: Payloads up to this size travel in the control stream.
 
     Raises:

@@ -33,7 +33,7 @@ class RPCTransport(BesideTransport):
     Args:
         control: Connected link for messages.
         inline_nbytes: Payloads up to this size travel in the control stream.
-        patience: Seconds that a transfer may stand still before the link breaks.
+        patience: Seconds that a transfer may stall before the link breaks.
 
     Raises:
         ConfigError: RPC is not initialised in this process.

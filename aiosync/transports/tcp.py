@@ -97,26 +97,26 @@ class TCPTransport(FramedTransport):
         payloads: bool = True,
         timeout: float | None = 30.0,
     ) -> TCPTransport:
-        """Dial, and prove to each other who is there. One attempt.
+        """Dial, and authenticate each other. One attempt.
 
         Args:
             url: ``tcp://host:port`` or ``unix:///path``.
             credentials: Token and TLS; the same as on the other side.
             limits: What the peer may announce afterwards.
             name: How errors call the peer; its address by default.
-            keepalive: Seconds after which the kernel asks an idle TCP peer whether it is there;
+            keepalive: Seconds after which the kernel probes an idle TCP peer;
                 one that does not answer is lost after twice that time. ``None`` for never.
             untaken: Seconds after which a TCP link is lost whose peer takes none of the bytes that
                 were sent, be it because its host is gone or because it does not read. ``None``
                 leaves it to the kernel, which tries for a quarter of an hour. On Linux it also
                 decides how long a probe of ``keepalive`` may stay without an answer.
             payloads: Whether the peer may send payloads at once; otherwise from
-                ``channel.allow_payloads()`` on, when it was found out what it is.
+                ``channel.allow_payloads()`` on, once its role is known.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
-            ConnectError: Nobody listens there, or the other end refused.
-            AuthError: The tokens or certificates do not fit.
+            ConnectError: Nothing listens there, or the other end refused.
+            AuthError: The tokens or certificates do not match.
             ConnectTimeout: Not in time.
             ConfigError: Not an address, or a certificate file cannot be used.
 
@@ -162,13 +162,13 @@ class TCPTransport(FramedTransport):
     ) -> TCPTransport:
         """The listening side's half of :meth:`connect`, for a socket that was accepted.
 
-        Takes ownership of ``sock``. Until the peer has proved who it is it gets no memory but a
+        Takes ownership of ``sock``. Until the peer has proved its identity it gets no memory but a
         read-ahead of 64 KiB.
 
         Args:
             sock: From ``accept()``.
             credentials: As for :meth:`connect`.
-            context: TLS of this side; made from ``credentials`` when left out.
+            context: TLS of this side; made from ``credentials`` when omitted.
             limits: What the peer may announce afterwards.
             name: How errors call the peer.
             keepalive: As for :meth:`connect`.
@@ -177,7 +177,7 @@ class TCPTransport(FramedTransport):
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
-            AuthError: The tokens or certificates do not fit; the peer was told.
+            AuthError: The tokens or certificates do not match; the peer was told.
             ConnectError: The peer went away, or does not speak TLS.
             RemoteProtocolError: It does not speak aiosync.
             ConnectTimeout: Not in time.
@@ -203,7 +203,7 @@ class TCPTransport(FramedTransport):
                     transport.abort()
                     raise
         except TimeoutError as exc:
-            raise ConnectTimeout(f"{name} did not prove who it is in {timeout:g} s") from exc
+            raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
         if not payloads:
             transport.channel.refuse_payloads()
@@ -302,17 +302,17 @@ async def _secured(
         io = TlsIo(sock, context, server_side=server_side, hostname=hostname)
     except (ssl.SSLError, ValueError) as exc:
         sock.close()
-        raise ConfigError(f"this SSL context does not fit: {exc}") from exc
+        raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
     try:
         await io.handshake()
     except PlainPeer as exc:
         if not server_side:
             io.close()
             raise ConfigError(
-                "the listener speaks no TLS: pass tls= on its side, too, or on neither"
+                "the listener does not use TLS: pass tls= on both sides or on neither"
             ) from exc
         # It can be told in words that it understands.
-        refuse = Refuse("ConfigError", "this address speaks TLS: pass tls= on this side, too")
+        refuse = Refuse("ConfigError", "this address uses TLS: pass tls= on this side as well")
         with contextlib.suppress(OSError):
             sock.send(encode_frame(refuse))
         io.close()

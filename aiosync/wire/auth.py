@@ -69,7 +69,7 @@ class ListenerAuth:
         """
         nonce, self._nonce = self._nonce, None
         if nonce is None:
-            raise LocalProtocolError("there is no challenge that waits for an answer")
+            raise LocalProtocolError("no challenge is waiting for an answer")
         if not isinstance(message, Proof):
             _unexpected("dialer", message, "Proof")
         if self._token is None:
@@ -137,7 +137,7 @@ class DialerAuth:
         """
         challenge, self._challenge = self._challenge, None
         if challenge is None:
-            raise LocalProtocolError("there is no answer that waits for a proof")
+            raise LocalProtocolError("no answer is waiting for a proof")
         if isinstance(message, Refuse):
             if message.error_type != AuthError.__name__:
                 _refused(message)

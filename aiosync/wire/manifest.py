@@ -257,7 +257,7 @@ def _decode(data: bytes, limits: Limits) -> Manifest:
     except (ValueError, TypeError, OverflowError, RecursionError) as exc:
         raise InvalidData(f"malformed msgpack: {str(exc) or type(exc).__name__}") from exc
     if len(leaves) != count:
-        raise InvalidData(f"{count} leaves were announced and {len(leaves)} came")
+        raise InvalidData(f"{count} leaves were announced and {len(leaves)} arrived")
     manifest = Manifest(tuple(leaves), nbytes)
     _check(manifest.leaves, nbytes, limits)
     if _pack_manifest(manifest.leaves, nbytes) != data:
@@ -278,7 +278,7 @@ def _leaf_nbytes(name: object, dtype: Any, shape: Any, limits: Limits) -> int:
     empty = False
     for size in shape:
         if type(size) is not int or size < 0:
-            raise InvalidData(f"leaf {_show(name)} has a size that is no integer >= 0")
+            raise InvalidData(f"leaf {_show(name)} has a size that is not an integer >= 0")
         if size:
             bound *= size
         else:
@@ -335,7 +335,7 @@ def _check_names(names: list[str], limits: Limits) -> None:
     for name in names:
         if type(name) is not str or not name or "\0" in name:
             raise InvalidData(
-                f"{_show(name)} is not a name: it is empty, holds a NUL or is no string"
+                f"{_show(name)} is not a name: it is empty, holds a NUL or is not a string"
             )
         try:
             nbytes = len(name) if name.isascii() else len(name.encode())

@@ -193,12 +193,12 @@ def test_a_round_trip_with_tls(
     assert (status, "certificate" in text) == (1, True)
     status, text = refused(capsys, "push", path, url, *with_files(TLS_CLIENT))
     assert status == 1
-    assert "serves no model 'policy'; it serves: a b" in text
+    assert "does not serve model 'policy'; it serves: a b" in text
     status, text = refused(
         capsys, "pull", url, str(tmp_path / "x.pt"), *with_files(TLS_CLIENT), "--model-id", "c"
     )
     assert status == 1
-    assert "serves no model 'c'; it serves: a b" in text
+    assert "does not serve model 'c'; it serves: a b" in text
 
 
 # -- what goes wrong --------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_a_token_that_others_may_read_is_noted(
     url = f"unix://{tmp_path / 'nobody'}"
     assert aiosync.cli.main(["status", url, "--token-file", str(path)]) == 1
     note, error = capsys.readouterr().err.splitlines()
-    assert note == f"Note: other users may read {path}: chmod 600 is advised."
+    assert note == f"Note: other users can read {path}: chmod 600 is advised."
     assert "cannot be reached" in error
 
 
@@ -274,7 +274,7 @@ def test_what_a_server_does_not_have(
         (["serve", "--listen", "nonsense"], "is not an address"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{no}"], "cannot be read"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{empty}"], "is empty"),
-        (["serve", "--listen", "tcp://127.0.0.1:0", "--tls-key", "{file}"], "without cert="),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--tls-key", "{file}"], "needs cert="),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{file}"], "cannot be used"),
         (["serve", "--listen", "tcp://127.0.0.1:{busy}"], "listens there"),
         (["push", "{no}.pt", "tcp://127.0.0.1:1"], "no such file"),
@@ -283,8 +283,8 @@ def test_what_a_server_does_not_have(
         (["pull", "tcp://127.0.0.1:1", "copy.pt", "--model-id", ""], "model is empty"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--model-id", ""], "model is empty"),
         (["push", "{file}.xyz", "tcp://127.0.0.1:1"], "must end in one of"),
-        (["push", "{file}.pt", "tcp://127.0.0.1:0"], "names no port"),
-        (["push", "{file}.pt", "tcp://user:{secret}@127.0.0.1:1"], "holds no credentials"),
+        (["push", "{file}.pt", "tcp://127.0.0.1:0"], "has no port"),
+        (["push", "{file}.pt", "tcp://user:{secret}@127.0.0.1:1"], "must not contain credentials"),
         (["pull", "tcp://127.0.0.1:1", "{no}/copy.pt"], "there is no folder"),
         (["pull", "tcp://127.0.0.1:1", "copy.xyz"], "must end in one of"),
         (["pull", "tcp://127.0.0.1:1", "copy.pt", "--tls-ca", "{no}"], "cannot be used"),
@@ -453,7 +453,9 @@ async def test_a_push_says_why_it_was_not_taken(
 ) -> None:
     async with WeightServer(URL, store=tmp_path) as server:
         async with trainer(server), push(server.url, []) as pushing:
-            with pytest.raises(ConnectError, match="pushes model 'policy' to this server already"):
+            with pytest.raises(
+                ConnectError, match="is already pushing model 'policy' to this server"
+            ):
                 await pushing
 
         def refuse(*_args: Any) -> None:

@@ -218,7 +218,7 @@ async def never_ready() -> None:
     with pytest.raises(RuntimeError, match="failed"):
         await asyncio.to_thread(serve.run, app, name="lonely", route_prefix="/lonely")
     message = serve.status().applications["lonely"].deployments["Policy"].message
-    assert f"has no version of the weights from {source} to begin with after 0.5 s" in message
+    assert f"has no version of the weights from {source} to start with after 0.5 s" in message
     assert "the source was not reached yet" in message
     await asyncio.to_thread(serve.delete, "lonely")
 

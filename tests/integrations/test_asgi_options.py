@@ -33,7 +33,7 @@ from tests.integrations._asgi_calls import feed_at, hello
 )
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(aiosync.ConfigError, match=f"{name} must be|a path is"):
+    with pytest.raises(aiosync.ConfigError, match=f"{name} must be|a path must be"):
         WeightsMiddleware(hello, feed_at(1), **options)
 
 

@@ -329,13 +329,13 @@ def test_a_pipe_with_something_else_in_it(data: bytes) -> None:
     with theirs, MP() as scheme:
         scheme.init_on_sender(model_id="policy", pipes=[mine])
         theirs.send_bytes(data)
-        with pytest.raises(aiosync.PartialSyncError, match="something else than weights"):
+        with pytest.raises(aiosync.PartialSyncError, match="something other than weights"):
             scheme.get_sender().send(_ones())
     mine, theirs = Pipe()
     with mine, MP() as scheme:
         scheme.init_on_worker(model_id="policy", pipe=theirs, model=tools.filled(0.0))
         mine.send_bytes(data)
-        with pytest.raises(aiosync.RemoteProtocolError, match="something else than weights"):
+        with pytest.raises(aiosync.RemoteProtocolError, match="something other than weights"):
             scheme.get_receiver().receive(timeout=tools.PATIENCE)
 
 
@@ -392,7 +392,9 @@ def test_a_process_that_no_kernel_has(make: str, pid: str) -> None:
     kind = aiosync.PartialSyncError if make == "sender" else aiosync.RemoteProtocolError
     with theirs, user:
         for _ in range(2):
-            with pytest.raises(kind, match=r"says that it is process|unknown words|something else"):
+            with pytest.raises(
+                kind, match=r"says that it is process|unknown greeting|something other"
+            ):
                 wait()
 
 
@@ -420,7 +422,7 @@ def test_half_a_greeting_on_a_pipe_that_stays_open(
     os.write(theirs.fileno(), _greeting(os.getpid(), b"scheme")[:17])
     user, wait = _waits(make, mine)
     kind = aiosync.PartialSyncError if make == "sender" else aiosync.TransportBroken
-    with theirs, user, pytest.raises(kind, match="stopped in mid-greeting"):
+    with theirs, user, pytest.raises(kind, match="stopped in the middle of its greeting"):
         wait()
 
 

@@ -16,7 +16,7 @@ from tests.schemes import _models as models
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
-TAKEN = r"worker_idx 0 is taken: process {} has it.*index of its own.*end its process first"
+TAKEN = r"worker_idx 0 is taken: process {} has it.*its own index.*end its process first"
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values(
     async with here(scheme, models.Tied(), {"load": engine.load}) as (sender, _):
         names = set(models.Tied().state_dict())
         assert set(engine.weights) == names
-        with pytest.raises(aiosync.PartialSyncError, match="other values, too: extra"):
+        with pytest.raises(aiosync.PartialSyncError, match="also has other values: extra"):
             await sender.send({**{n: torch.zeros(2) for n in names}, "extra": 7})
 
 

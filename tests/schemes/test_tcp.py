@@ -934,7 +934,9 @@ async def test_a_trainer_that_the_server_refuses_is_told_why_at_once(url) -> Non
     try:
         async with make(server.url, dial="both") as trainer:
             trainer.init_on_sender(model_id="actor", model=models.linear())
-            with pytest.raises(aiosync.PartialSyncError, match="serves no model 'actor'") as caught:
+            with pytest.raises(
+                aiosync.PartialSyncError, match="does not serve model 'actor'"
+            ) as caught:
                 await trainer.connect(timeout=5)
             assert isinstance(caught.value.failed[0], aiosync.ConfigError)
     finally:
@@ -998,7 +1000,7 @@ def test_an_ssl_context_is_refused_with_advice() -> None:
 async def test_port_0_cannot_be_dialled() -> None:
     receiver = make()
     receiver.init_on_receiver(model=models.linear())
-    with pytest.raises(aiosync.ConfigError, match="names no port"):
+    with pytest.raises(aiosync.ConfigError, match="has no port"):
         await receiver.connect()
 
 

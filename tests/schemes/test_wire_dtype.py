@@ -166,7 +166,7 @@ async def test_patterns_and_a_pattern_that_fits_nothing(make: Any) -> None:
     async with joined(scheme, target, model=source) as tx:
         await tx.send()
         assert equal(target, source)
-        with pytest.raises(aiosync.ConfigError, match="fit no weight: weight"):
+        with pytest.raises(aiosync.ConfigError, match="match no weight: weight"):
             await tx.send({"other": torch.ones(1)})
         await tx.send()
 

@@ -77,7 +77,7 @@ async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
                 refusal = await answer(link)
                 assert isinstance(refusal, Refuse)
                 assert refusal.error_type == "ConfigError"
-                assert "pushes model 'policy' already" in refusal.error_text
+                assert "is already pushing model 'policy'" in refusal.error_text
             await send(first, 2.0)
             assert server.status()["ended"]["ConfigError"] == 1
         async with trainer(server) as second:
@@ -142,7 +142,7 @@ async def test_weights_of_any_strategy_are_for_every_worker() -> None:
 
 async def test_only_the_models_that_are_listed_are_served() -> None:
     async with WeightServer(URL, model_ids=["actor"]) as server:
-        with pytest.raises(ConfigError, match="serves no model 'policy'; it serves: actor"):
+        with pytest.raises(ConfigError, match="does not serve model 'policy'; it serves: actor"):
             async with worker(server):
                 pass
         async with dialled(server, "sender") as link:
@@ -161,7 +161,7 @@ async def test_there_are_at_most_so_many_models() -> None:
         worker(server, "b"),
     ):
         await send(source, 1.0)
-        with pytest.raises(ConfigError, match="has 2 models, and takes no more"):
+        with pytest.raises(ConfigError, match="has 2 models and accepts no more"):
             async with worker(server, "c"):
                 pass
 
@@ -375,7 +375,7 @@ async def test_a_model_whose_first_version_is_being_written_is_not_dropped(
         with contextlib.suppress(aiosync.AiosyncError):
             await handle
         await until(lambda: described(server)["trainer"] is None)
-        with pytest.raises(ConfigError, match="has 1 models, and takes no more"):
+        with pytest.raises(ConfigError, match="has 1 models and accepts no more"):
             async with worker(server, "another"):
                 pass
         slow.go()
@@ -621,13 +621,13 @@ async def test_a_server_that_never_started_can_be_closed() -> None:
     with pytest.raises(LocalProtocolError, match="not started"):
         await server.wait_closed()
     await server.aclose()
-    with pytest.raises(LocalProtocolError, match="starts once"):
+    with pytest.raises(LocalProtocolError, match="only once"):
         await server.start()
 
 
 async def test_a_context_of_the_other_side_is_refused_at_once() -> None:
     for context, text in (
-        (ssl.create_default_context(), "of the side that dials"),
+        (ssl.create_default_context(), "for the side that dials"),
         (without_certificate(), "no certificate to show"),
     ):
         with pytest.raises(ConfigError, match=text):

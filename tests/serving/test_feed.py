@@ -555,5 +555,5 @@ async def test_mistakes() -> None:
         with pytest.raises(aiosync.ConfigError, match="needs an async scheme"):
             WeightFeed(wrong, model=nn.Linear(1, 1))
     scheme.init_on_receiver(model=nn.Linear(1, 1))
-    with pytest.raises(aiosync.ConfigError, match="no role yet"):
+    with pytest.raises(aiosync.ConfigError, match="has not been initialised"):
         WeightFeed(scheme, model=nn.Linear(1, 1))

@@ -123,7 +123,7 @@ async def test_the_least_version_that_a_request_asks_for(mode) -> None:
     gate = AdmissionGate(mode=mode, initial_version=2)
     async with gate.request(min_version=2) as version:
         assert version == 2
-    with pytest.raises(aiosync.AdmissionTimeout, match="version 5 was asked for") as info:
+    with pytest.raises(aiosync.AdmissionTimeout, match="version 5 was requested") as info:
         async with gate.request(min_version=5, timeout=0.01):
             pytest.fail("was let in")
     assert (info.value.version, info.value.min_version) == (2, 5)
@@ -245,7 +245,7 @@ async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
             assert gate.running == 1
         async with gate.batch(timeout=0):
             pass
-        with pytest.raises(aiosync.AdmissionTimeout, match="inside of another request"):
+        with pytest.raises(aiosync.AdmissionTimeout, match="inside another request"):
             async with gate.request(min_version=2, timeout=10):
                 pytest.fail("was let in")
         child = asyncio.create_task(_hold(gate))  # what it starts is a part of it, too
@@ -331,7 +331,7 @@ async def test_a_request_of_the_other_mode_has_one_version() -> None:
         assert request.active
     assert request.versions == (4,)
     assert not request.active
-    with pytest.raises(aiosync.LocalProtocolError, match="entered once"):
+    with pytest.raises(aiosync.LocalProtocolError, match="entered only once"):
         async with request:
             pytest.fail("was let in")
 

@@ -90,7 +90,7 @@ tools.in_thread(late)
 atexit.register(lambda: portal.loop.call_soon_threadsafe(time.sleep, 1.0))
 """
     stderr = _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
-    assert "late: this scheme is being closed, as the interpreter ends" in stderr
+    assert "late: this scheme is being closed because the interpreter is ending" in stderr
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_a_pattern_fits_a_tied_parameter_by_any_of_its_names() -> None:
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
     flattener = CastingFlattener("tensordict", {"a": BF16, "b.*": BF16})
-    with pytest.raises(ConfigError, match=r"fit no weight: b\.\*; .* is named 'a'"):
+    with pytest.raises(ConfigError, match=r"match no weight: b\.\*; .* is named 'a'"):
         flattener.prepare({"a": torch.ones(1)})
     assert flattener.prepare({}).layout.nbytes == 0
     assert flattener.prepare({"a": torch.ones(1), "b.c": torch.ones(1)}).layout.dtypes[1] is BF16

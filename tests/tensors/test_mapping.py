@@ -310,7 +310,7 @@ def test_a_name_made_twice(options: Any, given_: list[str]) -> None:
     ],
 )
 def test_a_pattern_that_fits_nothing(options: Any) -> None:
-    with pytest.raises(ConfigError, match=r"fit no name.*strict=False"):
+    with pytest.raises(ConfigError, match=r"match no name.*strict=False"):
         made(WeightMap(**options), {"a": torch.ones(1)})
     assert list(WeightMap(**options, strict=False)({"a": torch.ones(1)}))
     assert list(WeightMap(**options)({})) == []

@@ -60,7 +60,7 @@ def test_a_context_cannot_travel() -> None:
 
 @pytest.mark.parametrize("tls", [True, "cert.pem", 5])
 def test_what_is_no_tls(tls: Any) -> None:
-    with pytest.raises(ConfigError, match="tls is"):
+    with pytest.raises(ConfigError, match="tls must be"):
         Credentials(tls=tls)
 
 
@@ -121,7 +121,7 @@ def test_it_is_said_which_file_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_context_that_cannot_listen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is of the side that dials"):
+    with pytest.raises(ConfigError, match="is for the side that dials"):
         Credentials(tls=ssl.create_default_context()).listening_context()
     server = without_certificate()
     with pytest.raises(ConfigError, match="has no certificate to show"):

@@ -247,7 +247,7 @@ async def test_tls_on_the_dialling_side_only_is_told_at_once() -> None:
             sock, _ = await asyncio.to_thread(listening.accept)
         with pytest.raises(RemoteProtocolError):
             await TCPTransport.accept(sock)
-        with pytest.raises(ConfigError, match="speaks no TLS"):
+        with pytest.raises(ConfigError, match="does not use TLS"):
             await dialling
 
 

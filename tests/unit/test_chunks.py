@@ -203,9 +203,9 @@ def test_a_chunk_that_is_verified_may_not_come_again() -> None:
     put(target, memory, sender.update(0), sender.data(0))
     for _ in range(2):  # a chunk that was only announced may
         target.place(sender.update(1), 64)
-    with pytest.raises(RemoteProtocolError, match="there already"):
+    with pytest.raises(RemoteProtocolError, match="already there"):
         target.place(sender.update(0), 64)
-    with pytest.raises(RemoteProtocolError, match="there already"):
+    with pytest.raises(RemoteProtocolError, match="already there"):
         target.arrived(sender.update(0), memoryview(sender.data(0)))
 
 

@@ -257,9 +257,9 @@ def test_a_hostile_leaf_is_refused(changes: dict[str, Any], text: str) -> None:
         (encoded([], 64), "need 0"),
         (encoded([record()], 8), "need 64"),
         (encoded([record()], 128), "need 64"),
-        (encoded([record()], head=[1, 64, 2]), "announced and 1 came"),
+        (encoded([record()], head=[1, 64, 2]), "announced and 1 arrived"),
         (encoded([record(), record(name="b", offset=64)], head=[1, 64, 1]), "more than the 1"),
-        (encoded([record()])[:-1], "announced and 0 came"),
+        (encoded([record()])[:-1], "announced and 0 arrived"),
         (encoded([record()]) + b"\0", "more than the 1"),
         (encoded([record()[:6]]), "array of 7"),
         (encoded([[*record(), 1]]), "array of 7"),
@@ -271,7 +271,7 @@ def test_a_hostile_leaf_is_refused(changes: dict[str, Any], text: str) -> None:
         (encoded([record()]).replace(b"\xa1a", b"\xd9\x01a"), "canonical"),
         (encoded([record()]).replace(b"\xa1a", b"\xd4\x05a"), "malformed"),
         (b"\xdd\xff\xff\xff\xff", "malformed"),
-        (b"\x93\x01\x00\x01" + b"\xdc\x04\x00" * 1000, "announced and 0 came"),
+        (b"\x93\x01\x00\x01" + b"\xdc\x04\x00" * 1000, "announced and 0 arrived"),
     ],
 )
 def test_a_hostile_encoding_is_refused(data: bytes, text: str) -> None:

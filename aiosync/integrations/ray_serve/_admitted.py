@@ -28,7 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T_co]):
-    """What an :func:`admitted` method gives back.
+    """What an :func:`admitted` method returns.
 
     Attributes:
         value: What the method returned, or one of the things that it yielded.
@@ -76,12 +76,12 @@ def admitted(
 
     Callers may add the keywords ``min_version`` and ``epoch``, as for
     :meth:`aiosync.serving.AdmissionGate.request`; the method does not see them. Callers get
-    ``AdmissionTimeout`` if there is no such version in time: they may try again.
+    ``AdmissionTimeout`` if no such version arrives in time: they may try again.
 
     Args:
         method: The method, of a :class:`WeightsMixin`. One with ``@serve.batch`` is called from
             it: the requests of a batch are inside together, so that it sees one version.
-        timeout: Seconds that a request waits to be let in; ``None`` takes the gate's.
+        timeout: Seconds that a request waits to be admitted; ``None`` takes the gate's.
 
     Returns:
         A coroutine function, or an asynchronous generator function, of :class:`Answer`.
@@ -102,14 +102,14 @@ def _admitted(method: Callable[..., Any], *, timeout: float | None) -> Callable[
     if inspect.isgeneratorfunction(method):
         raise ConfigError(f"{name} is a generator: make it `async def` to be admitted")
     if hasattr(method, "set_max_batch_size"):
-        raise ConfigError(f"{name} has @serve.batch: call it from a method that is admitted")
+        raise ConfigError(f"{name} has @serve.batch: call it from an admitted method")
     for taken in set(inspect.signature(method).parameters) & set(_OWN):
-        raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() takes itself")
+        raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() uses itself")
 
     def begin(deployment: Any, options: dict[str, Any]) -> Admission:
         feed = getattr(deployment, "weight_feed", None)
         if not isinstance(feed, WeightFeed):
-            raise LocalProtocolError(f"{name} is admitted, so its class has to be a WeightsMixin")
+            raise LocalProtocolError(f"{name} is admitted, so its class must be a WeightsMixin")
         wanted = {key: options.pop(key) for key in _OWN if key in options}
         return feed.request(timeout=timeout, **wanted)
 

@@ -55,6 +55,6 @@ class ReplicaWeightsMiddleware:
         if self._inner is None:
             replica: Any = serve.get_replica_context().servable_object
             if not isinstance(replica, WeightsMixin):
-                raise LocalProtocolError(f"{type(replica).__name__} is no WeightsMixin")
+                raise LocalProtocolError(f"{type(replica).__name__} is not a WeightsMixin")
             self._inner = WeightsMiddleware(self._app, replica.weight_feed, **self._options)
         await self._inner(scope, receive, send)

@@ -82,11 +82,11 @@ class WeightsMixin:
                 ``AIOSYNC_TOKEN`` of the replica's environment, if there is one.
             model: Module to keep up to date.
             weights: TensorDict or dict of tensors to keep up to date instead.
-            load: Function that puts versions where they belong, instead.
+            load: Function that loads versions, instead.
             transform: What to do with updates before. All four as for
                 :class:`~aiosync.serving.WeightFeed`.
             model_id: Name of the model, as the sender calls it.
-            gate: The gate; one of its own if ``None``.
+            gate: The gate; the feed makes its own if ``None``.
             min_version: The least version to take requests with.
             timeout: Seconds to wait for it; ``None`` for ever.
             max_staleness: Seconds without a source after which the replica is unhealthy, so that
@@ -97,14 +97,14 @@ class WeightsMixin:
 
         Raises:
             RecvTimeout: There was no such version in time; the text says what the feed says.
-            ConfigError: The arguments exclude each other, or the scheme has a role already.
+            ConfigError: The arguments exclude each other, or the scheme already has a role.
             LocalProtocolError: It was called before.
 
         Cancellation:
             Ends the feed; nothing is followed.
         """
         if self._weight_feed is not None:
-            raise LocalProtocolError("a replica follows one source; it follows one already")
+            raise LocalProtocolError("a replica follows only one source, and this one already does")
         if min_version < 1:
             raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
         for name, value in (("timeout", timeout), ("max_staleness", max_staleness)):
@@ -130,7 +130,7 @@ class WeightsMixin:
             await feed.aclose()
             where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
             raise RecvTimeout(
-                f"{_replica_name()} has no version of the weights{where} to begin with after "
+                f"{_replica_name()} has no version of the weights{where} to start with after "
                 f"{limit:g} s: it has version {status.version} and needs {min_version}; "
                 f"{status.reason or 'the source has nothing newer'}"
             ) from exc
@@ -204,7 +204,7 @@ class WeightsMixin:
         limit = self._max_staleness
         if limit is not None and status.stale_for > limit:
             raise RecvTimeout(
-                f"version {status.version} is stale for {status.stale_for:.1f} s, and "
+                f"version {status.version} has been stale for {status.stale_for:.1f} s, and "
                 f"max_staleness is {limit:g} s: {status.reason}"
             )
 

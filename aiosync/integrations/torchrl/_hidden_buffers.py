@@ -55,9 +55,9 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
         return
     if names := sorted(name for name, _ in _hidden(scheme, collector)):
         raise ConfigError(
-            "the policy has buffers that are in no state dict, and workers of a collector get it "
-            f"without memory: {', '.join(names)}. Make the scheme with strategy='tensordict', "
-            "which sends them, or leave init_on_sender() to the collector"
+            "the policy has buffers that are not in its state dict, and a collector's workers get "
+            f"it on the meta device: {', '.join(names)}. Make the scheme with "
+            "strategy='tensordict', which sends them, or leave init_on_sender() to the collector"
         )
 
 

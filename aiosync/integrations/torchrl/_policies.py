@@ -25,13 +25,13 @@ def refuse_no_module(collector: Any, model_id: str) -> None:
     """Raise if the collector's policy has no weights that could be sent.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: It is not a module.
     """
     policy = find_model(collector, model_id) if model_id == "policy" else None
     if policy is not None and not isinstance(policy, nn.Module):
         raise ConfigError(
-            f"the policy is a {type(policy).__name__} and no nn.Module: it needs no weight "
-            "synchronization. Leave weight_sync_schemes= away; a Collector also takes "
+            f"the policy is a {type(policy).__name__} and not an nn.Module: it needs no weight "
+            "synchronization. Omit weight_sync_schemes=; a Collector also accepts "
             "NoWeightSyncScheme"
         )
 

@@ -120,7 +120,7 @@ class ServerOwner:
         except AiosyncError as exc:  # anything that is raised here would end the server
             self._ended = True
             warnings.warn(
-                f"the trainer is gone, the server goes on with version {scheme.version}: {exc}",
+                f"the trainer is gone; the server continues with version {scheme.version}: {exc}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -77,7 +77,7 @@ if TYPE_CHECKING or not HAS_VLLM:
         def __init__(
             self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
         ) -> None:
-            raise ImportError("an engine's side needs vLLM")
+            raise ImportError("the engine side needs vLLM")
 
         def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
             """Make the update info of a dictionary."""

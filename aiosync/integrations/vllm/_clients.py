@@ -21,7 +21,7 @@ _MAX_REASON_NBYTES = 65536
 
 
 class HTTPClient:
-    """Drives a vLLM server. For trainers that have no vLLM.
+    """Drives a vLLM server. For trainers without vLLM.
 
     Args:
         base_url: ``http://host:port`` of a server with ``VLLM_SERVER_DEV_MODE=1``.
@@ -29,14 +29,14 @@ class HTTPClient:
         headers: Sent with each request, for a proxy in between that asks for credentials.
 
     Raises:
-        ConfigError: The URL is no HTTP URL.
+        ConfigError: The URL is not an HTTP URL.
     """
 
     def __init__(
         self, base_url: str, *, timeout: float = 120.0, headers: Mapping[str, str] | None = None
     ) -> None:
         if urllib.parse.urlsplit(base_url).scheme not in ("http", "https"):
-            raise ConfigError(f"{base_url!r} is no HTTP URL")
+            raise ConfigError(f"{base_url!r} is not an HTTP URL")
         self.base_url: str = base_url.rstrip("/")
         self.timeout: float = timeout
         self._headers = dict(headers or {})
@@ -123,7 +123,7 @@ class LLMClient:
 
 
 class AsyncLLMClient:
-    """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from another thread than its loop's.
+    """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from a thread other than that of its loop.
 
     Args:
         engine: The engine.

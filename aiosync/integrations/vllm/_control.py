@@ -101,7 +101,7 @@ class Control:
         thread.start()
         thread.join(self._timeout)
         if thread.is_alive():
-            raise SyncTimeout(f"the engine did not answer to {what!r} within {self._timeout:g} s")
+            raise SyncTimeout(f"the engine did not answer {what!r} within {self._timeout:g} s")
         if not errors:
             return outcome[0]
         error = errors[0]

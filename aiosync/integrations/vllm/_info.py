@@ -33,9 +33,9 @@ _SHARED = "shm"
 
 @dataclass
 class AiosyncInitInfo(WeightTransferInitInfo):
-    """What each worker of an engine is told when a trainer comes. JSON, without secrets.
+    """What each worker of an engine is told when a trainer connects. JSON, without secrets.
 
-    The trainer's side makes it; write one yourself for a trainer that has no vLLM.
+    The trainer's side makes it; write one yourself for a trainer without vLLM.
 
     Attributes:
         address: Where the trainer listens: ``tcp://host:port``, ``unix:///path``, or the
@@ -45,14 +45,14 @@ class AiosyncInitInfo(WeightTransferInitInfo):
             trainer. Rank ``r`` of the engine is worker ``first_worker + r``.
         timeout: Seconds to reach the trainer. The engine generates nothing meanwhile.
         token_file: File with the shared token on the engine's host; without it, the variable
-            ``AIOSYNC_TOKEN`` of the engine's environment is taken.
+            ``AIOSYNC_TOKEN`` of the engine's environment is used.
         tls: Arguments of :class:`aiosync.TLS` for the engine's end, such as ``{"ca": "ca.pem"}``.
         check: What the names, shapes and dtypes of an update have to be equal to:
             ``"checkpoint"``, that which the engine was started from, or the first update where
             its files cannot be read; ``"first"``, the first update; ``"none"`` leaves it to
             vLLM's loaders.
         rollback: Keep a copy of the weights in host memory, and put it back when an update
-            fails half-way. Without it such a failure leaves the engine unusable.
+            fails halfway. Without it such a failure leaves the engine unusable.
     """
 
     address: str
@@ -77,9 +77,9 @@ class AiosyncUpdateInfo(WeightTransferUpdateInfo):
     """What each worker of an engine is told with an update.
 
     Attributes:
-        version: The version to load; it is staged already, as a rule.
+        version: The version to load; usually it is already staged.
         timeout: Seconds to wait for it if it is not.
-        undo: Put the weights back that were there before this version instead.
+        undo: Instead, restore the weights from before this version.
     """
 
     version: int
@@ -161,7 +161,7 @@ def receiving_scheme(info: AiosyncInitInfo) -> WeightSyncScheme:
     """The scheme of a worker, without a role.
 
     Raises:
-        ConfigError: The address or the token file is of no use.
+        ConfigError: The address or the token file cannot be used.
     """
     scheme: WeightSyncScheme
     if info.address.startswith(f"{_SHARED}:"):
@@ -170,7 +170,7 @@ def receiving_scheme(info: AiosyncInitInfo) -> WeightSyncScheme:
         inner = scheme._scheme
         pid = parse_qs(parts.query).get("pid", [""])[0]
         if not parts.path.strip("/") and not parts.netloc:
-            raise ConfigError(f"{info.address!r} is no address of a trainer's shared memory")
+            raise ConfigError(f"{info.address!r} is not the address of a trainer's shared memory")
         inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
         inner._sender_pid = int(pid) if pid.isdigit() else None
     else:

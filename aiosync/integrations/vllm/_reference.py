@@ -96,7 +96,7 @@ class Reference:
             return None
         if tensor.dtype == self._also and dtype.is_floating_point and dtype.itemsize > 1:
             return None
-        return f"dtype {dtype} was expected, {tensor.dtype} came"
+        return f"dtype {dtype} was expected, got {tensor.dtype}"
 
 
 def of_tensors(items: Iterable[tuple[str, torch.Tensor]], *, also: torch.dtype | None) -> Reference:

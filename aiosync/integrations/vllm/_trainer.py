@@ -52,7 +52,7 @@ class Activation:
         version: The version that the engine has now.
         staging: Seconds that were waited for workers to have all of it; the engine generated.
         paused: Seconds from asking the engine to pause until it had resumed.
-        loading: Seconds of those that loading took.
+        loading: How many of those seconds loading took.
     """
 
     version: int
@@ -100,7 +100,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Listen, have the engine's workers come, and wait for them. Bounded by ``timeout``.
+        """Listen, have the engine's workers connect, and wait for them. Bounded by ``timeout``.
 
         Args:
             init_info: Where to listen, and how.
@@ -109,10 +109,10 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
                 it, :meth:`stage` and :meth:`send_weights` are given them.
 
         Raises:
-            ConnectError: The engine refused, or its workers could not come; it says why.
-            ConnectTimeout: Fewer workers than ``num_workers`` came.
+            ConnectError: The engine refused, or its workers could not connect; it says why.
+            ConnectTimeout: Fewer workers than ``num_workers`` connected.
             SyncTimeout: The engine did not answer.
-            ConfigError: The init info is of no use.
+            ConfigError: The init info cannot be used.
         """
         engine = cls(init_info, client=client, source=source)
         if init_info.is_sender:
@@ -154,12 +154,12 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             raise errors[0]
 
     def rejoin(self) -> None:
-        """Have the engine's workers come again, and give them the newest version.
+        """Have the engine's workers connect again, and give them the newest version.
 
         After an engine was restarted, or another one has taken its address.
 
         Raises:
-            ConnectError: The engine refused, or its workers could not come.
+            ConnectError: The engine refused, or its workers could not connect.
             AiosyncError: As :meth:`activate`.
         """
         with self._lock:
@@ -197,8 +197,8 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             The version that is being sent; 0 on ranks that do not send.
 
         Raises:
-            PartialSyncError: A worker has gone; :meth:`rejoin` when the engine is back.
-            ConfigError: There is neither a source nor ``weights``.
+            PartialSyncError: A worker has disconnected; call :meth:`rejoin` when the engine is
+            back. ConfigError: There is neither a source nor ``weights``.
         """
         if weights is None and self.source is None:
             raise ConfigError("pass weights, or a source= to trainer_init()")
@@ -229,7 +229,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
 
         Raises:
             PartialSyncError: A worker refused the version, and says why; every worker of its
-                engine has what it had.
+                engine keeps what it had.
             ApplyError: The engine refused.
             RecvTimeout: Not all workers had it in time; the engine was not paused.
             SyncTimeout: The engine did not answer.
@@ -239,7 +239,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             scheme = self._require()
             handle = self._handle
             if handle is None:
-                raise LocalProtocolError("activate(): stage() comes first")
+                raise LocalProtocolError("activate(): call stage() first")
             began = time.perf_counter()
             self._check_workers(scheme)
             scheme.wait_staged(handle.version, timeout=self._info.timeout)
@@ -304,7 +304,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         try:
             self._control.resume()
         except AiosyncError as exc:
-            error.add_note(f"The engine may be paused still: {exc}")
+            error.add_note(f"The engine may still be paused: {exc}")
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         return "" if self._scheme is None else address_of(self._scheme)
 
     def shutdown(self) -> None:
-        """Leave the engine, which goes on with what it has. Idempotent, bounded."""
+        """Disconnect from the engine, which goes on with what it has. Idempotent, bounded."""
         scheme, self._scheme = self._scheme, None
         self._handle = None
         if scheme is not None:
@@ -330,7 +330,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         refuse_inside_loop("stage() or activate", "await asyncio.to_thread(...)")
         if self._scheme is None:
             raise LocalProtocolError(
-                "this side of the transfer was shut down" if self.is_sender else "rank 0 sends"
+                "this side of the transfer was shut down" if self.is_sender else "only rank 0 sends"
             )
         return self._scheme
 

@@ -74,9 +74,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         """Reach the trainer, and stage what it sends from now on. A trainer before is left.
 
         Raises:
-            ConnectTimeout: Nobody listened in time; the engine goes on with what it has.
+            ConnectTimeout: Nothing listened there in time; the engine goes on with what it has.
             ConnectError: The trainer refused.
-            ConfigError: The init info is of no use.
+            ConfigError: The init info cannot be used.
         """
         self.shutdown()
         error: Exception | None = None
@@ -92,8 +92,8 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
     def _connect(self, info: AiosyncInitInfo) -> None:
         if info.rollback and getattr(self.parallel_config, "enable_eplb", False):
             raise ConfigError(
-                "expert load balancing moves weights between updates, which a copy of them does "
-                "not follow: set rollback=False"
+                "expert load balancing moves weights between updates, which a copy of them cannot "
+                "follow: set rollback=False"
             )
         scheme = receiving_scheme(info)
         index = info.first_worker + self._ranks.index
@@ -122,7 +122,10 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
                 ties_head=bool(getattr(config.hf_config, "tie_word_embeddings", False)),
             )
             if self._reference is None:
-                _logger.warning("no checkpoint files to check updates against: the first counts")
+                _logger.warning(
+                    "no checkpoint files to check updates against: the first update is the "
+                    "reference"
+                )
 
     def shutdown(self) -> None:
         """Leave the trainer. The model keeps its weights. Idempotent, bounded."""
@@ -179,7 +182,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         if applied != update_info.version:
             self._roll_back()
             self._loaded = 0
-            self._ranks.report(LocalProtocolError(f"version {applied} came in between"))
+            self._ranks.report(LocalProtocolError(f"version {applied} was applied in between"))
 
     def finish_weight_update(self) -> None:
         """Keep what was loaded: it cannot be undone from now on."""
@@ -244,8 +247,8 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
             self._roll_back()
             if self._backup is None:
                 raise ApplyError(
-                    f"{error or 'another worker could not load it'}; it broke off half-way, and "
-                    "this engine has no copy to go back to: start it again"
+                    f"{error or 'another worker could not load it'}; it stopped halfway, and this "
+                    "engine has no copy to roll back to: restart it"
                 ) from error
         raise error or ApplyError("another worker of this engine could not load it")
 

@@ -48,7 +48,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     Args:
         store: The store of the collector.
         policy_weights: Live weights of updates that bring none, with the names that the workers
-            have; of the collector's policy, if left out.
+            have; of the collector's policy, if omitted.
         num_workers: How many workers there are.
         sync: Kept for TorchRL's signature: an update always waits for the workers.
         timeout: Seconds for each update; ``None`` waits for ever.
@@ -88,7 +88,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
             ConfigError: There is a collector already.
         """
         if self._collector_wrs:
-            raise ConfigError(f"this {type(self).__name__} has a collector already")
+            raise ConfigError(f"this {type(self).__name__} already has a collector")
         super().register_collector(collector)
         policy = getattr(collector, "_policy_to_send", None)
         if isinstance(policy, nn.Module) and not hasattr(collector, "jobs"):
@@ -146,7 +146,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         factories = getattr(self.collector, "policy_factory", None) or ()
         if any(factory is not None for factory in factories):
             raise ConfigError(
-                "workers that make their policy by policy_factory= receive nothing from a "
+                "workers that make their policy with policy_factory= receive nothing from a "
                 "DistributedWeightUpdater: use weight_sync_schemes= instead"
             )
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()

@@ -75,12 +75,12 @@ class MultiProcessedWeightUpdater(SchemeWeightUpdater):
             LocalProtocolError: Its workers run already.
         """
         if self._collector_wrs:
-            raise ConfigError(f"this {type(self).__name__} has a collector already")
+            raise ConfigError(f"this {type(self).__name__} already has a collector")
         multi = any(cls.__name__ == "MultiCollector" for cls in type(collector).__mro__)
         if multi and hasattr(collector, "procs"):
             raise LocalProtocolError(
-                f"the workers of this collector run already: pass the {type(self).__name__} to "
-                "its constructor, as weight_updater="
+                "the workers of this collector are already running: pass the "
+                f"{type(self).__name__} to its constructor, as weight_updater="
             )
         super().register_collector(collector)
         if not multi:
@@ -119,7 +119,7 @@ class MultiProcessedWeightUpdater(SchemeWeightUpdater):
                 meant = [idx for idx, each in enumerate(devices) if each == device]
             if not meant:
                 raise ConfigError(
-                    f"{worker_id!r} is no worker: there are {self._num_workers()}, with the "
+                    f"{worker_id!r} is not a worker: there are {self._num_workers()}, with the "
                     f"policy devices {devices}"
                 )
             indices += meant
@@ -128,6 +128,6 @@ class MultiProcessedWeightUpdater(SchemeWeightUpdater):
     def _copy_locally(self, weights: Any, worker_ids: list[Any]) -> None:
         for worker_id in worker_ids:
             if worker_id not in self._policy_weights:
-                raise ConfigError(f"policy_weights has no weights of worker {worker_id!r}")
+                raise ConfigError(f"policy_weights has no weights for worker {worker_id!r}")
         for worker_id in worker_ids:
             copy_weights(self._policy_weights[worker_id], weights)

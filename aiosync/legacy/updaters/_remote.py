@@ -93,10 +93,10 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         collector_infos: Kept for TorchRL's signature.
         collector_class: Kept for TorchRL's signature.
         collector_rrefs: References to the remote collectors; those of the collector that is
-            registered, if left out.
+            registered, if omitted.
         policy_weights: Live weights of updates that bring none; of the collector's policy, if
-            left out.
-        num_workers: How many remote collectors there are; as many as references, if left out.
+            omitted.
+        num_workers: How many remote collectors there are; as many as references, if omitted.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
@@ -206,8 +206,8 @@ class RayWeightUpdater(_RemoteWeightUpdater):
 
     Args:
         policy_weights: Live weights of updates that bring none; of the collector's policy, if
-            left out.
-        remote_collectors: The actors; those of the collector that is registered, if left out.
+            omitted.
+        remote_collectors: The actors; those of the collector that is registered, if omitted.
         max_interval: How many updates of a worker may be left out between two that reach it.
         timeout: Seconds for each update; ``None`` waits for ever.
 

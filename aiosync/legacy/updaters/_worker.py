@@ -60,7 +60,7 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
         worker_idx: Index of this worker.
 
     Raises:
-        ConfigError: The collector has workers of its own, or its policy is no module.
+        ConfigError: The collector has workers of its own, or its policy is not a module.
         ConnectError: The trainer has ended.
         ConnectTimeout: The trainer did not answer within the scheme's ``timeout``.
     """
