@@ -178,6 +178,8 @@ async def test_what_the_carrier_has_lost(trainer: Trainer) -> None:
 class Far:
     """A link that takes the payload some time after it was given it, as those beside a stream."""
 
+    follows_copies_above = None
+
     def __init__(self) -> None:
         self.found: set[float] = set()
 
