@@ -1,13 +1,15 @@
 """What a sender owes to one receiver: at most one update that waits, and those under way.
 
 A receiver that is slower than the trainer gets the newest version and never sees the ones in
-between: an update that is still waiting is replaced by the next. Pure bookkeeping: events in,
-outcomes out. This module must never import asyncio, anyio or torch, and reads no clock.
+between: an update that is still waiting is replaced by the next. Only one that lacks a part of
+what comes before it waits until that has arrived. Pure bookkeeping: events in, outcomes out. This
+module must never import asyncio, anyio or torch, and reads no clock.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
 
 from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError
@@ -58,7 +60,8 @@ class Outbox:
     is true the link takes it with ``take()``; it is then in flight, and the window is shut
     until the receiver says RECEIVED (or more), so that at most one update is on the link.
     Acknowledgements resolve what is in flight, which is never more than
-    :data:`MAX_IN_FLIGHT`. Not thread-safe.
+    :data:`MAX_IN_FLIGHT`. ``offer_after()`` is for a version that replaces nothing of that: it
+    becomes pending when everything before it is resolved. Not thread-safe.
 
     Args:
         epoch: Epoch of the sender.
@@ -78,6 +81,7 @@ class Outbox:
         "_skipped",
         "_stray",
         "_unreceived",
+        "_waiting",
         "epoch",
         "worker_idx",
     )
@@ -87,6 +91,7 @@ class Outbox:
         self.worker_idx: int | None = worker_idx
         self._pending: int | None = None
         self._in_flight: list[int] = []  # ascending
+        self._waiting: list[int] = []  # for all before them; ascending, and after the pending one
         self._unreceived: int | None = None  # the one in flight that shuts the window
         self._last_offered = 0
         self._applied = 0
@@ -141,24 +146,59 @@ class Outbox:
             and len(self._in_flight) < MAX_IN_FLIGHT
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every version that was offered is resolved."""
+        return self._pending is None and not self._in_flight
+
     def offer(self, version: int) -> list[Outcome]:
         """Make a version pending; the newest one wins.
 
         Returns:
-            The outcome of the pending version that was replaced, if there was one.
+            The outcomes of the versions that it replaced: the pending one, and those that
+            waited behind it.
 
         Raises:
             LocalProtocolError: Not greater than the version offered last, or closed.
         """
+        self._check_newer(version)
+        replaced = self._waiting if self._pending is None else [self._pending, *self._waiting]
+        self._pending = self._last_offered = version
+        self._waiting = []
+        return [self._skip(older, version) for older in replaced]
+
+    def offer_after(self, version: int, kept: Container[int]) -> list[Outcome]:
+        """Make a version pending once everything before it is resolved.
+
+        Args:
+            version: The version, which lacks something of an unresolved one.
+            kept: Of the versions that wait already, those of which it lacks something.
+
+        Returns:
+            The outcomes of the others, which it replaced.
+
+        Raises:
+            LocalProtocolError: Not greater than the version offered last, or closed.
+        """
+        self._check_newer(version)
+        replaced = [older for older in self._waiting if older not in kept]
+        self._waiting = [older for older in self._waiting if older in kept]
+        self._waiting.append(version)
+        self._last_offered = version
+        self._promote()
+        return [self._skip(older, version) for older in replaced]
+
+    def _check_newer(self, version: int) -> None:
         if self._error is not None:
             raise LocalProtocolError(f"the outbox was closed: {self._error}") from self._error
         if version <= self._last_offered:
             raise LocalProtocolError(
                 f"version {version} is not newer than version {self._last_offered}"
             )
-        replaced = self._pending
-        self._pending = self._last_offered = version
-        return [] if replaced is None else [self._skip(replaced, version)]
+
+    def _promote(self) -> None:
+        if self._waiting and self.is_idle:
+            self._pending = self._waiting.pop(0)
 
     def take(self) -> int:
         """Move the pending version into flight, and shut the window.
@@ -182,6 +222,7 @@ class Outbox:
         """
         if (
             self._pending is not None
+            or self._waiting
             or self._unreceived is not None
             or self._error is not None
             or version <= self._last_offered
@@ -251,6 +292,7 @@ class Outbox:
             raise LocalProtocolError(f"version {version} is not on the link")
         self._in_flight.remove(version)
         self._unreceived = None
+        self._promote()
         return [Outcome(version, OutcomeKind.FAILED, error=error)]
 
     def on_ack(self, ack: Ack) -> list[Outcome]:
@@ -279,6 +321,7 @@ class Outbox:
         if ack.status == AckStatus.RECEIVED:
             return []
         in_flight.remove(version)
+        self._promote()
         return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
 
     def _on_skipped(self, version: int) -> list[Outcome]:
@@ -301,9 +344,11 @@ class Outbox:
         self._applied = version
         if len(in_flight) == 1:
             in_flight.clear()
+            self._promote()
             return [Outcome(version, OutcomeKind.APPLIED)]
         overtaken = in_flight[: in_flight.index(version)]
         del in_flight[: len(overtaken) + 1]
+        self._promote()
         outcomes = [self._skip(older, version) for older in overtaken]
         outcomes.append(Outcome(version, OutcomeKind.APPLIED))
         return outcomes
@@ -315,13 +360,14 @@ class Outbox:
             error: Why the receiver can get no more updates.
 
         Returns:
-            A FAILED outcome for every version in flight or pending, oldest first.
+            A FAILED outcome for every version that is not resolved, oldest first.
         """
         if self._error is not None:
             return []
         self._error = error
-        versions = self._in_flight if self._pending is None else [*self._in_flight, self._pending]
-        self._in_flight = []
+        pending = [] if self._pending is None else [self._pending]
+        versions = [*self._in_flight, *pending, *self._waiting]
+        self._in_flight, self._waiting = [], []
         self._pending = None
         self._unreceived = None
         return [Outcome(version, OutcomeKind.FAILED, error=error) for version in versions]

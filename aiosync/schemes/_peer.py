@@ -18,6 +18,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import Outbox, Outcome
+from aiosync.schemes._coverage import Coverage
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
@@ -76,6 +77,7 @@ class Peer:
         self.outbox: Outbox = Outbox(epoch, worker_idx=worker_idx)
         if hello.epoch == epoch and hello.version:
             self.outbox.start_at(hello.version)
+        self._coverage = Coverage()
         self.received_version: int = self.outbox.applied
         self._on_fetch = on_fetch
         self.stream: StreamWriter | None = None
@@ -135,7 +137,15 @@ class Peer:
         self._pump()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Make ``snapshot`` the next update of this worker; the newest wins."""
+        """Make ``snapshot`` the next update of this worker; the newest wins.
+
+        One that lacks a part of what is under way comes after that instead.
+        """
+        kept = self._coverage.keeps(snapshot, self.outbox)
+        if kept is not None:
+            self._snapshots[snapshot.version] = snapshot.retain()
+            self._settle(self.outbox.offer_after(snapshot.version, kept))
+            return
         if not (self._writing or self._lost) and self.outbox.offer_and_take(snapshot.version):
             self._send(snapshot.retain())
             return
@@ -150,6 +160,7 @@ class Peer:
             self._snapshots.pop(version).release()
         self.epoch = epoch
         self.outbox = Outbox(epoch, worker_idx=self.worker_idx)
+        self._coverage = Coverage()
         self.received_version = 0
         if self.stream is not None:
             self.stream.begin_epoch(epoch)
@@ -184,7 +195,9 @@ class Peer:
             self._writing = True
             self._tasks.start(self._catch_up(), f"aiosync resend to worker {self.worker_idx}")
         elif self.outbox.can_take:
-            self._send(self._snapshots.pop(self.outbox.take()))
+            snapshot = self._snapshots.pop(self.outbox.take())
+            self._coverage.take(snapshot)
+            self._send(snapshot)
 
     async def _catch_up(self) -> None:
         try:

@@ -55,7 +55,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
         strict: Every name and dtype must match; otherwise the declared subset is applied and
-            floating dtypes are cast.
+            floating dtypes are cast. A subset never replaces, on its way to a slow worker, an
+            update that holds other names: it comes after it.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the

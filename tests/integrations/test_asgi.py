@@ -158,7 +158,7 @@ async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
     }
     body = answer.json()
     detail = body.pop("detail")
-    assert "version 9 was asked for" in detail
+    assert "version 9 was requested" in detail
     assert "start it with `async with feed`, lifespan(feed), or a server" in detail
     assert body == {
         "error": "weight_version",

@@ -231,7 +231,9 @@ def test_a_scheme_that_sends_nothing_refuses_only_who_needs_the_weights() -> Non
     scheme.carry(Saving())
     copied = pickle.loads(pickle.dumps(scheme))
     copied._unpack(Saving())
-    with pytest.raises(ConfigError, match="on the meta device, and these weights are neither .*'scale'"):
+    with pytest.raises(
+        ConfigError, match="on the meta device, and these weights are neither .*'scale'"
+    ):
         copied._unpack(Saving().to("meta"))
 
 

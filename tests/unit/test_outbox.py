@@ -81,6 +81,48 @@ def test_the_newest_pending_version_wins() -> None:
     assert outbox.skipped == 2
 
 
+def test_one_that_lacks_a_part_waits_for_those_before_it() -> None:
+    outbox = outbox_with(1)
+    assert outbox.offer_after(2, ()) == []
+    assert not outbox.can_take
+    assert not outbox.offer_and_take(3)
+    assert outbox.on_ack(ack(1)) == [done(1)]
+    assert outbox.pending == 2
+    assert outbox.take() == 2
+    assert outbox.on_ack(ack(2)) == [done(2)]
+    assert outbox.is_idle
+
+
+def test_of_those_that_wait_the_new_one_replaces_what_it_may() -> None:
+    outbox = outbox_with(1)
+    outbox.offer_after(2, ())
+    assert outbox.offer_after(3, {2}) == []
+    assert outbox.offer_after(4, {3}) == [skipped(2, 4)]
+    assert outbox.on_ack(ack(1, NACK))[0].kind is OutcomeKind.FAILED
+    assert (outbox.pending, outbox.newest) == (3, 4)
+    assert outbox.offer(5) == [skipped(3, 5), skipped(4, 5)]
+    assert outbox.take() == 5
+    assert not outbox.can_take
+
+
+def test_what_waits_fails_with_the_link() -> None:
+    outbox = outbox_with(1)
+    outbox.offer_after(2, ())
+    outbox.offer_after(3, {2})
+    error = PeerClosed("gone")
+    assert [each.version for each in outbox.close(error)] == [1, 2, 3]
+    assert outbox.is_idle
+    with pytest.raises(LocalProtocolError):
+        outbox.offer_after(4, ())
+
+
+def test_what_waits_comes_after_one_that_the_link_cannot_carry() -> None:
+    outbox = outbox_with(1, received=False)
+    outbox.offer_after(2, ())
+    outbox.give_up(1, TransportBroken("too large"))
+    assert outbox.take() == 2
+
+
 @pytest.mark.parametrize("version", [4, 5])
 def test_only_newer_versions_are_offered(version: int) -> None:
     outbox = Outbox(EPOCH)
@@ -288,6 +330,7 @@ class Link(RuleBasedStateMachine):
         self.dropped_log: set[int] = set()
         self.seen: list[int] = []
         self.closed = False
+        self.after: dict[int, set[int]] = {}  # which versions each must not overtake
 
     def record(self, outcomes: list[Outcome]) -> None:
         assert [outcome.version for outcome in outcomes] == sorted(o.version for o in outcomes)
@@ -308,6 +351,21 @@ class Link(RuleBasedStateMachine):
         self.record(self.outbox.offer(self.offered))
 
     @precondition(lambda self: not self.closed)
+    @rule(data=st.data())
+    def offer_a_part(self, data: st.DataObject) -> None:
+        waiting = self.outbox._waiting
+        kept = data.draw(st.sets(st.sampled_from(waiting))) if waiting else set()
+        unresolved = {v for v in self.open_versions() if v not in set(waiting) - kept}
+        self.offered += 1
+        self.after[self.offered] = unresolved
+        self.record(self.outbox.offer_after(self.offered, kept))
+
+    def open_versions(self) -> set[int]:
+        outbox = self.outbox
+        pending = [] if outbox.pending is None else [outbox.pending]
+        return {*outbox.in_flight, *pending, *outbox._waiting}
+
+    @precondition(lambda self: not self.closed)
     @rule(step=st.integers(1, 3))
     def offer_and_send(self, step: int) -> None:
         if self.outbox.offer_and_take(self.offered + step):
@@ -317,7 +375,9 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.outbox.can_take)
     @rule()
     def send(self) -> None:
-        self.updates.append(self.outbox.take())
+        version = self.outbox.take()
+        assert self.after.get(version, set()) <= self.outcomes.keys()
+        self.updates.append(version)
 
     @precondition(lambda self: self.outbox.can_take)
     @rule(newer=st.booleans())
@@ -395,8 +455,7 @@ class Link(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        outbox = self.outbox
-        open_versions = {*outbox.in_flight, *([outbox.pending] if outbox.pending else [])}
+        open_versions = self.open_versions()
         assert not open_versions & self.outcomes.keys()
         if self.closed:
             assert not open_versions
@@ -435,20 +494,22 @@ class Link(RuleBasedStateMachine):
         """When everything is delivered and applied, the receiver has the newest version."""
         if self.closed:
             return
-        for _ in range(3):
+        while self.open_versions() - self.refused_log:
             while self.outbox.can_take:
                 self.send()
             while self.updates:
                 self.receive()
             while self.acks:
                 self.acknowledge(False)
-        if self.applying is not None:
-            self.end_to_apply(True)
-        if self.staged is not None:
-            self.begin_to_apply()
-            self.end_to_apply(True)
-        while self.acks:
-            self.acknowledge(False)
+            if self.outbox.can_take:
+                continue
+            if self.applying is not None:
+                self.end_to_apply(True)
+            if self.staged is not None:
+                self.begin_to_apply()
+                self.end_to_apply(True)
+            while self.acks:
+                self.acknowledge(False)
         assert self.outbox.pending is None
         if self.offered and self.offered not in self.refused_log:
             assert self.inbox.version == self.offered == self.outbox.applied

@@ -1,0 +1,117 @@
+"""Updates of a part of the names, with ``strict=False``: none of them replaces another part."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.schemes import _harness as harness
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+
+
+def build() -> nn.Module:
+    return nn.ModuleDict({"base": nn.Linear(2, 2, bias=False), "adapter": nn.Linear(2, 2)})
+
+
+def part(*values: tuple[str, float]) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": torch.full((2, 2), float(value)) for name, value in values}
+
+
+def held(model: nn.Module) -> tuple[float, float]:
+    base, adapter = model["base"].weight, model["adapter"].weight  # type: ignore[index]
+    assert (base == base[0, 0]).all()
+    assert (adapter == adapter[0, 0]).all()
+    return base[0, 0].item(), adapter[0, 0].item()
+
+
+@both
+async def test_two_parts_while_a_worker_reads(make: Any) -> None:
+    target = build()
+    async with harness.here(make(strict=False), target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        async with receiver.reading():
+            handles = [sender.send_nowait(part(("base", 5.0)))]
+            await harness.until(lambda: receiver.staged_version == handles[0].version)
+            handles.append(sender.send_nowait(part(("adapter", 7.0))))
+            await asyncio.sleep(0.05)  # it must not take the other's place meanwhile
+            assert receiver.staged_version == handles[0].version
+        for handle in handles:
+            assert (await handle).acked == {0}
+        assert held(target) == (5.0, 7.0)
+        assert receiver.version == handles[-1].version
+
+
+@both
+async def test_parts_that_wait_are_replaced_by_what_holds_them(make: Any) -> None:
+    target = build()
+    async with harness.here(make(strict=False), target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        skipped = sender._sender.peers[0].outbox.skipped
+        async with receiver.reading():
+            sender.send_nowait(part(("base", 1.0)))
+            for value in range(1000):
+                sender.send_nowait(part(("adapter", value)))
+                last = sender.send_nowait(part(("base", value)))
+            peer = sender._sender.peers[0]
+            assert len(peer._snapshots) <= 2  # one for each part
+        await last
+        assert held(target) == (999.0, 999.0)
+        assert sender._sender.peers[0].outbox.skipped - skipped == 2001 - 3
+        async with receiver.reading():
+            sender.send_nowait(part(("base", 2.0)))
+            sender.send_nowait(part(("adapter", 3.0)))
+            last = sender.send_nowait(part(("base", 4.0), ("adapter", 5.0)))
+            assert len(peer._snapshots) <= 1
+        await last
+        assert held(target) == (4.0, 5.0)
+
+
+@both
+async def test_a_part_that_is_refused_does_not_hold_up_the_next(make: Any) -> None:
+    target: Any = build()
+    async with harness.here(make(strict=False), target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        async with receiver.reading():
+            bad = sender.send_nowait({"base.weight": torch.zeros(3, 3)})
+            good = sender.send_nowait(part(("adapter", 7.0)))
+        with pytest.raises(Exception, match="base.weight"):
+            await bad
+        await good
+        assert (target["adapter"].weight == 7.0).all()
+
+
+@both
+async def test_with_manual_apply_the_parts_come_one_after_the_other(make: Any) -> None:
+    target = build()
+    scheme = make(strict=False, apply="manual")
+    async with harness.here(scheme, target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        first = sender.send_nowait(part(("base", 5.0)))
+        await receiver.wait_staged(first.version)
+        second = sender.send_nowait(part(("adapter", 7.0)))
+        await asyncio.sleep(0.05)
+        await receiver.wait_for_version(second.version, timeout=harness.PATIENCE)
+        assert (await first).acked == (await second).acked == {0}
+        assert held(target) == (5.0, 7.0)
+
+
+@both
+async def test_what_waits_fails_with_the_link(make: Any) -> None:
+    async with harness.here(make(strict=False), build(), sender={"model": build()}) as pair:
+        sender, receiver = pair
+        async with receiver.reading():
+            handles = [
+                sender.send_nowait(part(("base", 5.0))),
+                sender.send_nowait(part(("adapter", 7.0))),
+            ]
+            receiver.abort()
+            for handle in handles:
+                with pytest.raises(Exception, match="closed|went away"):
+                    await handle
