@@ -69,6 +69,7 @@ class Dialler:
         self.address = address
         self._advice = advice
         self._last: AiosyncError | None = None  # why the last attempt failed
+        self._reached = False  # the last attempt worked
         self._credentials = credentials
         self._limits = limits
         self._keepalive = keepalive
@@ -121,7 +122,15 @@ class Dialler:
                 raise
             return link
 
-        return await self.retry(attempt, timeout, backoff=backoff)
+        link = await self.retry(attempt, timeout, backoff=backoff)
+        self._reached = True
+        return link
+
+    def not_joined(self) -> str:
+        """What an error says while the other end has not let this trainer in."""
+        if not self._reached:
+            return self.not_reached()
+        return f"{self._name} at {self.address} was reached, but has not let this trainer in"
 
     async def retry(
         self,
@@ -141,7 +150,7 @@ class Dialler:
                     except (AuthError, ConfigError):
                         raise
                     except AiosyncError as exc:
-                        self._last = exc
+                        self._last, self._reached = exc, False
                     await backoff.wait()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):

@@ -138,7 +138,8 @@ class Workers(Joining):
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
             self._arriving.pop(transport, None)
-            self._refused = [*self._refused[-2:], str(exc)]  # the last ones, for the error
+            others = [text for text in self._refused if text != str(exc)]
+            self._refused = [*others[-2:], str(exc)]  # the last ones, for the error
             if expected_idx is not None and (given or isinstance(exc, ConfigError)):
                 self.not_reached(expected_idx, exc)  # for good
             await transport.aclose()

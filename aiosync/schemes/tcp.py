@@ -229,7 +229,7 @@ class TCPWeightSyncScheme(StreamReceiving):
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
                 dialler = self._dialler(address, name)
-                sender.workers.dialled[idx] = dialler.not_reached
+                sender.workers.dialled[idx] = dialler.not_joined
                 keep = self._keep_dialling(sender, idx, dialler)
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 

@@ -16,12 +16,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiosync.errors import (
-    AiosyncError,
-    ConfigError,
-    RemoteProtocolError,
-    StaleVersion,
-)
+from aiosync.errors import AiosyncError, RemoteProtocolError, StaleVersion, TransportClosed
 from aiosync.protocol import Inbox, Outcome, VersionClock
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._outgoing import Outgoing
@@ -30,12 +25,13 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
+from aiosync.server._pulse import Pulse
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Hello, ManifestMessage, Message, Refuse, Resend, Update
+from aiosync.wire import Current, Hello, ManifestMessage, Message, Refuse, Resend, Update
 
 __all__ = ["ServedModel"]
 
@@ -99,6 +95,7 @@ class ServedModel:
         self._staging: Staging | None = None
         self._trainer: TCPTransport | None = None
         self._trainer_name = ""
+        self._pulse: Pulse | None = None
         self._trainer_epoch: int | None = None
         self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
@@ -161,23 +158,19 @@ class ServedModel:
 
         Raises:
             ConfigError: Another trainer is connected; this one was told.
+            ConnectError: The same, but the other one is silent; this one may try again.
         """
-        old = self._trainer
-        if old is not None and hello.epoch is not None and hello.epoch == self._trainer_epoch:
-            old.abort()  # the same trainer: its old link broke in the middle
-        elif old is not None and not old.channel.ended:
-            error = ConfigError(
-                f"{self._trainer_name} is already pushing model {self.model_id!r}: end it first, "
-                "or push under another model_id"
-            )
-            await link.send(Refuse("ConfigError", str(error)), timeout=HANDSHAKE_SECONDS)
+        if (error := await self._why_not(hello)) is not None:
+            refuse = Refuse(type(error).__name__, str(error))
+            await link.send(refuse, timeout=HANDSHAKE_SECONDS)
             await link.aclose()
             raise error
         if self.is_unused:
             self.strategy = self.workers.strategy = hello.strategy
         self._trainer, self._trainer_name = link, link.channel.name
         self._trainer_epoch = hello.epoch
-        self._answers[link] = Outgoing(link, self.workers.tasks)
+        answers = self._answers[link] = Outgoing(link, self.workers.tasks)
+        pulse = self._pulse = Pulse(link, answers)
         if self._staging is None:
             self._staging = Staging(link)
         try:
@@ -203,21 +196,39 @@ class ServedModel:
             # The two agree, or one of them takes any: what is served from now on is the trainer's.
             self.strategy = self.workers.strategy = hello.strategy
             self._staging.next_link(link)
+            pulse.heard()
             link.subscribe(lambda received: self._on_message(link, received))
             while True:
                 self._on_message(link, await link.recv(into=self._staging.lender))
         finally:
             if self._trainer is link:
-                self._trainer = None
+                self._trainer = self._pulse = None
                 if self.newest is not None:  # perhaps not of this trainer
                     self.strategy = self.workers.strategy = self._served_strategy
             del self._answers[link]
             link.abort()
 
+    async def _why_not(self, hello: Hello) -> AiosyncError | None:
+        """Make room for a trainer, or say why there is none."""
+        while (old := self._trainer) is not None and not old.channel.ended:
+            if hello.epoch is not None and hello.epoch == self._trainer_epoch:
+                old.abort()  # the same trainer: its old link broke in the middle
+                break
+            assert self._pulse is not None
+            what = f"{self._trainer_name} is already pushing model {self.model_id!r}"
+            refusal = await self._pulse.refusal(what)
+            if self._ending:
+                return TransportClosed("this server was closed")
+            if old is self._trainer and not old.channel.ended:
+                return refusal
+        return None
+
     def _on_message(self, link: TCPTransport, received: Received) -> None:
         message = received.message
         assert self._staging is not None
         self._answers[link].check()
+        if link is self._trainer and self._pulse is not None:
+            self._pulse.heard()
         if isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Update):
@@ -226,7 +237,7 @@ class ServedModel:
                 self._say(link, part)
             elif part is not None:
                 self._take(link, part)
-        else:
+        elif not isinstance(message, Current):  # that is what a pulse asks for
             raise RemoteProtocolError(f"a trainer sent an unexpected {type(message).__name__}")
 
     def _take(self, link: TCPTransport, staged: Staged) -> None:

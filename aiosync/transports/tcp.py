@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -209,6 +210,18 @@ class TCPTransport(FramedTransport):
             transport.channel.refuse_payloads()
         return transport
 
+    def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
+        """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        if option is None or self.channel.ended:
+            return
+        with (
+            contextlib.suppress(OSError),  # whoever reads from it hears how it ended
+            socket.socket(fileno=os.dup(self.channel.io.read_fd)) as sock,
+        ):
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, option, _untaken_option(seconds))
+
 
 # -- sockets ----------------------------------------------------------------------------------
 
@@ -271,10 +284,14 @@ def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None
         options["TCP_KEEPINTVL"] = _seconds(keepalive / probes)
         options["TCP_KEEPCNT"] = probes
     if untaken is not None:
-        options["TCP_USER_TIMEOUT"] = 1000 * max(1, round(min(untaken, 2.0e6)))  # milliseconds
+        options["TCP_USER_TIMEOUT"] = _untaken_option(untaken)
     for name, value in options.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _untaken_option(seconds: float) -> int:
+    return 1000 * max(1, round(min(seconds, 2.0e6)))  # milliseconds
 
 
 def _seconds(value: float) -> int:
