@@ -20,7 +20,7 @@ from aiosync.schemes._sources import Sources
 from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
-from aiosync.tensors import Layout, Target, collect
+from aiosync.tensors import Layout, Target, collect, lacks_memory
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Manifest
@@ -73,7 +73,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def _unpack(self, model: Any) -> None:
         """Give a model without memory the weights that were taken along."""
-        if not isinstance(model, nn.Module) or not any(p.is_meta for p in model.parameters()):
+        if not lacks_memory(model):
             return
         if self._carried is None and self._not_carried:
             raise ConfigError(f"the worker's model is on the meta device, and {self._not_carried}")

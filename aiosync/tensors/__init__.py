@@ -9,6 +9,7 @@ a model the names that it has. This package must never import asyncio or a trans
 from __future__ import annotations
 
 from aiosync.tensors._casting import CastingFlattener, CastPrepared, check_wire_dtype
+from aiosync.tensors._params import lacks_memory
 from aiosync.tensors._patterns import Dtypes
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
@@ -40,6 +41,7 @@ __all__ = [
     "copy_bytes",
     "dtype_name",
     "gather_weights",
+    "lacks_memory",
     "sharded_names",
     "torch_dtype",
 ]

@@ -171,8 +171,9 @@ def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
     owner, key = place.owner, place.key
     if is_tensordict_params(owner):
         old = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
-        undo.append(lambda: _put_params(owner, key, old))
-        _put_params(owner, key, tensor)
+        inner = owner._param_td.get(_path(owner, key))
+        undo.append(lambda: _put_params(owner, key, inner, old))
+        _put_params(owner, key, tensor, tensor)
     elif isinstance(owner, nn.Module):
         table = owner._parameters if key in owner._parameters else owner._buffers
         before = table[key]
@@ -189,11 +190,16 @@ def _put_module(module: nn.Module, key: str, tensor: torch.Tensor | None) -> Non
             table[key] = tensor  # type: ignore[assignment]
 
 
-def _put_params(params: TensorDictParams, key: str, tensor: Any) -> None:
+def _path(params: TensorDictParams, key: str) -> tuple[str, ...]:
+    """Where the TensorDict has what the module has under a dotted name."""
+    return (key,) if key in params._param_td.keys() else tuple(key.split("."))
+
+
+def _put_params(params: TensorDictParams, key: str, inner_tensor: Any, tensor: Any) -> None:
     inner = params._param_td
     with unlocked(inner):
         _leave_meta(inner)
-        inner.set(tuple(key.split(".")), tensor)
+        inner.set(_path(params, key), inner_tensor)
     table = params._parameters if key in params._parameters else params._buffers
     table[key] = tensor
 

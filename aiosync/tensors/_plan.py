@@ -58,6 +58,7 @@ class Plan:
         flips: Parameters that become views, and ``flip_leaves`` what they become views of.
         owns: Tensors that get new memory first, because theirs is not theirs alone.
         installs: Tensors that are replaced; the flag says that they become views.
+        joins: Tensors that only one of the tables of a ``TensorDictParams`` has; both get them.
         small: Copied together by torch; below the size at which it uses its thread pool.
         large: Copied byte by byte without the GIL.
         risky: Tensor subclasses and the like, whose ``copy_()`` may raise, and conjugate or
@@ -77,6 +78,7 @@ class Plan:
     pick_views: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
     owns: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     installs: list[tuple[Spot, int, bool]] = field(default_factory=list)
+    joins: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
     small: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -136,6 +138,7 @@ def make_plan(
     plan.only_flips = not (
         plan.owns
         or plan.installs
+        or plan.joins
         or plan.small
         or plan.large
         or plan.inference
@@ -195,6 +198,13 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))
+    if plan.survey.tree is not None and plan.survey.tree.split:
+        replaced = {id(spot.tensor) for spot, _, _ in plan.installs}
+        plan.joins = [
+            (place, tensor)
+            for place, tensor in plan.survey.tree.split
+            if id(tensor) not in replaced and not tensor.is_meta  # what gets no weights stays so
+        ]
     copied = [
         (tensor, leaf)
         for tensor, leaf in (*plan.small, *plan.large, *plan.risky, *plan.inference)

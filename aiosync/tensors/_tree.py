@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
+from aiosync.tensors._params import Inner
 from aiosync.tensors._tensordict import (
     is_non_tensor,
     is_plain_tensordict,
     is_tensor_collection,
+    is_tensordict_params,
     makes_anew,
 )
 from aiosync.tensors._values import EXTRA_STATE, pack_value
@@ -136,6 +138,7 @@ class ModuleTree:
         extra: Dotted name of the extra state, and module, for each module that has one.
         modules: Every module, once.
         prefixes: By the id of a module, what its names begin with: once for each of its places.
+        split: Tensors of a ``TensorDictParams`` in whose place its own tables have another one.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -144,6 +147,8 @@ class ModuleTree:
         self.extra: dict[str, nn.Module] = {}
         self.modules: list[nn.Module] = []
         self.prefixes: dict[int, list[str]] = {}
+        self.split: list[tuple[Place, torch.Tensor]] = []
+        self._inner: list[Inner] = []
         self._visit(root, "", ())
         self._dicts = [module.__dict__ for module in self.modules]
         self._plain = all(
@@ -190,14 +195,23 @@ class ModuleTree:
         if id(module) not in self.prefixes:
             self.modules.append(module)
         self.prefixes.setdefault(id(module), []).append(prefix)
-        for key, param in module._parameters.items():
+        params, buffers = module._parameters, module._buffers
+        inner = None
+        if is_tensordict_params(module):
+            inner, start = Inner.of(module), len(self.found.tensors)
+            self._inner.append(inner)
+            params, buffers = inner.in_use(params), inner.in_use(buffers)  # type: ignore[assignment]
+        for key, param in params.items():
             if param is not None:
                 self.found.add(Place(prefix + key, module, key, "param"), param)
         hidden = module._non_persistent_buffers_set
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers.items():
             if buffer is not None:
                 place = Place(prefix + key, module, key, "buffer", key not in hidden)
                 self.found.add(place, buffer)
+        if inner is not None:
+            found = zip(self.found.places[start:], self.found.tensors[start:], strict=True)
+            self.split += [each for each in found if inner.differs(each[0].key, each[1])]
         if has_extra_state(module):
             self.extra[prefix + EXTRA_STATE] = module
         above = (*above, module)
@@ -213,6 +227,8 @@ class ModuleTree:
         Args:
             persistence: Look also at which buffers are persistent.
         """
+        if self._inner and not all(map(Inner.unchanged, self._inner)):
+            return False
         if not self._plain:
             new = ModuleTree(self.root)
             same = len(new.modules) == len(self.modules) and all(

@@ -18,6 +18,7 @@ from aiosync.tensors._agreeing import check_equal, check_overlapping
 from aiosync.tensors._hidden import put_hidden
 from aiosync.tensors._lending import is_lent
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
+from aiosync.tensors._params import inner_tensors
 from aiosync.tensors._plan import Mode, Plan, make_plan
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.tensors._tree import find_nested, unwrap
@@ -192,7 +193,7 @@ class Target:
         self._plan = None
         target = self.target
         if isinstance(target, nn.Module) and not is_tensordict(target):
-            tensors = [*target.parameters(), *target.buffers()]
+            tensors = [*target.parameters(), *target.buffers(), *inner_tensors(target)]
         else:
             tensors = find_nested(target, pack=False).tensors
         with torch.inference_mode(False), torch.no_grad():
@@ -217,7 +218,7 @@ class Target:
                 return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
-        self._plan, self._key = (None if plan.installs or plan.owns else plan), key
+        self._plan, self._key = (None if plan.installs or plan.owns or plan.joins else plan), key
         return plan
 
     def _is_lent(self, plan: Plan) -> bool:
@@ -286,6 +287,8 @@ class Target:
         for spot, tensor in new:
             for place in spot.places:
                 changes.put(self.target, place, tensor, undo)
+        for place, tensor in plan.joins:
+            changes.put(self.target, place, tensor, undo)
         for tensor, data in owned:
             changes.put_data(tensor, data, undo)
         if plan.inference:

@@ -45,6 +45,7 @@ from aiosync.sync import (
     WeightSyncScheme,
 )
 from aiosync.sync._discovery import rpc_runs
+from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner"]
 
@@ -271,7 +272,7 @@ class CollectorOwner:
     ) -> None:
         if scheme.synchronized_on_receiver or self._connecting is not None:
             return
-        if not rpc_runs() or _is_meta(scheme.model):
+        if not rpc_runs() or lacks_memory(scheme.model):
             proceed(*args, **kwargs)
             return
         # RPCCollector's trainer waits for this call before it begins to connect.
@@ -345,7 +346,3 @@ def _is_rank(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _is_meta(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
