@@ -13,6 +13,7 @@ import torch
 
 import aiosync
 from aiosync.schemes import _stream_receiving
+from aiosync.server import WeightServer
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Welcome
 from tests.schemes import _harness as harness
@@ -431,3 +432,19 @@ def test_more_workers_than_can_be_dialled_are_refused(
     with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
         sender.init_on_sender(**init)
     sender.init_on_sender(num_workers=1)  # it has no role yet
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_what_can_never_be_said_is_not_tried_again(role: str) -> None:
+    """A Hello that is beyond the scheme's own limits."""
+    limits = aiosync.Limits(max_name_nbytes=5)
+    async with WeightServer("tcp://127.0.0.1:0") as server:
+        scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", limits=limits)
+        if role == "sender":
+            scheme.init_on_sender(model_id="policy", weights={"w": torch.ones(2)})
+        else:
+            scheme.init_on_receiver(model_id="policy", model=models.linear())
+        async with scheme:
+            with pytest.raises(aiosync.LocalProtocolError, match="cannot encode Hello"):
+                await scheme.connect(timeout=PATIENCE)
