@@ -446,5 +446,5 @@ async def test_what_can_never_be_said_is_not_tried_again(role: str) -> None:
         else:
             scheme.init_on_receiver(model_id="policy", model=models.linear())
         async with scheme:
-            with pytest.raises(aiosync.LocalProtocolError, match="cannot encode Hello"):
+            with pytest.raises(aiosync.AiosyncError, match="cannot encode Hello"):
                 await scheme.connect(timeout=PATIENCE)
