@@ -40,6 +40,7 @@ from tests.cli._serving import (
     Forked,
     Served,
     assert_same,
+    command,
     environment,
     refused,
     run,
@@ -402,6 +403,50 @@ def test_ctrl_c_ends_a_pull_that_waits(
         out, err = pulling.communicate(timeout=PATIENCE)
     assert (pulling.returncode, out, err) == (130, "", "Stopped by Ctrl-C.\n")
     assert os.listdir(tmp_path) == []
+
+
+# -- standard streams -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_harm(
+    servers: dict[str, Served], tmp_path: Path, closed: str
+) -> None:
+    """Sockets took their numbers, and uvloop ended the process."""
+    url = servers["plain"].url
+    target = tmp_path / "copy.pt"
+    weights, _ = write_weights(tmp_path)
+    assert aiosync.cli.main(["push", weights, url, "--model-id", "closed"]) == 0
+    done = subprocess.run(
+        [
+            *("sh", "-c", f'exec "$@" {closed}', "sh"),
+            *command("pull", url, str(target), "--model-id", "closed"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        env=environment(),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert target.exists()
+
+
+@pytest.mark.parametrize(
+    "args", [["status", "{url}"], ["status", "{url}", "--json"], ["--help"], ["--version"]]
+)
+def test_a_full_stdout_is_one_line_and_status_1(
+    servers: dict[str, Served], args: list[str]
+) -> None:
+    given = [arg.format(url=servers["plain"].url) for arg in args]
+    with open("/dev/full", "w") as full:
+        running = Forked(*given, env=environment(), stdout=full.fileno(), stderr=subprocess.PIPE)
+    with contextlib.closing(running):
+        _, err = running.communicate()
+    assert err == "aiosync: the output cannot be written: No space left on device\n"
+    assert running.returncode == 1
 
 
 # -- what a push does -------------------------------------------------------------------------
