@@ -304,8 +304,9 @@ async def test_a_worker_does_not_dial_again_after_a_mistake_of_its_own() -> None
     async with make("tcp://127.0.0.1:0", dial="receiver") as sender:
         sender.init_on_sender(model=models.linear())
         await sender.connect()
-        async with make(sender.address, dial="receiver") as receiver:
-            receiver.init_on_receiver(model_id="policy" * 1000, model=models.linear())
+        limits = aiosync.Limits(max_name_nbytes=10)  # enough for its role
+        async with make(sender.address, dial="receiver", limits=limits) as receiver:
+            receiver.init_on_receiver(model_id="policy" * 2, model=models.linear())
             with pytest.raises(aiosync.LocalProtocolError, match="model_id"):
                 async with asyncio.timeout(PATIENCE / 2):
                     await receiver.connect(timeout=PATIENCE)
