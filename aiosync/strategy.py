@@ -19,6 +19,7 @@ from aiosync.tensors._tree import ModuleTree, unwrap
 from aiosync.tensors.apply import Target
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, collect
+from aiosync.wire import NO_LIMITS
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -120,7 +121,7 @@ class WeightStrategy:
         if isinstance(destination, Mapping) and not is_tensor_collection(destination):
             if not inplace:
                 raise ConfigError("Cannot update state_dict out of place")
-        layout = Layout.plan(leaves)
+        layout = Layout.plan(leaves, NO_LIMITS)
         Target(destination, strict=strict).apply_tensors(
             layout, [leaf.tensor for leaf in leaves.leaves], leaves.values, inplace=inplace
         )

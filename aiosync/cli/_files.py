@@ -139,8 +139,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """Make sure that weights can be saved there, before they are fetched rather than after.
 
     Raises:
-        ConfigError: An unknown ending, a missing folder, a folder in its place, no permission,
-            or safetensors is not installed.
+        ConfigError: An unknown ending, a missing folder, something else than a regular file in
+            its place, no permission, or safetensors is not installed.
     """
     path = os.path.realpath(path)
     if _kind(path) == "safetensors":
@@ -150,6 +150,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path}: there is no folder {folder}")
     if os.path.isdir(path):
         raise ConfigError(f"{path}: this is a folder")
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise ConfigError(f"{path}: this is not a regular file, which would be replaced by one")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{path}: no permission to write in {folder}")
 

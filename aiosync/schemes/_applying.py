@@ -23,6 +23,7 @@ from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.loading import LoadTarget
+from aiosync.wire import NO_LIMITS
 
 __all__ = ["Applying"]
 
@@ -309,7 +310,8 @@ class Applying(abc.ABC):
                 assert isinstance(self._target, Target)
                 leaves = collect(self._target.target)
                 tensors = [leaf.tensor for leaf in leaves.leaves]
-                target.apply_tensors(Layout.plan(leaves), tensors, leaves.values)
+                layout = Layout.plan(leaves, NO_LIMITS)
+                target.apply_tensors(layout, tensors, leaves.values)
             else:
                 self._detach()  # first, as the two may have parameters in common
                 target.apply_(current.layout, current.flat, current.values, copy=False)

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from aiosync.errors import ConfigError
+from aiosync.wire import DEFAULT_LIMITS
 
 __all__ = ["as_model_id", "refuse_blocking_callers", "resolve_model", "resolve_path"]
 
@@ -108,10 +109,13 @@ def as_model_id(value: Any) -> str:
     """The name of a model, as it is told to the other side.
 
     Raises:
-        ConfigError: It is not a str.
+        ConfigError: It is not a str, or too long for a Hello.
     """
     try:
-        if isinstance(value, str) and value.encode():
+        if isinstance(value, str) and (nbytes := len(value.encode())):
+            # Before the Hello has been read, the other side's own Limits do not count.
+            if nbytes > (most := DEFAULT_LIMITS.max_name_nbytes):
+                raise ConfigError(f"model_id has {nbytes} bytes; at most {most} are allowed")
             return value
     except UnicodeEncodeError:  # half of a surrogate pair
         pass

@@ -10,7 +10,13 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
+from aiosync.errors import (
+    AiosyncError,
+    AuthError,
+    ConfigError,
+    ConnectTimeout,
+    LocalProtocolError,
+)
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -106,6 +112,7 @@ class Dialler:
 
         Raises:
             AuthError, ConfigError: The other end refused for good.
+            LocalProtocolError: What ``greet`` has to say is beyond the limits.
             ConnectTimeout: Not in time; the last attempt's error is the cause.
 
         Cancellation:
@@ -147,8 +154,8 @@ class Dialler:
                 while True:
                     try:
                         return await attempt()
-                    except (AuthError, ConfigError):
-                        raise
+                    except (AuthError, ConfigError, LocalProtocolError):
+                        raise  # the last: what this side says cannot be sent, now or later
                     except AiosyncError as exc:
                         self._last, self._reached = exc, False
                     await backoff.wait()

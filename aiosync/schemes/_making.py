@@ -28,6 +28,8 @@ from aiosync.tensors import (
 )
 from aiosync.transports._carrier import COPYING, KEPT, Progress, outlast
 from aiosync.transports._link import without_frames
+from aiosync.types import Limits
+from aiosync.wire import DEFAULT_LIMITS
 
 __all__ = ["Planned", "SnapshotMaker"]
 
@@ -55,6 +57,7 @@ class SnapshotMaker:
         store: Where the snapshots are kept.
         extract_as: What travels of a module.
         wire_dtype: What floating-point tensors are cast to on the way; ``None`` for nothing.
+        limits: Bounds that the receivers are expected to have; ``None`` for the defaults.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class SnapshotMaker:
         store: SnapshotStore,
         extract_as: Literal["tensordict", "state_dict"],
         wire_dtype: Dtypes | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits or DEFAULT_LIMITS
         self._store = store
         self._extract_as = extract_as
         self._wire_dtype = wire_dtype
@@ -84,9 +89,9 @@ class SnapshotMaker:
         flattener = self._flatteners.get(key)
         if flattener is None:
             flattener = self._flatteners[key] = (
-                Flattener(self._extract_as)
+                Flattener(self._extract_as, self._limits)
                 if self._wire_dtype is None
-                else CastingFlattener(self._extract_as, self._wire_dtype)
+                else CastingFlattener(self._extract_as, self._wire_dtype, self._limits)
             )
         try:
             return Planned(flattener, flattener.prepare(source))

@@ -32,7 +32,7 @@ from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
 from aiosync.transports._segment import Slot
 from aiosync.transports.base import Transport
-from aiosync.types import SendReport
+from aiosync.types import Limits, SendReport
 
 __all__ = ["SendingScheme"]
 
@@ -43,6 +43,10 @@ class SendingScheme(SchemeCore):
     def _make_store(self) -> SnapshotStore:
         """Where the sender's snapshots are kept."""
         raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+
+    def _planning_limits(self) -> Limits | None:
+        """Bounds that the receivers are expected to have; ``None`` for the defaults."""
+        return None
 
     def _is_leaving(self, slot: Slot) -> bool:
         return self._sender is not None and is_leaving(slot, self._sender.peers.values())
@@ -140,6 +144,7 @@ class SendingScheme(SchemeCore):
             self._make_store(),
             self._strategy.extract_as,
             check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
+            self._planning_limits(),
         )
         self._sender = WeightSender(
             model_id=self._model_id or "policy",

@@ -82,6 +82,9 @@ class StreamReceiving(WeightSyncScheme):
         self._applied_epoch: int | None = None
         self._pauses = Backoff()
 
+    def _planning_limits(self) -> Limits | None:
+        return self.limits
+
     # -- where --------------------------------------------------------------------------------
 
     @property

@@ -25,7 +25,7 @@ from aiosync.tensors._matching import inner_names
 from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._values import EXTRA_STATE
 from aiosync.tensors.loading import named_views
-from aiosync.wire import plan_manifest
+from aiosync.wire import NO_LIMITS, plan_manifest
 
 __all__ = ["Transform", "Transforming"]
 
@@ -175,8 +175,11 @@ class Transforming:
             early.append((name, tensor))
         layout = Layout(
             plan_manifest(
-                (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
-                for name, tensor in early
+                (
+                    (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
+                    for name, tensor in early
+                ),
+                NO_LIMITS,
             )
         )
         flat = FlatBuffer(layout.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import ssl
@@ -238,4 +239,12 @@ def _name_of(sock: socket.socket) -> str:
         peer = sock.getpeername()
     except OSError:
         return "a peer"
-    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a peer on this host"
+    return _shown(peer[0], peer[1]) if isinstance(peer, tuple) else "a peer on this host"
+
+
+def _shown(host: str, port: int) -> str:
+    """IPv4 as it is, also of peers of a listener for both families."""
+    if ":" not in host:
+        return f"{host}:{port}"
+    mapped = ipaddress.IPv6Address(host).ipv4_mapped
+    return f"[{host}]:{port}" if mapped is None else f"{mapped}:{port}"

@@ -23,7 +23,7 @@ from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import Layout, Target, collect, lacks_memory
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
-from aiosync.wire import Manifest
+from aiosync.wire import NO_LIMITS, Manifest
 
 __all__ = ["NoWeightSyncScheme"]
 
@@ -65,7 +65,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         except ConfigError as exc:  # of no concern to workers that have a model of their own
             self._not_carried = str(exc)
             return
-        layout = Layout.plan(leaves)
+        layout = Layout.plan(leaves, NO_LIMITS)
         flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         for view, leaf in zip(layout.views(flat), leaves.leaves, strict=True):
             view.copy_(leaf.tensor.detach())

@@ -26,6 +26,7 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.protocol import validate_timeout
+from aiosync.schemes._context import as_model_id
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.schemes._staging import Staged, Staging
@@ -211,7 +212,8 @@ class WeightClient:
         Raises:
             ConnectError: Nothing listens there.
             AuthError: The tokens or certificates do not match.
-            ConfigError: The other side does not serve the model, or requires TLS.
+            ConfigError: The other side does not serve the model, or requires TLS; or the
+                ``model_id`` is none.
             RecvTimeout: There was no such version in time, or it did not arrive in time.
             RemoteProtocolError: The other side sent something illegal.
 
@@ -219,7 +221,7 @@ class WeightClient:
             Class A.
         """
         validate_timeout(timeout)
-        pull = _Pull(self._dialler, model_id, max(1, min_version), progress)
+        pull = _Pull(self._dialler, as_model_id(model_id), max(1, min_version), progress)
         try:
             async with asyncio.timeout(timeout):
                 return await pull.run()

@@ -32,7 +32,7 @@ from aiosync.server._store import WeightStore
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Hello, Refuse, Status
+from aiosync.wire import DEFAULT_LIMITS, Hello, Refuse, Status
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -88,7 +88,10 @@ class WeightServer:
         self._streaming = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
         self._model_ids = None if model_ids is None else frozenset(model_ids)
         self._max_models = as_count("max_models", max_models, 1)
-        self._store = None if store is None else WeightStore(store)
+        self._store = None
+        if store is not None:
+            # What peers may announce can also be loaded again.
+            self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
         self._executor: ThreadPoolExecutor | None = None
         self._listener = StreamListener(
             url,

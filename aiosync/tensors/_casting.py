@@ -23,12 +23,13 @@ from aiosync.tensors.copying import copy_blocks
 from aiosync.tensors.dtypes import dtype_name
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.snapshot import Flattener, Prepared
-from aiosync.wire import plan_manifest
+from aiosync.wire import DEFAULT_LIMITS, plan_manifest
 
 if TYPE_CHECKING:
     from aiosync.tensors.buffer import FlatBuffer
     from aiosync.tensors.copying import CopyPool
     from aiosync.tensors.leaves import ExtractAs, Source
+    from aiosync.types import Limits
 
 __all__ = ["CastPrepared", "CastingFlattener", "check_wire_dtype", "copy_plain"]
 
@@ -72,16 +73,20 @@ class CastingFlattener:
     Args:
         extract_as: As for :class:`Flattener`.
         dtype: A floating-point dtype, or name patterns to dtypes; see :func:`check_wire_dtype`.
+        limits: As for :class:`Flattener`.
 
     Raises:
         ConfigError: As for :class:`Flattener` and :func:`check_wire_dtype`.
     """
 
-    def __init__(self, extract_as: ExtractAs, dtype: Dtypes) -> None:
+    def __init__(
+        self, extract_as: ExtractAs, dtype: Dtypes, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
         checked = check_wire_dtype(dtype)
         assert checked is not None
         self._rule = DtypeRule(checked)
-        self._inner = Flattener(extract_as)
+        self._inner = Flattener(extract_as, limits)
+        self._limits = limits
         self._source_layout: Layout | None = None  # of the last source
         self._inside: frozenset[str] = frozenset()  # of its values
         self._layout: Layout | None = None  # what becomes of it
@@ -130,8 +135,11 @@ class CastingFlattener:
             return layout
         new = Layout(
             plan_manifest(
-                (leaf.name, dtype_name(dtype), leaf.shape, leaf.kind, leaf.aliases)
-                for leaf, dtype in zip(layout.manifest.leaves, dtypes, strict=True)
+                (
+                    (leaf.name, dtype_name(dtype), leaf.shape, leaf.kind, leaf.aliases)
+                    for leaf, dtype in zip(layout.manifest.leaves, dtypes, strict=True)
+                ),
+                self._limits,
             )
         )
         old = self._layout

@@ -11,10 +11,11 @@ import torch
 
 from aiosync.errors import ConfigError
 from aiosync.tensors.dtypes import dtype_name, torch_dtype
-from aiosync.wire import ALIGNMENT, Manifest, plan_manifest
+from aiosync.wire import ALIGNMENT, DEFAULT_LIMITS, Manifest, plan_manifest
 
 if TYPE_CHECKING:
     from aiosync.tensors.leaves import Leaves
+    from aiosync.types import Limits
 
 __all__ = ["Layout"]
 
@@ -51,22 +52,29 @@ class Layout:
         return f"<Layout leaves={len(self.manifest.leaves)} nbytes={self.nbytes}>"
 
     @classmethod
-    def plan(cls, leaves: Leaves) -> Layout:
+    def plan(cls, leaves: Leaves, limits: Limits = DEFAULT_LIMITS) -> Layout:
         """Lay the leaves out one after the other, each on a multiple of 64 bytes.
 
+        Args:
+            leaves: What to lay out.
+            limits: Bounds that the receivers are expected to have.
+
         Raises:
-            ConfigError: A dtype or a name cannot travel.
+            ConfigError: A dtype or a name cannot travel, or something is beyond the limits.
         """
         return cls(
             plan_manifest(
                 (
-                    leaf.name,
-                    dtype_name(leaf.tensor.dtype),
-                    leaf.tensor.shape,
-                    leaf.kind,
-                    leaf.aliases,
-                )
-                for leaf in leaves.leaves
+                    (
+                        leaf.name,
+                        dtype_name(leaf.tensor.dtype),
+                        leaf.tensor.shape,
+                        leaf.kind,
+                        leaf.aliases,
+                    )
+                    for leaf in leaves.leaves
+                ),
+                limits,
             )
         )
 

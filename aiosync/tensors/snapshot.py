@@ -23,12 +23,14 @@ from aiosync.tensors._tree import Found, ModuleTree, outline, unwrap
 from aiosync.tensors.copying import CopyPool, copy_blocks
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves
+from aiosync.wire import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from aiosync.tensors.buffer import FlatBuffer
+    from aiosync.types import Limits
 
 __all__ = ["Flattener", "Prepared"]
 
@@ -103,11 +105,14 @@ class Flattener:
     another source is prepared.
     """
 
-    def __init__(self, extract_as: ExtractAs = "tensordict") -> None:
+    def __init__(
+        self, extract_as: ExtractAs = "tensordict", limits: Limits = DEFAULT_LIMITS
+    ) -> None:
         """Prepare for sources.
 
         Args:
             extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
+            limits: Bounds that the receivers are expected to have.
 
         Raises:
             ConfigError: ``extract_as`` is something else.
@@ -115,6 +120,7 @@ class Flattener:
         if extract_as not in ("tensordict", "state_dict"):
             raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
         self.extract_as: ExtractAs = extract_as
+        self._limits = limits
         self.release()
 
     def release(self) -> None:
@@ -182,7 +188,7 @@ class Flattener:
             prepared = self._reuse(self._plan, found)
         else:
             leaves = to_leaves(found)
-            layout = Layout.plan(leaves)
+            layout = Layout.plan(leaves, self._limits)
             if self._plan is not None and self._plan.layout.digest == layout.digest:
                 layout = self._plan.layout
             self._plan = _Plan(found, leaves, layout)

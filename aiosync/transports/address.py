@@ -97,6 +97,9 @@ class Address:
 
 
 def _shown(text: str) -> str:
+    rest = min((at for at in map(text.find, "?#") if at >= 0), default=len(text))
+    if rest < len(text):  # a query may hold a token
+        text = f"{text[: rest + 1]}..."
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 

@@ -8,9 +8,10 @@ must never import asyncio, anyio or torch. The encoding is written down in
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +28,7 @@ __all__ = [
     "DTYPE_NBYTES",
     "MANIFEST_VERSION",
     "MAX_ALIASES",
+    "NO_LIMITS",
     "LeafKind",
     "LeafSpec",
     "Manifest",
@@ -36,6 +38,9 @@ __all__ = [
 
 DEFAULT_LIMITS = Limits(max_payload_nbytes=2**40)
 """The limits within one host, when none are given; ``Limits()`` is for links to others."""
+
+NO_LIMITS = Limits(*(sys.maxsize for _ in fields(Limits)))
+"""For what stays in this process."""
 
 MANIFEST_VERSION = 1
 """Version of the manifest encoding, its first field."""

@@ -313,6 +313,20 @@ def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
             call(tmp_path / name)
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_not_a_regular_file_is_not_replaced(tmp_path: Path, linked: bool) -> None:
+    path = given = tmp_path / "fifo.pt"
+    os.mkfifo(path)
+    if linked:
+        given = tmp_path / "link.pt"
+        given.symlink_to(path)
+    with pytest.raises(ConfigError, match="this is not a regular file"):
+        check_target(given)
+    with pytest.raises(ConfigError, match="this is not a regular file"):
+        save_weights(given, {"w": torch.ones(2)})
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
 @every_ending
 def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path, ending: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):

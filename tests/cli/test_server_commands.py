@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from tests.cli._serving import (
     Forked,
     Served,
     assert_same,
+    command,
     environment,
     refused,
     run,
@@ -402,6 +404,79 @@ def test_ctrl_c_ends_a_pull_that_waits(
         out, err = pulling.communicate(timeout=PATIENCE)
     assert (pulling.returncode, out, err) == (130, "", "Stopped by Ctrl-C.\n")
     assert os.listdir(tmp_path) == []
+
+
+# -- standard streams -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_harm(
+    servers: dict[str, Served], tmp_path: Path, closed: str
+) -> None:
+    """Sockets took their numbers, and uvloop ended the process."""
+    url = servers["plain"].url
+    target = tmp_path / "copy.pt"
+    weights, _ = write_weights(tmp_path)
+    assert aiosync.cli.main(["push", weights, url, "--model-id", "closed"]) == 0
+    done = subprocess.run(
+        [
+            *("sh", "-c", f'exec "$@" {closed}', "sh"),
+            *command("pull", url, str(target), "--model-id", "closed"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        env=environment(),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert target.exists()
+
+
+@pytest.mark.parametrize(
+    "args", [["status", "{url}"], ["status", "{url}", "--json"], ["--help"], ["--version"]]
+)
+def test_a_full_stdout_is_one_line_and_status_1(
+    servers: dict[str, Served], args: list[str]
+) -> None:
+    given = [arg.format(url=servers["plain"].url) for arg in args]
+    with open("/dev/full", "w") as full:
+        running = Forked(*given, env=environment(), stdout=full.fileno(), stderr=subprocess.PIPE)
+    with contextlib.closing(running):
+        _, err = running.communicate()
+    assert err == "aiosync: the output cannot be written: No space left on device\n"
+    assert running.returncode == 1
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time; print('here', flush=True); time.sleep(600)")
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from importlib.metadata import EntryPoint; "
+        f"sys.exit(EntryPoint('aiosync', {_entry_point()!r}, 'console_scripts').load()())"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(aiosync.__file__).parent.parent)])
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, "pull", "tcp://127.0.0.1:1", "copy.pt"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(PYTHONPATH=path),
+    )
+    with running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "here\n"
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=PATIENCE)
+    assert (running.returncode, out, err) == (130, "", "aiosync: stopped by Ctrl-C\n")
+
+
+def _entry_point() -> str:
+    """What the ``aiosync`` script calls, also where another checkout is installed."""
+    project = tomllib.loads((Path(aiosync.__file__).parents[1] / "pyproject.toml").read_text())
+    return str(project["project"]["scripts"]["aiosync"])
 
 
 # -- what a push does -------------------------------------------------------------------------

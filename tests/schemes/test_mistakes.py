@@ -613,6 +613,17 @@ async def test_a_timeout_that_is_no_number_without_synchronisation() -> None:
     await receiver.aclose()
 
 
+def test_a_model_id_that_is_too_long_for_a_hello() -> None:
+    most = "ü" * 512
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:1", dial="both")
+    with pytest.raises(aiosync.ConfigError, match="model_id has 1025 bytes; at most 1024"):
+        scheme.init_on_receiver(model_id=f"{most}x", model=models.linear())
+    with pytest.raises(aiosync.ConfigError, match="model_id has 1025 bytes; at most 1024"):
+        scheme.init_on_sender(model_id=f"{most}x", model=models.linear())
+    scheme.init_on_sender(model_id=most, model=models.linear())
+    assert scheme.model_id == most
+
+
 @pytest.mark.parametrize("value", [3, b"policy", "\ud800"])
 def test_a_model_id_that_cannot_be_told_to_the_other_side(value) -> None:
     scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:1")

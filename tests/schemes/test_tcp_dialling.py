@@ -13,6 +13,7 @@ import torch
 
 import aiosync
 from aiosync.schemes import _stream_receiving
+from aiosync.server import WeightServer
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Welcome
 from tests.schemes import _harness as harness
@@ -303,8 +304,9 @@ async def test_a_worker_does_not_dial_again_after_a_mistake_of_its_own() -> None
     async with make("tcp://127.0.0.1:0", dial="receiver") as sender:
         sender.init_on_sender(model=models.linear())
         await sender.connect()
-        async with make(sender.address, dial="receiver") as receiver:
-            receiver.init_on_receiver(model_id="policy" * 1000, model=models.linear())
+        limits = aiosync.Limits(max_name_nbytes=10)  # enough for its role
+        async with make(sender.address, dial="receiver", limits=limits) as receiver:
+            receiver.init_on_receiver(model_id="policy" * 2, model=models.linear())
             with pytest.raises(aiosync.LocalProtocolError, match="model_id"):
                 async with asyncio.timeout(PATIENCE / 2):
                     await receiver.connect(timeout=PATIENCE)
@@ -431,3 +433,19 @@ def test_more_workers_than_can_be_dialled_are_refused(
     with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
         sender.init_on_sender(**init)
     sender.init_on_sender(num_workers=1)  # it has no role yet
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_what_can_never_be_said_is_not_tried_again(role: str) -> None:
+    """A Hello that is beyond the scheme's own limits."""
+    limits = aiosync.Limits(max_name_nbytes=5)
+    async with WeightServer("tcp://127.0.0.1:0") as server:
+        scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", limits=limits)
+        if role == "sender":
+            scheme.init_on_sender(model_id="policy", weights={"w": torch.ones(2)})
+        else:
+            scheme.init_on_receiver(model_id="policy", model=models.linear())
+        async with scheme:
+            with pytest.raises(aiosync.AiosyncError, match="cannot encode Hello"):
+                await scheme.connect(timeout=PATIENCE)

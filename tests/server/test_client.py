@@ -199,3 +199,9 @@ async def test_a_cancelled_pull_leaves_nothing() -> None:
         await until(lambda: not described(server)["workers"])
         async with worker(server) as scheme:
             assert filled(scheme.it, -1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_model_id_that_is_too_long_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="model_id has 1025 bytes; at most 1024"):
+        await WeightClient("tcp://127.0.0.1:1").pull("x" * 1025)

@@ -652,3 +652,29 @@ async def test_a_changed_layout_reaches_everybody() -> None:
             assert filled(other.it, 2.0)
         assert filled(scheme.it, 1.0)  # it does not fit there
         assert described(server)["nbytes"] > 0
+
+
+async def test_limits_that_are_raised_hold_from_the_trainer_to_the_store(tmp_path: Path) -> None:
+    limits = aiosync.Limits(max_name_nbytes=4096, max_ndim=40)
+    long, deep = "n" * 3000, (1,) * 35
+    weights = {long: torch.ones(2, dtype=torch.float64), "deep": torch.ones(deep)}
+    for wire_dtype in (None, torch.float32):
+        options: dict[str, Any] = {"limits": limits, "wire_dtype": wire_dtype}
+        async with WeightServer(URL, store=tmp_path, limits=limits) as server:
+            scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", **options)
+            scheme.init_on_sender(model_id="policy", weights=weights)
+            async with scheme:
+                await scheme.connect(timeout=PATIENCE)
+        async with WeightServer(URL, store=tmp_path, limits=limits) as server:
+            pulled = await WeightClient(server.url, limits=limits).pull(timeout=PATIENCE)
+            mapping = pulled.mapping()
+            assert mapping[long].dtype is (wire_dtype or torch.float64)
+            assert mapping["deep"].shape == deep
+
+
+async def test_a_sender_keeps_to_limits_that_are_lower() -> None:
+    scheme = aiosync.TCPWeightSyncScheme(URL, limits=aiosync.Limits(max_tensors=1))
+    scheme.init_on_sender(weights={"a": torch.ones(2), "b": torch.ones(2)})
+    async with scheme:
+        with pytest.raises(ConfigError, match="2 tensors; at most 1"):
+            await scheme.connect(timeout=PATIENCE)

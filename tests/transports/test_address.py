@@ -61,6 +61,10 @@ def test_what_is_no_address(url: object) -> None:
         "tcp://user:hunter2@host:99999",
         "http://user:hunter2@host:1",
         "tcp://user:hunter2@host:1?q",
+        "tcp://host:1?token=hunter2",
+        "tcp://host:1#hunter2",
+        "tcp://host:x?token=hunter2#more",
+        "http://host:1/?token=hunter2",
     ],
 )
 def test_credentials_in_an_address_are_not_repeated(url: str) -> None:

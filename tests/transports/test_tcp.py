@@ -23,7 +23,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportError,
 )
-from aiosync.schemes.listening import StreamListener
+from aiosync.schemes.listening import StreamListener, _name_of
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.pipe import MPTransport
@@ -78,6 +78,20 @@ async def test_a_link(url: str, token: str | None, tmp_path: Path) -> None:
         if "[::1]" not in url:
             raise
         pytest.skip(f"no IPv6: {exc}")
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")], ids=["IPv4", "IPv6"]
+)
+async def test_the_names_of_peers_of_a_listener_for_both_families(host: str, name: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6")
+    with (
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server,
+        socket.create_connection((host, server.getsockname()[1]), timeout=5) as peer,
+        server.accept()[0] as accepted,
+    ):
+        assert _name_of(accepted) == f"{name}{peer.getsockname()[1]}"
 
 
 async def test_nobody_listens() -> None:

@@ -19,7 +19,7 @@ from aiosync.errors import ConfigError
 from aiosync.integrations.torchrl._policies import factories_of, find_model
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.tensors import Layout, collect
-from aiosync.wire import Manifest
+from aiosync.wire import NO_LIMITS, Manifest
 
 __all__ = ["carry_buffers", "refuse_missing_buffers"]
 
@@ -31,7 +31,7 @@ def carry_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
         return
     try:
         leaves = collect(found)
-        layout = Layout.plan(leaves)
+        layout = Layout.plan(leaves, NO_LIMITS)
     except ConfigError:  # of a kind that cannot travel: refuse_missing_buffers() names it
         return
     # Bytes: a tensor in a pickle holds descriptors, and is shared with who made it.
