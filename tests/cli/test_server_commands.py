@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -448,35 +447,6 @@ def test_a_full_stdout_is_one_line_and_status_1(
         _, err = running.communicate()
     assert err == "aiosync: the output cannot be written: No space left on device\n"
     assert running.returncode == 1
-
-
-def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import time; print('here', flush=True); time.sleep(600)")
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from importlib.metadata import EntryPoint; "
-        f"sys.exit(EntryPoint('aiosync', {_entry_point()!r}, 'console_scripts').load()())"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(aiosync.__file__).parent.parent)])
-    running = subprocess.Popen(
-        [sys.executable, "-c", program, "pull", "tcp://127.0.0.1:1", "copy.pt"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONPATH=path),
-    )
-    with running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "here\n"
-        running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=PATIENCE)
-    assert (running.returncode, out, err) == (130, "", "aiosync: stopped by Ctrl-C\n")
-
-
-def _entry_point() -> str:
-    """What the ``aiosync`` script calls, also where another checkout is installed."""
-    project = tomllib.loads((Path(aiosync.__file__).parents[1] / "pyproject.toml").read_text())
-    return str(project["project"]["scripts"]["aiosync"])
 
 
 # -- what a push does -------------------------------------------------------------------------
