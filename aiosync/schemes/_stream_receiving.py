@@ -348,6 +348,9 @@ class StreamReceiving(WeightSyncScheme):
                 raise
             self._worker_idx = welcome.worker_idx
             self._linked_at = loop.time()
+            here = (receiver.inbox.newest_epoch, receiver.inbox.newest)
+            if not welcome.version or (welcome.epoch, welcome.version) == here:
+                receiver.cut_off = None  # nothing newer has to come before this link is of use
             return link
 
     def _on_applied(self, epoch: int, version: int) -> None:
