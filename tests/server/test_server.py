@@ -488,6 +488,15 @@ async def test_a_worker_with_small_limits_says_why_it_gave_up() -> None:
             assert isinstance(caught.value.__cause__, RemoteProtocolError)
 
 
+@pytest.mark.parametrize("limit", ["max_payload_nbytes", "max_tensors"])
+async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: str) -> None:
+    limits = aiosync.Limits(**{limit: 1 if limit == "max_tensors" else 64})
+    async with WeightServer(URL, limits=limits) as server, trainer(server) as source:
+        with pytest.raises(PartialSyncError, match="ended the link: .*at most (64|1) "):
+            await send(source, 1.0)
+        await until(lambda: sum(server.status()["ended"].values()) >= 1)
+
+
 async def test_a_peer_that_talks_nonsense_ends_its_own_link_only() -> None:
     async with WeightServer(URL) as server, trainer(server) as source:
         for role in ("dancer", "sender"):
