@@ -18,6 +18,8 @@ from aiosync.wire import ALIGNMENT, RunningChecksum, Update, checksum, state_che
 
 __all__ = ["Assembly", "ChunkPlan", "Verdict"]
 
+_MAX_RECUT = 2**16  # chunks that another cut may make of a part: each is looked at again
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
@@ -122,11 +124,14 @@ class Assembly:
         "_damaged",
         "_good",
         "_max_damaged",
+        "_memory",
         "_prefix",
         "_require_checksum",
         "_resumed",
         "_size",
         "_state",
+        "_unsummed",
+        "_was_resumed",
         "digest",
         "epoch",
         "nbytes",
@@ -151,12 +156,15 @@ class Assembly:
         self._max_damaged = max_damaged
         self._require_checksum = require_checksum
         self._damaged: Counter[int] = Counter()
-        self._resumed = False
+        self._resumed = self._was_resumed = False
         self._good: dict[int, bytes | None] = {}  # the checksum of each chunk that is verified
         self._prefix = 0  # so many chunks from the first on are verified
         self._count = 0  # 0 is: not known yet
         self._size = 0  # bytes of every chunk but the last; 0 as above
         self._state: bytes | None = None
+        # Chunks from the first on that were verified in another cut: _good lacks their checksums.
+        self._unsummed = 0
+        self._memory: memoryview | None = None  # of the payload, to make up for that
         self.values: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -176,19 +184,30 @@ class Assembly:
         """How many chunks arrived damaged so far, those that came again counted again."""
         return self._damaged.total()
 
-    def resume(self) -> int:
+    @property
+    def was_resumed(self) -> bool:
+        """Whether :meth:`resume` was called."""
+        return self._was_resumed
+
+    def resume(self, memory: memoryview | None = None) -> int:
         """Prepare for another link.
 
         What is verified behind a gap is forgotten. The first chunk of the new link may be any
-        up to the first that is missing; those from there on are forgotten too, as they will come
-        again. Chunks that were damaged stay counted.
+        that begins where what is verified ends, or before; what is verified from there on is
+        forgotten too, as it will come again. Chunks that were damaged stay counted.
+
+        Args:
+            memory: The whole payload. It is kept, and read again if the sender now cuts the payload
+                in another way: ``Update.state`` is made of the checksums of that cut. Without it
+                such a sender has to begin with chunk 0.
 
         Returns:
             :attr:`good_nbytes`, for ``Hello.partial_nbytes``. An update of which nothing is missing
             must not be announced there.
         """
         self._forget_from(self._prefix)
-        self._resumed = True
+        self._resumed = self._was_resumed = True
+        self._memory = memory
         return self.good_nbytes
 
     def place(self, update: Update, nbytes: int) -> tuple[int, int]:
@@ -220,15 +239,16 @@ class Assembly:
                 f"chunk {index} of {count} has fields that only the last one may have"
             )
         if self._resumed:
-            if index > self._prefix:
+            size = self._size_from(index, count, nbytes)  # it may be cut in another way now
+            self._check_cut(index, count, nbytes, size)
+            self._go_on_at(index, count, size)
+        else:
+            if self._count and count != self._count:
                 raise RemoteProtocolError(
-                    f"the update goes on with chunk {index}, but chunk {self._prefix} is missing"
+                    f"an update of {self._count} chunks became one of {count}"
                 )
-            # From chunk 0 on it is a new beginning: it may be cut in another way.
-            self._forget_from(index)
-            self._resumed = False
-        size = self._size or self._size_from(index, count, nbytes)
-        self._check_cut(index, count, nbytes, size)
+            size = self._size or self._size_from(index, count, nbytes)
+            self._check_cut(index, count, nbytes, size)
         if index in self._good:
             raise RemoteProtocolError(
                 f"chunk {index} of {count} arrived although it was already there"
@@ -275,6 +295,7 @@ class Assembly:
             self._prefix += 1
         if index == count - 1:
             self.values, self._state = update.values, update.state
+        self._sum_again(count)
         if len(self._good) < count:
             return Verdict.GOOD
         self._check_state()
@@ -284,7 +305,7 @@ class Assembly:
 
     def _start_over(self) -> None:
         self._good = {}
-        self._prefix = self._count = self._size = 0
+        self._prefix = self._count = self._size = self._unsummed = 0
         self._state, self.values = None, {}
 
     def _forget_from(self, index: int) -> None:
@@ -294,8 +315,37 @@ class Assembly:
         if len(self._good) > index:
             self._good = {each: self._good[each] for each in range(index)}
         self._prefix = index
+        self._unsummed = min(self._unsummed, index)
         if index < self._count:
             self._state, self.values = None, {}
+
+    def _go_on_at(self, index: int, count: int, size: int) -> None:
+        """The first chunk over another link: go on from there, in its cut."""
+        start, good = index * size, self.good_nbytes
+        if start > good:
+            raise RemoteProtocolError(
+                f"the update goes on at byte {start}, but it is here up to byte {good} only"
+            )
+        if not index or (count, size) == (self._count, self._size):
+            self._forget_from(index)
+        elif self._memory is None or index > _MAX_RECUT:
+            raise RemoteProtocolError(
+                f"an update of {self._count} chunks goes on with chunk {index} of {count}"
+            )
+        else:
+            self._start_over()
+            self._good = dict.fromkeys(range(index))
+            self._prefix = self._unsummed = index
+        self._resumed = False
+
+    def _sum_again(self, count: int) -> None:
+        """Make up for checksums of this cut, some with each chunk: it may be much to look at."""
+        left = count - len(self._good)
+        for _ in range(-(-self._unsummed // (left + 1))):
+            assert self._memory is not None
+            self._unsummed -= 1
+            start = self._unsummed * self._size
+            self._good[self._unsummed] = checksum(self._memory[start : start + self._size])
 
     def _size_from(self, index: int, count: int, nbytes: int) -> int:
         """The size of every chunk but the last, from the first chunk that came."""
@@ -305,8 +355,6 @@ class Assembly:
         return (self.nbytes - nbytes) // (count - 1)
 
     def _check_cut(self, index: int, count: int, nbytes: int, size: int) -> None:
-        if self._count and count != self._count:
-            raise RemoteProtocolError(f"an update of {self._count} chunks became one of {count}")
         expected = size if index < count - 1 else self.nbytes - (count - 1) * size
         fits = nbytes == expected
         if count > 1:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
+    PeerClosed,
     RemoteProtocolError,
     TransportClosed,
 )
@@ -30,7 +31,17 @@ from aiosync.transports._segment import Slot
 from aiosync.transports.base import Again, Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Current, Fetch, Hello, ManifestMessage, Message, Resend, Update
+from aiosync.wire import (
+    Ack,
+    Current,
+    Fetch,
+    Hello,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Resend,
+    Update,
+)
 
 __all__ = ["Peer", "is_leaving"]
 
@@ -334,6 +345,8 @@ class Peer:
             self.stream.on_resend(message)
             self._pump()
             return None
+        if isinstance(message, Refuse):
+            raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
         if not isinstance(message, Ack):
             raise RemoteProtocolError(
                 f"worker {self.worker_idx} sent {type(message).__name__} where only "

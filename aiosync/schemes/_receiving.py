@@ -168,7 +168,13 @@ class ReceivingScheme(FollowingScheme):
                 receiver.apply_soon()
             return receiver.inbox.version > 0
 
-        await receiver.wait_until(arrived, timeout=left, late=late)
+        try:
+            await receiver.wait_until(arrived, timeout=left, late=late)
+        except ConnectTimeout as exc:
+            if receiver.cut_off is None:
+                raise
+            why = receiver.cut_off[1]  # and not only that the time is up
+            raise ConnectTimeout(f"{exc}; the link was lost: {why}") from why
         self._reported = receiver.inbox.version
 
     # What finds another link after one was lost; None where a lost link is the end.

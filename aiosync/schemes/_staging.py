@@ -82,7 +82,7 @@ class Staging:
         """Buffers for the payload of ``message``, checked against its manifest."""
         if self.checks:
             assembly, landing = self._assembly_for(message)
-            start, stop = assembly.place(cast("Update", message), nbytes)
+            start, stop = self._place(assembly, cast("Update", message), nbytes)
             self._part = landing.memoryview()[start:stop]
             self._running = RunningChecksum()
             return [self._part]
@@ -122,6 +122,18 @@ class Staging:
         self._assembly = Assembly(layout.nbytes, layout.digest, message.epoch, message.version)
         return self._assembly, landing
 
+    def _place(self, assembly: Assembly, update: Update, nbytes: int) -> tuple[int, int]:
+        try:
+            return assembly.place(update, nbytes)
+        except RemoteProtocolError:
+            if assembly.was_resumed:
+                self.drop_part()  # announced once more, it would be refused once more
+            raise
+
+    def drop_part(self) -> None:
+        """Forget the update that is here in part: the next link begins with it anew."""
+        self._assembly = None
+
     def take_part(self, received: Received) -> Staged | Resend | None:
         """A part of an update arrived.
 
@@ -134,7 +146,7 @@ class Staging:
         message = received.message
         assert isinstance(message, Update)
         assembly, landing = self._assembly_for(message)
-        start, stop = assembly.place(message, received.nbytes)
+        start, stop = self._place(assembly, message, received.nbytes)
         running, self._running = self._running, None
         verdict = assembly.arrived(message, landing.memoryview()[start:stop], running)
         if verdict is Verdict.DAMAGED:
@@ -167,8 +179,10 @@ class Staging:
 
         What is verified behind a gap is forgotten: not while the old link brings more.
         """
-        assembly = self._assembly
-        nbytes = 0 if assembly is None else assembly.resume()
+        assembly, landing = self._assembly, self._landing
+        nbytes = 0
+        if assembly is not None and landing is not None:
+            nbytes = assembly.resume(landing.memoryview())
         return (
             (assembly.epoch, assembly.version, nbytes) if assembly is not None and nbytes else None
         )

@@ -26,6 +26,7 @@ from aiosync.schemes._options import Fixed, Option, check_limits, seconds
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.listening import StreamListener
+from aiosync.transports._link import without_frames
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -202,16 +203,21 @@ class StreamReceiving(WeightSyncScheme):
         loop = asyncio.get_running_loop()
         give_up = None if timeout is None else loop.time() + timeout
         backoff = Backoff()
+        lost: AiosyncError | None = None
         while True:
             left = None if give_up is None else max(0.0, give_up - loop.time())
             try:
                 return await super()._introduce(receiver, left)
-            except (AuthError, ConfigError, ConnectTimeout, LocalProtocolError):
+            except (AuthError, ConfigError, LocalProtocolError):
                 raise
+            except ConnectTimeout as exc:
+                if lost is None:
+                    raise
+                raise ConnectTimeout(f"{exc}; before that, {lost}") from lost
             except AiosyncError as exc:
                 if self._pipe is not None or left == 0.0:
                     raise
-                lost = str(exc)
+                lost = without_frames(exc)
                 receiver.transport.abort()
             await backoff.wait()
             left = None if give_up is None else max(0.0, give_up - loop.time())
@@ -351,6 +357,9 @@ class StreamReceiving(WeightSyncScheme):
                 raise
             self._worker_idx = welcome.worker_idx
             self._linked_at = loop.time()
+            here = (receiver.inbox.newest_epoch, receiver.inbox.newest)
+            if not welcome.version or (welcome.epoch, welcome.version) == here:
+                receiver.cut_off = None  # nothing newer has to come before this link is of use
             return link
 
     def _on_applied(self, epoch: int, version: int) -> None:

@@ -108,7 +108,8 @@ class WeightReceiver(Answering):
             )
         self.transport: Transport = transport
         self.lost: AiosyncError | None = None  # why there is no link, while one is looked for
-        self.lost_at: float = 0.0  # on time.monotonic()'s clock
+        # Since when, on time.monotonic()'s clock, no link was of use, and why the last one ended.
+        self.cut_off: tuple[float, AiosyncError] | None = None
         self.error: BaseException | None = None
         self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
@@ -148,7 +149,8 @@ class WeightReceiver(Answering):
                 await self._receive()
             except AiosyncError as exc:
                 lost = without_frames(exc)
-            self.lost, self.lost_at = lost, time.monotonic()
+            self.lost = lost
+            self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), lost)
             if self._relink is None or self._closed:
                 self.fail(lost)
                 return
@@ -203,6 +205,7 @@ class WeightReceiver(Answering):
         elif isinstance(message, Current):
             self.progress += 1
             if self.wishes.on_current(message, self.inbox):
+                self.cut_off = None
                 self._has_come(message.epoch, message.version)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
@@ -229,6 +232,7 @@ class WeightReceiver(Answering):
         self._alert.came()
 
     def _stage(self, staged: Staged) -> None:
+        self.cut_off = None
         if staged.epoch != self.inbox.newest_epoch:
             self._forget_refusal()  # of a trainer before
         try:

@@ -201,7 +201,8 @@ class WeightClient:
         """Get the newest version of a model, from a weight server or from a trainer.
 
         Waits for a first version. The first attempt to connect has to succeed; after that a lost
-        link is replaced until the time is up, and the transfer goes on where it stopped.
+        link is replaced until the time is up, and the transfer goes on where it stopped. What the
+        other side makes of it may be illegal: then the transfer begins anew.
 
         Args:
             model_id: Which model.
@@ -252,6 +253,7 @@ class _Pull:
         self._here = 0  # bytes of it
         self._sizes: dict[bytes, int] = {}  # of payloads, by the digest of the manifest
         self._moved = False  # something arrived over this link
+        self._resumes = False  # a part was announced over this link
         self._reconnects = 0
         self._resumed = 0
 
@@ -266,6 +268,12 @@ class _Pull:
                 if self._welcome is None:
                     raise  # nobody is there, as far as anybody knows
                 self._lost = exc
+            except RemoteProtocolError as exc:
+                if not self._resumes or self._staging is None:
+                    raise
+                # The two did not agree about the part that is here, perhaps: begin anew, once.
+                self._staging.drop_part()
+                self._lost = exc
             self.close()
             if self._moved:
                 backoff.reset()
@@ -278,7 +286,7 @@ class _Pull:
         link = self._link = await self._dialler.dial()
         partial = self._staging.prepare_resume() if self._staging is not None else None
         epoch, version, nbytes = partial or (None, None, 0)
-        self._here = nbytes
+        self._here, self._resumes = nbytes, nbytes > 0
         hello = Hello(
             role="receiver",
             model_id=self._model_id,

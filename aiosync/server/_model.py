@@ -200,6 +200,9 @@ class ServedModel:
             link.subscribe(lambda received: self._on_message(link, received))
             while True:
                 self._on_message(link, await link.recv(into=self._staging.lender))
+        except RemoteProtocolError as exc:
+            link.channel.fail(exc)  # tells the trainer
+            raise
         finally:
             if self._trainer is link:
                 self._trainer = self._pulse = None

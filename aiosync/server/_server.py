@@ -228,6 +228,7 @@ class WeightServer:
                 await link.send(Refuse("ConfigError", str(exc)), timeout=HANDSHAKE_SECONDS)
                 raise
             if hello.role == "sender":
+                link.channel.says_why = True  # its user can do something about it
                 await model.receive_from(link, hello)
             else:
                 model.workers.welcome(link, None, hello)

@@ -128,8 +128,11 @@ class Following:
     def causes(self, now: float) -> list[tuple[float, str]]:
         """Since when, and why, it does not follow the source."""
         receiver, lost = self.receiver, self._lost
-        if lost is None and receiver is not None and receiver.lost is not None:
-            lost = (receiver.lost_at, f"the link to the source was lost: {receiver.lost}")
+        if lost is None and receiver is not None and receiver.cut_off is not None:
+            text = f"the link to the source was lost: {receiver.cut_off[1]}"
+            if receiver.lost is None:
+                text = f"what is newer has not come since {text}"
+            lost = (receiver.cut_off[0], text)
         found = [each for each in (lost, self._blocked) if each is not None]
         if receiver is None:
             return found
@@ -137,7 +140,7 @@ class Following:
             refusing = receiver.refusing
             text = f"version {refusing.version} was refused: {refusing.text}"
             found.append((refusing.since, text))
-        stalled = receiver.partial_since if lost is None else None
+        stalled = receiver.partial_since if self.connected else None
         for since, limit, text in (
             (stalled, _STALL_SECONDS, _STALLED),
             (self._loading_since, _SLOW_SECONDS, _LOADING),
@@ -163,8 +166,8 @@ class Following:
             except AiosyncError as exc:  # the status says it
                 receiver = scheme._receiver
                 since = time.monotonic() if self._lost is None else self._lost[0]
-                if self._lost is None and receiver is not None and receiver.lost is not None:
-                    since = receiver.lost_at
+                if self._lost is None and receiver is not None and receiver.cut_off is not None:
+                    since = receiver.cut_off[0]
                 self._lost = (since, f"{type(exc).__name__}: {exc}")
             finally:
                 await self._drop(scheme)

@@ -22,7 +22,8 @@ class FeedStatus:
         newest: Newest version that is known of, of the newest epoch.
         connected: Whether there is a link to the source.
         age: Seconds since :attr:`version` was put to use; ``None`` before the first.
-        stale_for: Seconds since it stopped being live; 0 when it is.
+        stale_for: Seconds since it stopped being live; 0 when it is. A new link ends this only
+            once an update has come, or it is known that there is nothing newer.
         refused: The last version that could not be put to use, ``None`` if a newer one could.
         reconnects: How often a lost link was restored.
         swaps: How many versions were put to use.

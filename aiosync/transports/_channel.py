@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import ConnectError, PeerClosed
+from aiosync.errors import ConnectError, PeerClosed, RemoteProtocolError
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkError, LinkState
@@ -22,12 +22,13 @@ from aiosync.transports._source import Intercept
 from aiosync.transports._writer import FrameWriter
 from aiosync.transports.base import Lender
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Message
+from aiosync.wire import DEFAULT_LIMITS, Message, Refuse, encode_frame
 
 __all__ = ["FramedChannel", "channel_of"]
 
 # Longer than any message of a handshake, and than a NACK with the error's text.
 _SMALL_MESSAGES = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
+_MAX_REASON = 1000  # characters
 
 
 class FramedChannel:
@@ -64,6 +65,7 @@ class FramedChannel:
         self._state.on_end.append(self._forget_process)
         self._state.on_end.append(self._tell_peer)
         self._told_peer = False
+        self.says_why: bool = False  # tells the peer in a Refuse what it did wrong
         close_in_child(self)
 
     @property
@@ -219,7 +221,17 @@ class FramedChannel:
         if error is not None and not isinstance(error, PeerClosed) and not self._told_peer:
             self._told_peer = True
             self._drain()
+            if self.says_why and isinstance(error, RemoteProtocolError):
+                self._refuse(error)
             self.io.close()
+
+    def _refuse(self, error: RemoteProtocolError) -> None:
+        # What the kernel does not take at once is left out: nobody waits for the rude.
+        if self._writer.mid_frame:
+            return
+        refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
+        with contextlib.suppress(OSError):
+            self.io.sendv([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
     def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
         """What the peer said before the link ended, and nobody took; ends reading."""

@@ -44,6 +44,11 @@ class FrameWriter:
         self.written = 0  # bytes that the stream took
         state.on_end.append(self.stop)
 
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the peer has a part of a frame and waits for the rest."""
+        return self._io.has_unsent or (self._started and bool(self._out))
+
     def stop(self) -> None:
         """Write no more, and let a waiting ``send()`` find out why."""
         if self._writing:

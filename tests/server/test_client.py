@@ -12,6 +12,7 @@ from torch import nn
 
 import aiosync
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout, RecvTimeout
+from aiosync.protocol import ChunkPlan
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes._harness import PATIENCE, until
@@ -119,6 +120,68 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
         assert seen == sorted(seen)
         assert seen[-1] == pulled.nbytes
         assert torch.equal(pulled.mapping()["block"], torch.full((2, 2**20), -1.0))
+
+
+@pytest.mark.parametrize("by", ["pull", "connect"])
+async def test_a_cut_transfer_goes_on_in_chunks_of_another_size(by: str, tmp_path: Path) -> None:
+    first = WeightServer(URL, chunk_nbytes=2**20, store=tmp_path)
+    async with FaultProxy(first.url) as proxy:
+        async with first:
+            async with trainer(first) as source:
+                await source.send(medium())
+            proxy.plan = lambda number: (
+                Plan(back=Faults(stall_at=3_000_000)) if not number else None
+            )
+            here: list[int] = []
+            task = asyncio.ensure_future(gotten(by, proxy.url, here))
+            await until(lambda: 2 * 2**20 in here or (by == "connect" and sent(first) > 3_000_000))
+            await asyncio.sleep(0.1)  # a worker does not tell
+        proxy.cut()
+        async with WeightServer(first.url, chunk_nbytes=2**18, store=tmp_path):
+            weights, resumed = await task
+            assert torch.equal(weights, torch.full((2, 2**20), -1.0))
+            assert resumed == (2 * 2**20 if by == "pull" else None)
+
+
+@pytest.mark.parametrize("by", ["pull", "connect"])
+async def test_a_part_that_the_server_misunderstands_is_dropped(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ChunkPlan.index_at
+    monkeypatch.setattr(
+        ChunkPlan, "index_at", lambda self, nbytes: known(self, nbytes) + (1 if nbytes else 0)
+    )
+    async with (
+        WeightServer(URL, chunk_nbytes=2**18) as server,
+        trainer(server) as source,
+        FaultProxy(server.url) as proxy,
+    ):
+        await source.send(medium())
+        proxy.plan = lambda number: Plan(back=Faults(cut_at=3_000_000)) if not number else None
+        weights, resumed = await gotten(by, proxy.url)
+        assert torch.equal(weights, torch.full((2, 2**20), -1.0))
+        assert not resumed
+        assert proxy.connections == 3
+
+
+async def gotten(
+    by: str, url: str, here: list[int] | None = None
+) -> tuple[torch.Tensor, int | None]:
+    """What a client or a worker gets of ``medium()``; how much the client did not need twice."""
+    if by == "pull":
+        pulled = await WeightClient(url).pull(
+            timeout=PATIENCE,
+            progress=lambda done, _: here.append(done) if here is not None else None,
+        )
+        return pulled.mapping()["block"], pulled.resumed_nbytes
+    model = medium()
+    fill(model, 9.0)
+    async with worker(url, model=model):
+        return model.block.detach().clone(), None
+
+
+def sent(server: WeightServer) -> int:
+    return sum(each["sent_nbytes"] for each in described(server)["workers"])
 
 
 async def test_another_version_comes_instead_of_a_cut_one() -> None:

@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 import aiosync
-from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, PartialSyncError
+from aiosync.errors import (
+    ApplyError,
+    ConfigError,
+    ConnectTimeout,
+    LocalProtocolError,
+    PartialSyncError,
+    RemoteProtocolError,
+)
 from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
 from aiosync.transports.tcp import TCPTransport
@@ -467,6 +474,27 @@ async def test_the_status_is_plain_and_has_no_secret() -> None:
         assert (row["worker_idx"], row["version"], row["lag"]) == (0, 1, 0)
         assert row["sent_nbytes"] == model["nbytes"] > 0
         assert row["name"].startswith("127.0.0.1:")
+
+
+async def test_a_worker_with_small_limits_says_why_it_gave_up() -> None:
+    async with WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        limits = aiosync.Limits(max_payload_nbytes=64)
+        scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", limits=limits)
+        scheme.init_on_receiver("policy", model=linear())
+        async with scheme:
+            with pytest.raises(ConnectTimeout, match="at most 64 are allowed") as caught:
+                await scheme.connect(timeout=1.0)
+            assert isinstance(caught.value.__cause__, RemoteProtocolError)
+
+
+@pytest.mark.parametrize("limit", ["max_payload_nbytes", "max_tensors"])
+async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: str) -> None:
+    limits = aiosync.Limits(**{limit: 1 if limit == "max_tensors" else 64})
+    async with WeightServer(URL, limits=limits) as server, trainer(server) as source:
+        with pytest.raises(PartialSyncError, match="ended the link: .*at most (64|1) "):
+            await send(source, 1.0)
+        await until(lambda: sum(server.status()["ended"].values()) >= 1)
 
 
 async def test_a_peer_that_talks_nonsense_ends_its_own_link_only() -> None:

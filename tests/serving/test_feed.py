@@ -482,6 +482,41 @@ async def test_whatever_a_function_raises_refuses_the_update(error) -> None:
         assert feed.status.state == "live"
 
 
+async def test_how_long_it_has_been_stale_counts_on_over_links_that_bring_nothing() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    limits = aiosync.Limits(max_payload_nbytes=1000)
+    feed = WeightFeed(aiosync.TCPWeightSyncScheme(address, limits=limits), model=target)
+    async with feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        with pytest.raises(aiosync.PartialSyncError):
+            await scheme.send({"other": torch.ones(1000)})
+        await until(lambda: feed.status.state == "stale")
+        lasted, states, reasons = [0.0], set(), set()
+        while feed.status.reconnects < 3:
+            status = feed.status
+            lasted.append(status.stale_for)
+            states.add(status.state)
+            reasons.add(status.reason.split(":")[0])
+            await asyncio.sleep(0.001)
+        assert states == {"stale"}
+        assert lasted == sorted(lasted)
+        assert "the link to the source was lost" in reasons
+        with contextlib.suppress(aiosync.PartialSyncError):  # there may be no link now
+            await scheme.send(source)
+        await until(lambda: feed.version == 3 and feed.status.state == "live")
+        assert feed.status.stale_for == 0.0
+
+
+async def test_a_link_that_was_lost_and_missed_nothing_is_live_again() -> None:
+    address, source, target = _free_address(), models.linear(), models.linear()
+    async with FaultProxy(address) as proxy, trainer(source, address) as scheme:
+        async with feed_of(proxy.url, model=target) as feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            proxy.cut()
+            await until(lambda: feed.status.reconnects == 1 and feed.status.state == "live")
+            assert feed.version == scheme.version
+
+
 async def test_how_long_it_has_been_stale_counts_from_the_first_refusal() -> None:
     address, source, target = _free_address(), models.linear(), models.linear()
     feed = feed_of(address, model=target)

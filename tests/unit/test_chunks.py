@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -341,7 +342,7 @@ def test_another_link_goes_on_where_the_sender_likes(first: int) -> None:
 def test_another_link_may_not_leave_a_gap() -> None:
     sender, target, memory = holed()
     target.resume()
-    with pytest.raises(RemoteProtocolError, match="chunk 2 is missing"):
+    with pytest.raises(RemoteProtocolError, match="byte 192, but it is here up to byte 128"):
         target.place(sender.update(3), 64)
     assert put(target, memory, sender.update(2), sender.data(2)) is GOOD
 
@@ -350,13 +351,59 @@ def test_from_the_start_another_link_may_cut_in_another_way() -> None:
     _, target, memory = holed()
     target.resume()
     sender = Sender(payload_of(300), 128)
-    with pytest.raises(RemoteProtocolError, match="became"):
-        target.place(sender.update(1), 128)
-    target.resume()
     for index in range(3):
         verdict = put(target, memory, sender.update(index), sender.data(index))
     assert verdict is COMPLETE
     assert memory == sender.payload
+
+
+@pytest.mark.parametrize(("before", "after"), [(512, 64), (64, 512), (192, 128), (128, 192)])
+def test_another_link_goes_on_in_another_cut(before: int, after: int) -> None:
+    payload = payload_of(2100)
+    sender, target, memory = Sender(payload, before), assembly(2100), bytearray(2100)
+    for index in range(1536 // before):
+        put(target, memory, sender.update(index), sender.data(index))
+    assert target.resume(memoryview(memory)) == 1536
+    sender = Sender(payload, after)
+    first = sender.plan.index_at(1536)
+    with pytest.raises(RemoteProtocolError, match="but it is here up to byte 1536 only"):
+        target.place(sender.update(first + 1), len(sender.data(first + 1)))
+    for index in range(first, sender.plan.count):
+        assert target.good_nbytes == index * after
+        verdict = put(target, memory, sender.update(index), sender.data(index))
+    assert verdict is COMPLETE
+    assert (bytes(memory), target.values) == (payload, VALUES)
+
+
+def test_the_whole_is_checked_in_another_cut_too() -> None:
+    _, target, memory = holed()
+    target.resume(memoryview(memory))
+    sender = Sender(bytes(64) + payload_of(300)[64:], 128)  # the first chunk was of another version
+    put(target, memory, sender.update(1), sender.data(1))
+    with pytest.raises(RemoteProtocolError, match="does not match its checksum"):
+        put(target, memory, sender.update(2), sender.data(2))
+    assert (target.good_nbytes, target.values) == (0, {})
+
+
+def test_another_cut_needs_the_memory() -> None:
+    _, target, _ = holed()
+    target.resume()
+    sender = Sender(payload_of(300), 128)
+    with pytest.raises(RemoteProtocolError, match="5 chunks goes on with chunk 1 of 3"):
+        target.place(sender.update(1), 128)
+    assert target.good_nbytes == 128  # it changed nothing
+
+
+def test_another_cut_may_not_be_too_fine() -> None:
+    half = 64 * (2**16 + 1)
+    payload = bytes(2 * half)
+    sender, target, memory = Sender(payload, half), assembly(2 * half), bytearray(2 * half)
+    put(target, memory, sender.update(0), sender.data(0))
+    target.resume(memoryview(memory))
+    fine = Update(EPOCH, VERSION, DIGEST, chunk=(half // 64, 2 * half // 64), checksum=b"")
+    with pytest.raises(RemoteProtocolError, match="2 chunks goes on with chunk 65537"):
+        target.place(fine, 64)
+    assert put(target, memory, sender.update(1), sender.data(1)) is COMPLETE
 
 
 def test_damage_stays_counted_on_another_link() -> None:
@@ -389,10 +436,9 @@ def test_any_order_of_faults_ends_in_the_same_bytes_or_an_error(
     nbytes: int, units: int, limit: int, draw: st.DataObject
 ) -> None:
     sender = Sender(payload_of(nbytes), 64 * units)
-    count = sender.plan.count
     target, memory = assembly(nbytes, max_damaged=limit), bytearray(nbytes)
-    queue = list(range(count))
-    hits = [0] * count
+    queue = list(range(sender.plan.count))
+    hits = Counter[int]()
     resumed = False
     for _ in range(200):
         index = queue.pop(0)
@@ -405,8 +451,10 @@ def test_any_order_of_faults_ends_in_the_same_bytes_or_an_error(
             start, stop = target.place(update, len(data))
             if fault == "cut":  # the link was lost in the middle of the chunk
                 memory[start : (start + stop) // 2] = data[: (start + stop) // 2 - start]
-            first = sender.plan.index_at(target.resume())
-            queue = list(range(draw.draw(st.integers(0, first)), count))
+            if draw.draw(st.booleans()):
+                sender = Sender(sender.payload, 64 * draw.draw(st.integers(1, 4)))
+            first = sender.plan.index_at(target.resume(memoryview(memory)))
+            queue = list(range(draw.draw(st.integers(0, first)), sender.plan.count))
             resumed = True
             continue
         resumed = False
@@ -420,7 +468,7 @@ def test_any_order_of_faults_ends_in_the_same_bytes_or_an_error(
         assert hits[index] <= limit
         assert verdict is DAMAGED if damage else verdict in (GOOD, COMPLETE)
         assert memory[: target.good_nbytes] == sender.payload[: target.good_nbytes]
-        assert target.damaged == sum(hits)
+        assert target.damaged == hits.total()
         if verdict is DAMAGED:
             queue.insert(draw.draw(st.integers(0, len(queue))), index)
         if verdict is COMPLETE:
