@@ -41,12 +41,21 @@ class Coverage:
             self._set(snapshot)
             return None
         names = _names(layout) | snapshot.values.keys()
-        kept = {version: held for version, held in self._waiting.items() if not held <= names}
+        kept, newer = set[int](), set(names)
+        # Newer ones may hold all of an older one together: no more wait than there are names.
+        for version, held in reversed(self._waiting.items()):
+            if not held <= newer:
+                kept.add(version)
+                newer |= held
         under_way = frozenset[str]() if known is None else _names(known) | self._values
         if not kept and under_way <= names:
             self._set(snapshot)
             return None
-        self._waiting = {**kept, snapshot.version: names}
+        stay = {*kept, outbox.pending}  # which is on its way already
+        self._waiting = {
+            version: held for version, held in self._waiting.items() if version in stay
+        }
+        self._waiting[snapshot.version] = names
         return frozenset(kept)
 
     def take(self, snapshot: Snapshot) -> None:

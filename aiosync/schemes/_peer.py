@@ -232,6 +232,7 @@ class Peer:
         except AiosyncError as exc:
             snapshot.release()
             self._failed(snapshot.version, exc)
+            self._pump()  # what waited for it
             return
         if taken:
             snapshot.release()

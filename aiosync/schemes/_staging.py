@@ -117,7 +117,7 @@ class Staging:
         ):
             return current, landing
         if landing is None or landing.nbytes != layout.nbytes:
-            self._landing = None  # before another one is allocated
+            self._landing = self._assembly = None  # before another one is allocated
             landing = self._landing = self._new_landing(layout)
         self._assembly = Assembly(layout.nbytes, layout.digest, message.epoch, message.version)
         return self._assembly, landing

@@ -357,8 +357,8 @@ class StreamReceiving(WeightSyncScheme):
                 raise
             self._worker_idx = welcome.worker_idx
             self._linked_at = loop.time()
-            here = (receiver.inbox.newest_epoch, receiver.inbox.newest)
-            if not welcome.version or (welcome.epoch, welcome.version) == here:
+            same = welcome.epoch == receiver.inbox.newest_epoch
+            if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
                 receiver.cut_off = None  # nothing newer has to come before this link is of use
             return link
 

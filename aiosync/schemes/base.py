@@ -203,6 +203,9 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         apply, and a trainer, after :meth:`send_nowait`, for the moment at which all workers
         need no more than to switch.
 
+        An update of some names, with ``strict=False``, that lacks a part of one before it is
+        staged only when that one is applied.
+
         Args:
             version: Version of the current epoch, or a newer one.
             timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import ConnectError, PeerClosed, RemoteProtocolError
+from aiosync.errors import AiosyncError, ConnectError, PeerClosed, RemoteProtocolError
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkError, LinkState
@@ -230,7 +230,7 @@ class FramedChannel:
         if self._writer.mid_frame:
             return
         refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AiosyncError):  # or longer than a header may be
             self.io.sendv([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
     def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:

@@ -26,7 +26,7 @@ def open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
-    except OSError:
+    except (OSError, OverflowError):
         return -1
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import aiosync
 from tests.schemes import _harness as harness
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -100,6 +102,46 @@ async def test_with_manual_apply_the_parts_come_one_after_the_other(make: Any) -
         await receiver.wait_for_version(second.version, timeout=harness.PATIENCE)
         assert (await first).acked == (await second).acked == {0}
         assert held(target) == (5.0, 7.0)
+
+
+@both
+async def test_no_more_wait_than_there_are_names(make: Any) -> None:
+    names = [f"{idx}.weight" for idx in range(8)]
+    target = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in names)
+    choose = random.Random(0)
+    newest: dict[str, float] = {}
+    async with harness.here(make(strict=False), target, sender={"model": target}) as pair:
+        sender, receiver = pair
+        peer = sender._sender.peers[0]
+        async with receiver.reading():
+            for value in range(300):
+                some = choose.sample(names, 3)
+                newest |= dict.fromkeys(some, float(value))
+                last = sender.send_nowait({name: torch.full((1, 1), float(value)) for name in some})
+                assert len(peer._snapshots) <= len(names) + 1
+                if not value % 50:
+                    await asyncio.sleep(0.01)
+        await last
+        assert {name: value.item() for name, value in target.state_dict().items()} == newest
+
+
+async def test_what_comes_after_one_that_cannot_be_sent() -> None:
+    """It is refused when its turn comes, by the limit of a header."""
+    target = build()
+    scheme = aiosync.MultiProcessWeightSyncScheme(strict=False)
+    async with harness.here(scheme, target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        async with receiver.reading():
+            handles = [
+                sender.send_nowait(part(("base", 5.0))),
+                sender.send_nowait({**part(("adapter", 6.0)), "note": "x" * 2**25}),
+                sender.send_nowait(part(("adapter", 7.0), ("base", 8.0))),
+                sender.send_nowait(part(("adapter", 9.0))),
+            ]
+        with pytest.raises(aiosync.PartialSyncError):
+            await handles[1]
+        await handles[-1]
+        assert held(target) == (8.0, 9.0)
 
 
 @both

@@ -123,7 +123,7 @@ async def test_nothing_is_kept_of_sends_that_timed_out(make) -> None:
     source, target = models.linear(), models.linear()
     scheme = make(apply="manual")
     async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
-        handles = [await _deliver(sender, receiver, timeout=0.2) for _ in range(100)]
+        handles = [await _deliver(sender, receiver, timeout=1.0) for _ in range(100)]
         async with asyncio.timeout(harness.PATIENCE):
             assert all([0 in (await handle).skipped for handle in handles[:-1]])
             with pytest.raises(aiosync.PartialSyncError) as info:

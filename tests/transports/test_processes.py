@@ -73,3 +73,7 @@ def test_without_pidfds_a_process_is_gone_once_it_was_reaped(
     assert not is_gone(process.pid)
     process.wait()
     assert is_gone(process.pid)
+
+
+def test_a_number_that_no_process_can_have_is_not_watched() -> None:
+    assert open_pidfd(2**31) == -1
