@@ -68,11 +68,11 @@ async def versions() -> None:
         assert answer.version == version + 1
         answer = await handle.in_thread.remote(min_version=version + 1, epoch=it.epoch)
         check(answer)
-        with pytest.raises(AdmissionTimeout, match="version 99 was asked for") as caught:
+        with pytest.raises(AdmissionTimeout, match="version 99 was requested") as caught:
             await handle.impatient.remote(min_version=99)
         error: Any = caught.value  # of Ray's, and ours
         assert (error.version, error.min_version, error.retry_after > 0) == (version + 1, 99, True)
-        with pytest.raises(AdmissionTimeout, match="epoch 0*5 was asked for"):
+        with pytest.raises(AdmissionTimeout, match="epoch 0*5 was requested"):
             await handle.impatient.remote(epoch=5)
         async with asyncio.timeout(10):
             items = [item async for item in handle.options(stream=True).items.remote(3)]
