@@ -32,9 +32,9 @@ from aiosync.bench._contenders import Contender
 from aiosync.bench._results import Case
 from aiosync.bench._workloads import fill
 
-__all__ = ["Block", "trainer_main"]
+__all__ = ["BLOCK_SECONDS", "Block", "trainer_main"]
 
-_BLOCK_SECONDS = 1.0
+BLOCK_SECONDS = 1.0
 """A block of sends that take longer than that together has fewer of them."""
 
 
@@ -124,7 +124,7 @@ class _Rounds:
     def goes_on(self, sends: int) -> bool:
         """Whether a block of at most ``sends`` has another one: two there are at least."""
         return len(self.seconds) < min(sends, 2) or (
-            len(self.seconds) < sends and sum(self.seconds) < _BLOCK_SECONDS
+            len(self.seconds) < sends and sum(self.seconds) < BLOCK_SECONDS
         )
 
 

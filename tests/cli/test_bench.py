@@ -23,6 +23,7 @@ from aiosync.bench._machine import machine
 from aiosync.bench._plan import Plan
 from aiosync.bench._profiles import PROFILES
 from aiosync.bench._results import Case, Missing, Results, Timing
+from aiosync.bench._trainer import BLOCK_SECONDS
 from aiosync.cli import _bench
 from aiosync.cli._bench import choose, progress_bar
 from aiosync.errors import ConfigError
@@ -253,7 +254,11 @@ def test_a_short_run(tmp_path: Path) -> None:
     # Timings of a block are handed over only after its check in every worker.
     (found,) = results.timings
     plan = PROFILES["quick"]
-    assert len(found.seconds) == plan.blocks * plan.sends(CASE)
+    most = plan.blocks * plan.sends(CASE)
+    # A block ends after a second of sends, which a busy machine may need for fewer of them.
+    assert len(found.seconds) == most or (
+        2 * plan.blocks <= len(found.seconds) < most and sum(found.seconds) >= BLOCK_SECONDS
+    )
     assert 0 < found.percentile(10) <= found.median <= found.percentile(99) < 1
     assert results.missing == []
     assert json.loads(path.read_text())["timings"][0]["median"] == found.median
