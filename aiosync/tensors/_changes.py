@@ -117,7 +117,9 @@ def replacement(old: torch.Tensor, source: torch.Tensor, *, view: bool) -> torch
 
 def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into any kind of tensor, also a subclass or a sparse one; what that raises comes out."""
-    if tensor.layout is not torch.strided:
+    if tensor.is_mkldnn:
+        source = source.to(tensor.device, tensor.dtype).to_mkldnn()
+    elif tensor.layout is not torch.strided:
         source = source.to_sparse(layout=tensor.layout)
     tensor.copy_(source)
 

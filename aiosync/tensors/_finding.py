@@ -5,6 +5,7 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,6 +30,7 @@ __all__ = [
     "find",
     "find_in_tree",
     "group_tied",
+    "is_fake",
     "memory_key",
     "refuse_hidden",
 ]
@@ -154,6 +156,12 @@ def _is_wrapper(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch's ``FakeTensorMode``, which has no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
 def check_can_travel(found: Found) -> None:
     """Check every tensor and every name.
 
@@ -185,6 +193,8 @@ def obstacle(tensor: torch.Tensor) -> str:
         return f"is a {type(tensor).__name__}: gather or unwrap it into a plain tensor first"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
+    if is_fake(tensor):
+        return "is a FakeTensor: it has no values"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
     try:

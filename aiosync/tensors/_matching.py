@@ -152,6 +152,9 @@ class Match:
     hidden: list[tuple[Hidden, dict[str, str]]] = field(default_factory=list)
 
 
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch._mkldnn)  # type: ignore[attr-defined]
+"""What can be copied into. Compressed sparse tensors take only as many elements as they have."""
+
 _STRICT_HINT = (
     " With strict=False on the receiving scheme, what both sides have is taken, and floating-point "
     "dtypes are cast; shapes have to be the same in any case"
@@ -299,6 +302,9 @@ def _difference(
 ) -> str:
     """Say in words what does not fit; empty if it fits."""
     parts = []
+    if tensor.is_nested or tensor.layout not in _LAYOUTS:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        return f"the target has the layout {layout}, which cannot be written"
     if _overlaps_itself(tensor):
         parts.append("the target is an expanded tensor, whose elements share memory")
     if tuple(tensor.shape) != shape:

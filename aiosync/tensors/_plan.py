@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aiosync.tensors._finding import memory_key
+from aiosync.errors import ManifestMismatch
+from aiosync.tensors._finding import is_fake, memory_key
 from aiosync.tensors._matching import (
     Assignment,
     Match,
@@ -170,6 +171,9 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             view = view and flipped.setdefault(leaf, spot) is spot
             plan.installs.append((spot, leaf, view))
             continue
+        if is_fake(tensor):
+            why = "the target is a FakeTensor, which has no memory"
+            raise ManifestMismatch(mismatched={spot.name: why}, hint="Nothing was changed.")
         if not is_ordinary(tensor):
             plan.risky.append((tensor, leaf))
             continue

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
 from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
-from aiosync.tensors._signature import Signature
+from aiosync.tensors._signature import Signature, any_nested
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, outline, unwrap
 from aiosync.tensors.copying import CopyPool, copy_blocks
@@ -83,6 +84,8 @@ class _Plan:
     def fits_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other tensors under the same names have the same shapes, dtypes and ties."""
         unique = [tensors[first] for first in self.firsts]
+        if not all(map(is_, unique, self.tensors)) and any_nested(unique):
+            return False
         return self.signature.same(unique) and self.still_tied(tensors)
 
     def still_tied(self, tensors: Sequence[torch.Tensor]) -> bool:

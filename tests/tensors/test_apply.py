@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors import (
@@ -477,6 +478,51 @@ def test_sparse_target_is_copied(copy: bool) -> None:
         receiver.apply_(layout, flat, values, copy=copy)
         assert target.weight is parameter
         assert torch.equal(parameter.to_dense(), torch.eye(3) * factor)
+
+
+def test_mkldnn_target_is_copied(copy: bool) -> None:
+    target = nn.Module()
+    target.register_buffer("a", torch.zeros(2, 3).to_mkldnn())
+    receiver = Target(target, strict=False)
+    for value, dtype in ((1.0, torch.float32), (2.0, torch.float32), (3.0, torch.float64)):
+        layout, flat, values = packed({"a": torch.full((2, 3), value, dtype=dtype)})
+        receiver.apply_(layout, flat, values, copy=copy)
+        assert target.a.is_mkldnn
+        assert torch.equal(target.a.to_dense(), torch.full((2, 3), value))
+
+
+UNWRITABLE = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+    "torch.sparse_csr": lambda: torch.ones(2, 3).to_sparse_csr(),
+    "torch.sparse_bsc": lambda: torch.ones(2, 3).to_sparse_bsc((1, 1)),
+    "FakeTensor": lambda: FakeTensorMode().from_tensor(torch.ones(2, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_targets_that_cannot_be_written_are_refused(kind: str, copy: bool) -> None:
+    target = {"a": UNWRITABLE[kind](), "b": torch.zeros(1)}
+    why = "nested" if kind == "jagged" else kind
+    with pytest.raises(ManifestMismatch, match=f"a: the target .*{why}"):
+        send({"a": torch.ones(2, 3), "b": torch.ones(1)}, target, copy=copy)
+    assert target["b"].item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_tensors_that_get_no_weights_may_be_of_any_kind(kind: str, copy: bool) -> None:
+    target = nn.Module()
+    target.register_buffer("a", UNWRITABLE[kind]())
+    target.register_buffer("b", torch.zeros(1))
+    receiver = Target(target, strict=False)
+    for value in (1.0, 2.0):  # torch would have ended the process here
+        layout, flat, values = packed({"b": torch.tensor([value])})
+        receiver.apply_(layout, flat, values, copy=copy)
+        assert target.b.item() == value
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiosync.errors import ConfigError
 from aiosync.tensors import collect
@@ -201,6 +202,13 @@ def test_what_cannot_be_sent_is_named_all_at_once() -> None:
     assert "'meta' is on the meta device" in text
     assert "'sparse' has the layout torch.sparse_coo" in text
     assert "fine" not in text
+
+
+def test_a_fake_tensor_is_refused() -> None:
+    with FakeTensorMode():
+        model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="'weight' is a FakeTensor: it has no values"):
+        collect(model)
 
 
 def test_a_name_twice_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiosync.errors import ConfigError
 from aiosync.tensors import CopyPool, FlatBuffer, Flattener
@@ -50,6 +51,30 @@ def test_tensors_of_any_kind(tensor: torch.Tensor) -> None:
     got = contents(Flattener(), {"before": torch.ones(3), "x": tensor, "z": torch.ones(2)})
     assert got["x"] == bits(tensor.resolve_conj().resolve_neg())
     assert got["z"] == bits(torch.ones(2))
+
+
+UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
+    "torch.jagged": lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+    "torch.sparse_csr": lambda: torch.ones(2, 4).to_sparse_csr(),
+    "torch._mkldnn": lambda: torch.ones(2, 4).to_mkldnn(),
+    "FakeTensor": lambda: FakeTensorMode().from_tensor(torch.ones(2, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("first", ["dict", "module", "td"])
+@pytest.mark.parametrize("kind", UNSENDABLE)
+def test_what_cannot_be_sent_is_refused_after_a_plan_too(kind: str, first: str) -> None:
+    flattener, bad = Flattener(), UNSENDABLE[kind]()
+    good: dict[str, Any] = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+    plans = {"dict": good, "module": nn.Linear(4, 2), "td": TensorDict(good)}
+    flattener.prepare(plans[first])
+    why = "nested" if kind == "torch.jagged" else kind
+    with pytest.raises(ConfigError, match=f"'weight' .*{why}"):
+        flattener.prepare({**good, "weight": bad})
+    assert contents(flattener, good)["weight"] == bits(good["weight"])
 
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 3])
