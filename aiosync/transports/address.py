@@ -11,11 +11,17 @@ import ipaddress
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
 from aiosync.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - no locks on this platform
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Address", "any_port_of", "bind", "own_host"]
 
@@ -144,20 +150,68 @@ def _in_use(exc: OSError) -> bool:
 def _bind_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        try:
-            _bind_private(sock, path)
-        except OSError as exc:
-            if not _in_use(exc) or not _is_stale(path):
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            _bind_private(sock, path)
-        sock.listen(_BACKLOG)
+        # Between bind() and listen() a socket looks as one that a dead process left behind.
+        with _exclusively(path):
+            try:
+                _bind_private(sock, path)
+            except OSError as exc:
+                if not _in_use(exc) or not _is_stale(path):
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                _bind_private(sock, path)
+            sock.listen(_BACKLOG)
         sock.setblocking(False)
     except BaseException:  # raised again: the caller sees it
         sock.close()
         raise
     return sock
+
+
+@contextlib.contextmanager
+def _exclusively(path: str) -> Iterator[None]:
+    """Keep other processes that bind ``path`` out, by a lock on a file beside it.
+
+    The file is there only meanwhile. Where none can be made, nobody is kept out.
+
+    Raises:
+        OSError: Another one binds it at this moment (EADDRINUSE).
+    """
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{name}.aiosync-lock")
+    file = _locked(beside)
+    try:
+        yield
+    finally:
+        if file is not None:
+            # Before it is unlocked: whoever waits for this file finds that it is not the one
+            # beside the path any more.
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            os.close(file)
+
+
+def _locked(path: str) -> int | None:
+    """Descriptor of a file that this call has locked; ``None`` where that cannot be done."""
+    while fcntl is not None:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.lstat(path)):
+                return file
+        except FileNotFoundError:
+            pass  # its last owner removed it after it was opened here
+        except BlockingIOError as exc:
+            os.close(file)
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from exc
+        except OSError:  # a file system without locks; the file may be another one's
+            os.close(file)
+            return None
+        os.close(file)
+    return None
 
 
 def _bind_private(sock: socket.socket, path: str) -> None:
@@ -169,8 +223,16 @@ def _bind_private(sock: socket.socket, path: str) -> None:
 
 
 def _is_stale(path: str) -> bool:
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        return False
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise OSError("a link that leads nowhere is there") from None
+        return True  # whoever listened there removed it just now
+    if not stat.S_ISSOCK(mode):
+        is_file = "a regular file" if stat.S_ISREG(mode) else "something that is no socket"
+        what = "a directory" if stat.S_ISDIR(mode) else is_file
+        raise OSError(f"{what} is there: choose another path, or remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

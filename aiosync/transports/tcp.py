@@ -22,6 +22,7 @@ from aiosync.errors import (
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import ByteIo, StreamIo, widen_socket
 from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports._resolving import look_up
 from aiosync.transports._tls import PlainPeer, TlsIo
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
@@ -91,6 +92,7 @@ class TCPTransport(FramedTransport):
         url: str | Address,
         *,
         credentials: Credentials | None = None,
+        context: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         name: str | None = None,
         keepalive: float | None = _KEEPALIVE_SECONDS,
@@ -103,6 +105,7 @@ class TCPTransport(FramedTransport):
         Args:
             url: ``tcp://host:port`` or ``unix:///path``.
             credentials: Token and TLS; the same as on the other side.
+            context: TLS of this side; made from ``credentials`` when omitted.
             limits: What the peer may announce afterwards.
             name: How errors call the peer; its address by default.
             keepalive: Seconds after which the kernel probes an idle TCP peer;
@@ -126,7 +129,8 @@ class TCPTransport(FramedTransport):
         """
         address = Address.parse(url)
         credentials = credentials or _NO_CREDENTIALS
-        context = credentials.dialling_context()
+        if context is None:
+            context = credentials.dialling_context()
         name = name or str(address)
         try:
             async with asyncio.timeout(timeout):
@@ -260,13 +264,8 @@ async def _open(address: Address, keepalive: float | None, untaken: float | None
 async def _look_up(address: Address) -> list[tuple[int, tuple[str, int] | str]]:
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.path)]
-    try:  # numbers need no resolver, which would need a thread
-        flags = 0 if address.host == "localhost" else socket.AI_NUMERICHOST
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
-    except socket.gaierror:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return [(family, where) for family, _kind, _proto, _name, where in found]  # type: ignore[misc]  # typeshed allows for other families
+    found = await look_up(address.host, address.port)
+    return [(family, where) for family, _kind, _proto, _name, where in found]
 
 
 def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:

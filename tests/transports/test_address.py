@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiosync.errors import ConfigError
 from aiosync.schemes.listening import StreamListener
+from aiosync.transports import address as module
 from aiosync.transports.address import Address, any_port_of, bind, own_host
 
 
@@ -121,25 +125,112 @@ def test_the_file_is_private(tmp_path: Path) -> None:
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
-    address = Address("unix", path=str(tmp_path / "socket"))
-    sock, _ = bind(address)
+    there = Address("unix", path=str(tmp_path / "socket"))
+    sock, _ = bind(there)
     with sock:
-        inode = os.stat(address.path).st_ino
+        inode = os.stat(there.path).st_ino
         with pytest.raises(ConfigError, match="another process or scheme"):
-            bind(address)
-        assert os.stat(address.path).st_ino == inode
-    assert Path(address.path).is_socket()  # as after a process that was killed
-    sock, _ = bind(address)
+            bind(there)
+        assert os.stat(there.path).st_ino == inode
+    assert Path(there.path).is_socket()  # as after a process that was killed
+    sock, _ = bind(there)
     with sock, socket.socket(socket.AF_UNIX) as client:
-        client.connect(address.path)
+        client.connect(there.path)
 
 
 def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     path.write_text("precious")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="a regular file is there: choose another path"):
         bind(Address("unix", path=str(path)))
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.mkdir(), "a directory is there"),
+        (lambda path: path.symlink_to("nowhere"), "a link that leads nowhere"),
+        (lambda path: os.mkfifo(path), "something that is no socket"),
+    ],
+)
+def test_what_is_in_the_place_of_a_socket_is_named(tmp_path: Path, make: Any, says: str) -> None:
+    path = tmp_path / "socket"
+    make(path)
+    with pytest.raises(ConfigError, match=says):
+        bind(Address("unix", path=str(path)))
+    assert [each.name for each in tmp_path.iterdir()] == ["socket"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_two_that_bind_one_path_at_once_one_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
+) -> None:
+    """Another one comes between the two halves: what it sees is not yet a socket that listens."""
+    there = Address("unix", path=str(tmp_path / "socket"))
+    if stale:
+        bind(there)[0].close()
+    refused: list[str] = []
+    bind_private = module._bind_private
+
+    def bind_slowly(sock: socket.socket, path: str) -> None:
+        monkeypatch.setattr(module, "_bind_private", bind_private)
+        bind_private(sock, path)
+        with pytest.raises(ConfigError) as caught:
+            bind(there)
+        refused.append(str(caught.value))
+
+    def is_stale_slowly(path: str) -> bool:
+        monkeypatch.undo()
+        with pytest.raises(ConfigError) as caught:
+            bind(there)
+        refused.append(str(caught.value))
+        return True
+
+    if stale:
+        monkeypatch.setattr(module, "_is_stale", is_stale_slowly)
+    else:
+        monkeypatch.setattr(module, "_bind_private", bind_slowly)
+    sock, _ = bind(there)
+    with sock, socket.socket(socket.AF_UNIX) as client:
+        client.connect(there.path)
+        assert len(refused) == 1
+        assert refused[0].endswith("another process or scheme listens there")
+    assert [each.name for each in tmp_path.iterdir()] == ["socket"]
+
+
+def test_many_that_replace_one_stale_socket(tmp_path: Path) -> None:
+    there = Address("unix", path=str(tmp_path / "socket"))
+    together = threading.Barrier(4)
+
+    def attempt(_number: int) -> socket.socket | None:
+        together.wait()
+        try:
+            return bind(there)[0]
+        except ConfigError:
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(30):
+            found = [sock for sock in pool.map(attempt, range(4)) if sock is not None]
+            for sock in found:
+                sock.close()  # and leaves its file
+            assert len(found) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["socket"]
+
+
+@pytest.mark.parametrize("what", ["folder", "left"])
+def test_a_lock_that_cannot_be_had_or_was_left_is_no_obstacle(tmp_path: Path, what: str) -> None:
+    there = Address("unix", path=str(tmp_path / "socket"))
+    lock = tmp_path / ".socket.aiosync-lock"
+    if what == "folder":
+        lock.mkdir()
+    else:
+        lock.touch()  # of a process that was killed
+    with bind(there)[0]:
+        assert lock.exists() == (what == "folder")
+    with bind(there)[0]:  # instead of the stale one
+        pass
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
