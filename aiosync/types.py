@@ -115,7 +115,8 @@ class SendReport:
         skipped: Workers that never applied this version because a newer one overtook it, on
             its way or while it waited there, with that newer version.
         failed: Workers that did not get it, with the reason. Empty unless the ``require``
-            policy of the scheme tolerated the failure.
+            policy of the scheme tolerated the failure. Of those in ``waiting``, the ones that
+            refused an earlier version after its send had returned, with what they said.
         lost: Workers that had gone before this send, and were reported by an earlier one.
         waiting: Workers that had not answered when as many as ``require`` asks for had. The
             update goes on to them in the background. Empty with ``require="all"``.

@@ -204,7 +204,7 @@ class PipeLinks:
                 plan = planned.get(idx) or planned[None]
                 snapshot = sender.maker.take_nowait(plan)
                 snapshot.version = version
-                workers.remember(idx, snapshot)
+                workers.latest.add(idx, snapshot)
         return Sending(version, first, late)
 
     async def finish(self, sending: Sending) -> frozenset[int]:
@@ -279,10 +279,10 @@ class PipeLinks:
 
     def _owes(self) -> bool:
         workers = self._sender.workers
-        if workers._arriving or any(map(workers.snapshot_for, self._socks)):
+        if workers._arriving or any(map(workers.newest_for, self._socks)):
             return True
         for idx, peer in workers.peers.items():
-            snapshot = workers.snapshot_for(idx)
+            snapshot = workers.newest_for(idx)
             if snapshot is not None and idx not in workers._failures:
                 if peer.outbox.applied < snapshot.version:
                     return True

@@ -160,6 +160,7 @@ class SendTracker:
         nbytes: int = 0,
         epoch: int = 0,
         lost: Mapping[int, AiosyncError] | None = None,
+        untold: Mapping[int, AiosyncError] | None = None,
     ) -> SendReport:
         """Sum the send up, once it is :attr:`settled`.
 
@@ -169,6 +170,8 @@ class SendTracker:
             epoch: Epoch of the sender.
             lost: Workers that had gone before this send; they are reported and count neither
                 as targets nor as failures.
+            untold: Why workers refused what an earlier send did not wait for; reported for
+                those that have not answered to this one.
 
         Raises:
             PartialSyncError: Fewer targets than :attr:`needed` are on this version or a
@@ -193,7 +196,10 @@ class SendTracker:
             version=self.version,
             acked=frozenset(self.acked),
             skipped=dict(self.skipped),
-            failed=dict(self.failed),
+            failed={
+                **{idx: error for idx, error in (untold or {}).items() if idx in self._waiting},
+                **self.failed,
+            },
             lost=gone,
             waiting=frozenset(self._waiting),
             elapsed=elapsed,

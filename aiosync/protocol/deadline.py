@@ -27,14 +27,16 @@ def _is_seconds(value: Any) -> bool:
 def validate_timeout(timeout: Any) -> None:
     """Check what a call was given as its timeout, before it does anything.
 
-    A NaN is neither before nor after any time: it would wait for ever.
+    A NaN is neither before nor after any time: it would wait for ever. What is negative is most
+    often a mistake in the caller's sums; 0 asks for what is there already.
 
     Raises:
-        ConfigError: It is neither ``None`` nor a real number.
+        ConfigError: It is neither ``None`` nor a real number of at least 0.
     """
-    if timeout is not None and not _is_seconds(timeout):
+    if timeout is not None and not (_is_seconds(timeout) and timeout >= 0):
         raise ConfigError(
-            f"timeout is {timeout!r}: pass seconds as a number, math.inf to wait for ever, or None"
+            f"timeout is {timeout!r}: pass seconds as a number of at least 0, math.inf to wait for "
+            "ever, or None"
         )
 
 

@@ -116,6 +116,13 @@ class Inbox:
         """Newest version that was offered, applied or not; 0 before the first offer."""
         return self._newest
 
+    def former(self, epoch: int | None) -> int:
+        """Newest version that was offered of an epoch before that of :attr:`newest`.
+
+        0 for that epoch itself, and for one that is not known, or not any more.
+        """
+        return 0 if epoch is None else self._former.get(epoch, 0)
+
     @property
     def lag(self) -> int:
         """How far the applied version is behind the newest one offered.

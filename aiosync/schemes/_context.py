@@ -14,9 +14,19 @@ from typing import Any
 from aiosync.errors import ConfigError
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["as_model_id", "refuse_blocking_callers", "resolve_model", "resolve_path"]
+__all__ = [
+    "NoWeakReference",
+    "as_model_id",
+    "refuse_blocking_callers",
+    "resolve_model",
+    "resolve_path",
+]
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
+
+
+class NoWeakReference(ConfigError, TypeError):
+    """A context of which no weak reference can be made; for TorchRL a ``TypeError``."""
 
 
 # They call schemes and await nothing.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
-from aiosync.schemes._context import as_model_id, resolve_model
+from aiosync.schemes._context import NoWeakReference, as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._moment import run_on_loop
@@ -57,9 +57,9 @@ class SchemeCore:
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
-        *,
         sync: bool = True,
         per_worker_weights: bool = False,
+        *,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
         guard: Literal["forward", "reading"] = "forward",
@@ -210,7 +210,7 @@ class SchemeCore:
         try:
             reference = None if value is None else weakref.ref(value)
         except TypeError as exc:
-            raise ConfigError(
+            raise NoWeakReference(
                 f"a context is kept as a weak reference, which a {type(value).__name__} cannot "
                 "have: pass the model itself (model=, and num_workers= on the sender)"
             ) from exc

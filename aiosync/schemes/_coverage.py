@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiosync.schemes._snapshots import Snapshot
     from aiosync.tensors import Layout
 
-__all__ = ["Coverage"]
+__all__ = ["Coverage", "names_of"]
 
 
 class Coverage:
@@ -40,7 +40,7 @@ class Coverage:
         if outbox.is_idle:
             self._set(snapshot)
             return None
-        names = _names(layout) | snapshot.values.keys()
+        names = names_of(snapshot)
         kept, newer = set[int](), set(names)
         # Newer ones may hold all of an older one together: no more wait than there are names.
         for version, held in reversed(self._waiting.items()):
@@ -66,6 +66,11 @@ class Coverage:
     def _set(self, snapshot: Snapshot) -> None:
         self._layout, self._values = snapshot.layout, frozenset(snapshot.values)
         self._waiting.clear()
+
+
+def names_of(snapshot: Snapshot) -> frozenset[str]:
+    """Every name that an update holds."""
+    return _names(snapshot.layout) | snapshot.values.keys()
 
 
 def _names(layout: Layout) -> frozenset[str]:

@@ -14,6 +14,7 @@ from aiosync.errors import (
     AiosyncError,
     AuthError,
     ConfigError,
+    ConnectError,
     ConnectTimeout,
     LocalProtocolError,
 )
@@ -83,11 +84,23 @@ class Dialler:
         self._attempt_timeout = attempt_timeout
         self._name = name
 
-    async def dial(self) -> TCPTransport:
-        """One attempt; see :meth:`TCPTransport.connect`."""
+    async def dial(self, *, again: bool = False) -> TCPTransport:
+        """One attempt; see :meth:`TCPTransport.connect`.
+
+        Args:
+            again: There was a link before. Certificate files that cannot be read now, because
+                they are being replaced perhaps, are a ``ConnectError`` then: of the moment.
+        """
+        try:
+            context = self._credentials.dialling_context()
+        except ConfigError as exc:
+            if again:
+                raise ConnectError(str(exc)) from exc
+            raise
         return await TCPTransport.connect(
             self.address,
             credentials=self._credentials,
+            context=context,
             limits=self._limits,
             payloads=False,
             keepalive=self._keepalive,
@@ -102,6 +115,7 @@ class Dialler:
         *,
         greet: Callable[[TCPTransport], Awaitable[None]] | None = None,
         backoff: Backoff | None = None,
+        again: bool = False,
     ) -> TCPTransport:
         """Dial until it works.
 
@@ -109,9 +123,11 @@ class Dialler:
             timeout: Seconds for all attempts; ``None`` for ever.
             greet: Awaited with each link; another attempt follows if it fails.
             backoff: Pauses between attempts.
+            again: See :meth:`dial`.
 
         Raises:
-            AuthError, ConfigError: The other end refused for good.
+            AuthError, ConfigError: The other end refused for good; or, unless ``again``, a
+                certificate file of this side cannot be used.
             LocalProtocolError: What ``greet`` has to say is beyond the limits.
             ConnectTimeout: Not in time; the last attempt's error is the cause.
 
@@ -120,7 +136,7 @@ class Dialler:
         """
 
         async def attempt() -> TCPTransport:
-            link = await self.dial()
+            link = await self.dial(again=again)
             try:
                 if greet is not None:
                     await greet(link)

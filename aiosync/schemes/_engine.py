@@ -258,7 +258,7 @@ class EngineScheme(StreamReceiving):
                 here = await dial_here(
                     address, self._credentials, self.limits, called=self._called()
                 )
-            return here or await dialler.dial()
+            return here or await dialler.dial(again=self._greeted is not None)
 
         link = await dialler.retry(attempt, timeout)
         return link if isinstance(link, SharedMemTransport) else self._linked(link, listened=False)

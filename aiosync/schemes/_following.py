@@ -168,6 +168,8 @@ class FollowingScheme(SchemeCore):
                 self._check_not_inside("pull", receiver, lambda: False)
             if inbox.version < least or receiver.has_staged or inbox.lag:
                 return False
+            if receiver.wishes.is_promised:
+                return False
             return receiver.wishes.answers != answers or (inbox.epoch, inbox.version) != before
 
         with receiver.asking():
@@ -212,7 +214,7 @@ class FollowingScheme(SchemeCore):
         if self._receiver is None or not self._connected:
             raise LocalProtocolError(
                 f"{method}(): Must be synchronized on receiver before receiving weights: "
-                "await scheme.connect() first"
+                "call scheme.connect() first, with `await` unless it is of aiosync.sync"
             )
         self._check_loop()
         return self._receiver

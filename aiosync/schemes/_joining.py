@@ -42,8 +42,8 @@ class Joining(abc.ABC):
         """Raise what ended the sender, if anything did."""
 
     @abc.abstractmethod
-    def snapshot_for(self, idx: int) -> Snapshot | None:
-        """What a worker that joins now gets first."""
+    def newest_for(self, idx: int) -> Snapshot | None:
+        """The newest update for a worker that joins now."""
 
     def notify(self) -> None:
         """Let everybody look again who waits for a change."""
@@ -137,7 +137,7 @@ class Joining(abc.ABC):
         peer = self.peers.get(idx)
         if peer is None:
             return False
-        if not peer.subscribes or not self.snapshot_for(idx):
+        if not peer.subscribes or not self.newest_for(idx):
             return True
         if not peer.has_target:
             return peer.received_version >= version

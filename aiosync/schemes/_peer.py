@@ -166,6 +166,8 @@ class Peer:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
+        if self._snapshots and not self.subscribes:
+            self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         for version in list(self._snapshots):
             self._snapshots.pop(version).release()

@@ -35,52 +35,70 @@ class Progress:
                 del versions[min(versions)]
 
     def _failures(self, version: int) -> dict[int, AiosyncError]:
-        """The workers that have failed at this version or a newer one, and have none of it."""
+        """The workers that have failed at this version or a newer one."""
         found = {}
         for idx, versions in self._failed.items():
             peer = self._workers.peers.get(idx)
             if peer is not None:
-                for old in [each for each in versions if each <= peer.received_version]:
+                for old in [each for each in versions if each <= peer.outbox.applied]:
                     del versions[old]
-                if peer.received_version >= version:
-                    continue
             newer = [each for each in versions if each >= version]
             if newer:
                 found[idx] = versions[min(newer)]
         return found
+
+    def _raise(self, version: int, failed: dict[int, AiosyncError]) -> None:
+        if failed:
+            there = self._workers.subscribers
+            acked = [each.worker_idx for each in there if each.outbox.applied >= version]
+            raise PartialSyncError(acked=acked, failed=failed, version=version)
 
     async def wait_applied(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
         """Wait until every subscriber has applied at least ``version``."""
 
         def reached() -> bool:
             subscribers = self._workers.subscribers
+            refused = self._failures(version)
+            # What is on its way to a worker that refused one may be what is waited for.
+            late = {
+                each.worker_idx
+                for each in subscribers
+                if each.outbox.is_idle and each.outbox.applied < version
+            }
+            self._raise(version, {idx: refused[idx] for idx in refused.keys() & late})
             # With nobody there, nobody has it: who comes later gets it.
             return bool(subscribers) and all(peer.outbox.applied >= version for peer in subscribers)
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        return min(peer.outbox.applied for peer in self._workers.subscribers)
+        # Somebody may have come or gone since.
+        found = [peer.outbox.applied for peer in self._workers.subscribers]
+        return max(version, min(found, default=version))
 
     async def wait_staged(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
         """Wait until every subscriber has all of at least ``version``, applied or not."""
 
         def reached() -> bool:
             subscribers = self._workers.subscribers
+            have = {each.worker_idx for each in subscribers if each.received_version >= version}
             failed = self._failures(version)
-            if failed:
-                acked = [each.worker_idx for each in subscribers if each.outbox.applied >= version]
-                raise PartialSyncError(acked=acked, failed=failed, version=version)
+            self._raise(version, {idx: failed[idx] for idx in failed.keys() - have})
             # With nobody there, nobody has it: who comes later gets it.
             return bool(subscribers) and all(
                 peer.received_version >= version for peer in subscribers
             )
 
         await self.wait_until(reached, timeout=timeout, late=late)
-        return min(peer.received_version for peer in self._workers.subscribers)
+        found = [peer.received_version for peer in self._workers.subscribers]
+        return max(version, min(found, default=version))
 
     async def wait_until(
         self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
     ) -> None:
         """Wait for something that workers change."""
+        self._workers.check()
+        if condition():
+            await asyncio.sleep(0)  # answers come on this loop, also where nobody has to wait
+            return
         try:
             async with asyncio.timeout(timeout):
                 while True:

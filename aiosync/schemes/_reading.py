@@ -80,6 +80,7 @@ class Reading:
         self._leave()
 
     async def _let_update_go_first(self) -> None:
+        await asyncio.sleep(0)  # one forward after the other must leave the loop its turns
         loop = asyncio.get_running_loop()
         applied = asyncio.Event()
 

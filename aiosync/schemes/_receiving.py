@@ -160,13 +160,20 @@ class ReceivingScheme(FollowingScheme):
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
 
         def arrived() -> bool:
-            if receiver.refused is not None:
-                raise apply_error(*receiver.refused) from receiver.refused[1]
+            refused = receiver.refused
+            # What comes before the newest may be a mistake that all workers have refused.
+            if refused is not None and (
+                refused[0] >= welcome.version or receiver.inbox.newest_epoch != welcome.epoch
+            ):
+                raise apply_error(*refused) from refused[1]
             if self._resolve_target() is None:
                 return receiver.has_staged
             if self.apply == "manual" and receiver.has_staged:
                 receiver.apply_soon()
-            return receiver.inbox.version > 0
+            inbox = receiver.inbox
+            if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
+                return inbox.version >= welcome.version
+            return inbox.version > 0
 
         try:
             await receiver.wait_until(arrived, timeout=left, late=late)

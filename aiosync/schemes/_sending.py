@@ -154,6 +154,7 @@ class SendingScheme(SchemeCore):
             require=self.require,
             maker=self._maker,
             clock=self._clock,
+            parts=not self.strict,
             streaming=self._streaming(),
             borrows=self._borrows,
             copies_ahead=self._copies_ahead,
@@ -299,13 +300,7 @@ class SendingScheme(SchemeCore):
         if self._model is not None:
             return self._model
         context = self.context
-        if context is None:
-            return None
-        model_id = self._model_id or "policy"
-        try:
-            return resolve_model(context, model_id)
-        except AttributeError:
-            return getattr(context, "_fallback_policy", None) if model_id == "policy" else None
+        return None if context is None else _model_of(context, self._model_id or "policy")
 
     def _why_nothing(self) -> str:
         """Why there are no weights, and what to do."""
@@ -340,10 +335,10 @@ class SendingScheme(SchemeCore):
         context = context if context is not None else self.context
         strategy = strategy or self._strategy
         if weights is None:
-            if context is not None and (model_id or self._model_id):
-                weights = resolve_model(context, model_id or str(self._model_id))
-            else:
+            if context is self.context and model_id in (None, self._model_id):
                 weights = self._default_weights()
+            elif context is not None:
+                weights = _model_of(context, model_id or self._model_id or "policy")
         elif isinstance(weights, str):
             if context is None:
                 raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
@@ -360,6 +355,11 @@ class SendingScheme(SchemeCore):
         """
         peers = {} if self._sender is None else self._sender.peers
         return {idx: peer.transport for idx, peer in sorted(peers.items())}
+
+    @property
+    def shared_transport(self) -> Transport | None:
+        """``None``: each worker has a link of its own. For what was written for TorchRL."""
+        return None
 
     def _require_sender(self, method: str) -> WeightSender:
         sender = self._sender
@@ -381,7 +381,15 @@ class SendingScheme(SchemeCore):
         if self._sender is None or not (self._connected or self._sender.peers):
             raise LocalProtocolError(
                 f"{method}(): Must be synchronized on sender before sending weights: "
-                "await scheme.connect() first"
+                "call scheme.connect() first, with `await` unless it is of aiosync.sync"
             )
         self._check_loop()
         return self._sender
+
+
+def _model_of(context: object, model_id: str) -> Any:
+    """The model of that id in ``context``, or what a collector has in its place; or ``None``."""
+    try:
+        return resolve_model(context, model_id)
+    except AttributeError:
+        return getattr(context, "_fallback_policy", None) if model_id == "policy" else None

@@ -17,20 +17,16 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
     PeerClosed,
-    RemoteProtocolError,
-    TransportBroken,
 )
+from aiosync.schemes._arriving import TrainersArriving
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._options import Fixed, Option, check_limits, seconds
-from aiosync.schemes._tasks import TaskOwner
-from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.listening import StreamListener
 from aiosync.transports._link import without_frames
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Welcome
 
@@ -42,9 +38,6 @@ __all__ = ["OF_USE_SECONDS", "StreamReceiving"]
 OF_USE_SECONDS = 1.0
 """A link that lasted for so long counts as one, even if nothing came over it."""
 
-_MAX_UNGREETED = 8
-"""Links that have not said who they are yet; one more ends the oldest."""
-
 _ADVICE = {
     "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
     "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
@@ -53,7 +46,7 @@ _ADVICE = {
 """What the side that listens has to do, by ``dial``."""
 
 
-class StreamReceiving(WeightSyncScheme):
+class StreamReceiving(TrainersArriving):
     """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
 
     token: Fixed = Fixed()
@@ -71,11 +64,6 @@ class StreamReceiving(WeightSyncScheme):
     def _reset(self) -> None:
         super()._reset()
         self._session = secrets.token_bytes(16)
-        self._arrived: TCPTransport | None = None  # the newest trainer's link, not taken yet
-        self._arrival = asyncio.Event()
-        self._taken: TCPTransport | None = None  # the link of a trainer that was taken last
-        self._ungreeted: dict[TCPTransport, asyncio.Task[None]] = {}
-        self._greetings = TaskOwner(self._on_listener_crash)
         self._lost_at: float | None = None
         self._progress_then = -1
         self._linked_at = 0.0
@@ -196,7 +184,8 @@ class StreamReceiving(WeightSyncScheme):
         if self._dial == "sender":
             return await self._next_arrival(timeout)
         name = "the weight server" if self._dial == "both" else "the trainer"
-        return await self._dialler(self._addresses[0], name).reach(timeout)
+        again = self._greeted is not None
+        return await self._dialler(self._addresses[0], name).reach(timeout, again=again)
 
     async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
         """As in the base class, but a link that is lost meanwhile is no reason to give up."""
@@ -207,7 +196,9 @@ class StreamReceiving(WeightSyncScheme):
         while True:
             left = None if give_up is None else max(0.0, give_up - loop.time())
             try:
-                return await super()._introduce(receiver, left)
+                welcome = await super()._introduce(receiver, left)
+                self._greeted = receiver.transport
+                return welcome
             except (AuthError, ConfigError, LocalProtocolError):
                 raise
             except ConnectTimeout as exc:
@@ -256,59 +247,6 @@ class StreamReceiving(WeightSyncScheme):
         why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
         return "" if why is None else f"; last refusal: {why}"
 
-    def _on_sender(self, link: TCPTransport) -> None:
-        """Hear who dialled, whether or not anybody waits for a link."""
-        if len(self._ungreeted) >= _MAX_UNGREETED:
-            oldest = next(iter(self._ungreeted))
-            self._greetings.cancel(self._ungreeted.pop(oldest))
-            oldest.abort()  # a task that never ran does not
-        task = self._greetings.start(self._hear(link), "aiosync greeting of a trainer")
-        self._ungreeted[link] = task
-
-    def _on_listener_crash(self, error: BaseException) -> None:
-        if self._receiver is not None:
-            self._receiver.fail(error)
-
-    async def _hear(self, link: TCPTransport) -> None:
-        try:
-            await self._check_sender(link)
-        except AiosyncError:
-            link.abort()  # no trainer, or it has gone; the next one may be right
-        except BaseException:  # cancelled, or a bug that _on_listener_crash() is told
-            link.abort()
-            raise
-        else:
-            self._take_newest(link)
-        finally:
-            self._ungreeted.pop(link, None)
-
-    async def _check_sender(self, link: Transport) -> None:
-        message = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
-        if not isinstance(message, Hello) or message.role != "sender":
-            raise RemoteProtocolError("expected the Hello of a sender")
-
-    def _take_newest(self, link: TCPTransport) -> None:
-        """The newest link of a trainer replaces those before it: they may have died unnoticed."""
-        taken, waiting, receiver = self._taken, self._arrived, self._receiver
-        in_use = taken is not None and not taken.channel.ended
-        lost = receiver is not None and receiver.error is not None
-        if self._closed or lost or link.channel.ended or (in_use and self.reconnect == 0):
-            link.abort()  # nobody would ever take it
-            return
-        self._arrived = link
-        link.channel.call_on_end(lambda: self._on_waiting_end(link))
-        self._arrival.set()
-        if waiting is not None:
-            waiting.abort()
-        if taken is not None and in_use:
-            # Whoever reads from it asks for another link, which is here already.
-            taken.channel.fail(TransportBroken("the trainer opened a newer link"))
-
-    def _on_waiting_end(self, link: TCPTransport) -> None:
-        if self._arrived is link:
-            self._arrived = None
-            asyncio.get_running_loop().call_soon(link.abort)  # it is in the middle of its end
-
     async def _relink(self, lost: AiosyncError) -> Transport:
         receiver = self._receiver
         assert receiver is not None
@@ -334,7 +272,7 @@ class StreamReceiving(WeightSyncScheme):
             except (AuthError, ConfigError):
                 raise
             except ConnectTimeout as exc:
-                raise _gave_up(lost, self.reconnect or 0.0) from exc
+                raise _gave_up(lost, self.reconnect or 0.0, exc.__cause__) from exc
             patience = HANDSHAKE_SECONDS
             if self.reconnect is not None:
                 left = self._lost_at + self.reconnect - loop.time()
@@ -356,7 +294,7 @@ class StreamReceiving(WeightSyncScheme):
                 link.abort()
                 raise
             self._worker_idx = welcome.worker_idx
-            self._linked_at = loop.time()
+            self._linked_at, self._greeted = loop.time(), link
             same = welcome.epoch == receiver.inbox.newest_epoch
             if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
                 receiver.cut_off = None  # nothing newer has to come before this link is of use
@@ -378,18 +316,10 @@ class StreamReceiving(WeightSyncScheme):
             if isinstance(listener, StreamListener):
                 await listener.aclose()
 
-    def _abort_unused_links(self) -> None:
-        super()._abort_unused_links()
-        if not self._inherited:
-            self._greetings.abort()
-        waiting, self._arrived = self._arrived, None
-        for link in [*self._ungreeted, *([] if waiting is None else [waiting])]:
-            link.abort()
-        self._ungreeted.clear()
 
-
-def _gave_up(lost: AiosyncError, seconds: float) -> PeerClosed:
+def _gave_up(lost: AiosyncError, seconds: float, last: BaseException | None = None) -> PeerClosed:
+    why = f"; the last attempt: {last}" if isinstance(last, AiosyncError) else ""
     return PeerClosed(
         f"the trainer's link was lost ({lost}), and the trainer could not be reached again within "
-        f"{seconds:g} s"
+        f"{seconds:g} s{why}"
     )

@@ -29,10 +29,21 @@ class Wishes:
         self._outgoing = outgoing
         self._promised: tuple[int, int] | None = None  # epoch and version that are on their way
 
+    @property
+    def is_promised(self) -> bool:
+        """Whether the trainer said that a version follows which has not come yet."""
+        return self._promised is not None
+
     def add(self, min_version: int) -> None:
         """Ask for the newest version, once it is at least this one."""
         self.wanted.append(min_version)
         self._outgoing.say(Fetch(min(self.wanted)))
+
+    def ask_for_a_word(self) -> None:
+        """Have the trainer say something: which version is its newest, or that version."""
+        self._outgoing.say(Fetch(0))
+        if self.wanted:  # the trainer knows of one wish at a time
+            self._outgoing.say(Fetch(min(self.wanted)))
 
     def ask_again(self) -> None:
         """Another link took the place of the one that was asked through."""
@@ -57,9 +68,11 @@ class Wishes:
 
     def has_come(self, epoch: int, version: int) -> None:
         """What was asked for is here, or the model refused it before."""
-        if self._promised is None or (epoch == self._promised[0] and version >= self._promised[1]):
-            self._promised = None
-            self.answers += 1
+        promised = self._promised
+        if promised is not None and epoch == promised[0] and version < promised[1]:
+            return  # not the newest, or a part of what was asked for
+        self._promised = None
+        self.answers += 1
         left = [each for each in self.wanted if each > version]
         if left and len(left) < len(self.wanted):
             self._outgoing.say(Fetch(min(left)))

@@ -13,6 +13,7 @@ from aiosync.errors import AiosyncError, ConfigError, TransportClosed
 from aiosync.protocol import Outcome, OutcomeKind, VersionClock
 from aiosync.schemes._handshake import admit
 from aiosync.schemes._joining import Joining
+from aiosync.schemes._latest import Latest
 from aiosync.schemes._liveness import is_up, watch_process
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
@@ -35,6 +36,7 @@ class Workers(Joining):
         clock: Draws the versions.
         on_outcomes: Told what became of versions at a worker.
         on_crash: Told when a background task ends with an exception.
+        parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
         bring: Brings a snapshot's bytes to where workers read them that do so in place.
     """
@@ -49,6 +51,7 @@ class Workers(Joining):
         clock: VersionClock,
         on_outcomes: Callable[[Peer, Sequence[Outcome]], None],
         on_crash: Callable[[BaseException], None],
+        parts: bool = False,
         streaming: Streaming | None = None,
         bring: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> None:
@@ -70,8 +73,7 @@ class Workers(Joining):
         self._pids: dict[int, int] = {}  # the process that each index was given to, as it said
         self._sessions: dict[int, bytes | None] = {}
         self.waiting: set[Peer] = set()  # those that asked for a version that is not here yet
-        self._latest: Snapshot | None = None
-        self._latest_for: dict[int, Snapshot] = {}
+        self.latest: Latest = Latest(num_workers, parts=parts)  # for those that join later
         self.tasks: TaskOwner = TaskOwner(self._crashed)
 
     def _crashed(self, error: BaseException) -> None:
@@ -142,6 +144,8 @@ class Workers(Joining):
             self._refused = [*others[-2:], str(exc)]  # the last ones, for the error
             if expected_idx is not None and (given or isinstance(exc, ConfigError)):
                 self.not_reached(expected_idx, exc)  # for good
+            elif expected_idx in self.lost and expected_idx not in self.peers:
+                self.lost[expected_idx] = exc  # send() says why it does not come back
             await transport.aclose()
             self.notify()
             return
@@ -158,7 +162,7 @@ class Workers(Joining):
         self.lost.pop(worker_idx, None)
         self._failures.pop(worker_idx, None)
         self.unreported.discard(worker_idx)
-        snapshot = self.snapshot_for(worker_idx)
+        snapshot = self.newest_for(worker_idx)
         newest = max(self.clock.current, 0 if snapshot is None else snapshot.version)
         if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
@@ -178,15 +182,23 @@ class Workers(Joining):
         self.peers[worker_idx] = peer
         watch_process(transport, hello.pid)
         peer.start()
-        if snapshot is not None and peer.subscribes and not peer.has(snapshot.version):
-            peer.offer(snapshot)
+        if peer.subscribes:
+            self._offer_latest(peer)
         self.notify()
+
+    def _offer_latest(self, peer: Peer) -> None:
+        latest = self.latest.for_worker(peer.worker_idx)
+        missing = [snapshot for snapshot in latest if not peer.has(snapshot.version)]
+        if len(missing) > 1 and not peer.subscribes:
+            peer.say(Current(self.clock.epoch, missing[-1].version))  # the first is not all
+        for snapshot in missing:
+            peer.offer(snapshot)
 
     def answer(self, peer: Peer) -> None:
         """Give a worker what it asked for, if that is here: the newest version, or a word."""
         if peer.wanted is None:
             return
-        snapshot = self.snapshot_for(peer.worker_idx)
+        snapshot = self.newest_for(peer.worker_idx)
         version = 0 if snapshot is None else snapshot.version
         if version < peer.wanted:
             self.waiting.add(peer)  # a later send answers
@@ -196,7 +208,7 @@ class Workers(Joining):
         if snapshot is None or peer.has(version):
             peer.say(Current(self.clock.epoch, version))
         else:
-            peer.offer(snapshot)
+            self._offer_latest(peer)
 
     def answer_all(self) -> None:
         """There is a new version: answer those who wait for one."""
@@ -225,7 +237,7 @@ class Workers(Joining):
         self._sessions[worker_idx] = hello.session
         if worker_idx in self.initial or None in self.initial:
             return self.clock.current
-        snapshot = self.snapshot_for(worker_idx)
+        snapshot = self.newest_for(worker_idx)
         return 0 if snapshot is None else snapshot.version
 
     def _on_lost(self, peer: Peer, error: AiosyncError) -> None:
@@ -249,38 +261,16 @@ class Workers(Joining):
         self._on_outcomes(peer, outcomes)
         self.notify()
 
-    def remember(self, key: int | None, snapshot: Snapshot) -> None:
-        """Keep the newest weights for workers that join later; takes over a reference."""
-        if key is None:
-            if self._latest is not None:
-                self._latest.release()
-            self._latest = snapshot
-        else:
-            old = self._latest_for.pop(key, None)
-            if old is not None:
-                old.release()
-            self._latest_for[key] = snapshot
-
-    def forget_all(self) -> None:
-        """Drop the snapshots that were kept for workers that join later."""
-        if self._latest_for:
-            for snapshot in self._latest_for.values():
-                snapshot.release()
-            self._latest_for.clear()
-        if self._latest is not None:
-            self._latest.release()
-            self._latest = None
-
-    def snapshot_for(self, idx: int) -> Snapshot | None:
-        """What a worker that joins now gets first."""
-        return self._latest_for.get(idx, self._latest)
+    def newest_for(self, idx: int) -> Snapshot | None:
+        """The newest update for a worker that joins now."""
+        return self.latest.newest_for(idx)
 
     def end(self) -> None:
         """Close every link; what is on its way fails with ``TransportClosed``."""
         self.closed = True
         self._end_links(TransportClosed("this scheme was closed"))
         self.peers.clear()
-        self.forget_all()
+        self.latest.clear()
         self.notify()
 
     def _end_links(self, error: AiosyncError) -> None:

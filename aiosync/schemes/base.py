@@ -56,7 +56,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             ``"reading"`` leaves it to ``with scheme.reading():``.
         strict: Every name and dtype must match; otherwise the declared subset is applied and
             floating dtypes are cast. A subset never replaces, on its way to a slow worker, an
-            update that holds other names: it comes after it.
+            update that holds other names: it comes after it. A worker that joins later gets
+            the newest update of each name, one after the other.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the
@@ -70,6 +71,21 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
     Raises:
         ConfigError: An option has an illegal value.
     """
+
+    @classmethod
+    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
+        """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
+
+        Args:
+            backend: The name.
+            **options: For the scheme's constructor.
+
+        Raises:
+            ConfigError: There is none with that name.
+        """
+        from aiosync.schemes.registry import scheme_from_backend  # which imports this module
+
+        return scheme_from_backend(backend, **options)
 
     # -- what subclasses decide ----------------------------------------------------------------
 
@@ -180,7 +196,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         Raises:
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
-            ApplyError: The update was refused by the model.
+            ApplyError: Receiver: the update was refused by the model.
+            PartialSyncError: Sender: a worker refused it, and has nothing newer on its way.
             ConfigError: The timeout is not a number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.

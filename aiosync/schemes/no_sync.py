@@ -213,7 +213,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._check_open()
         if self._role != role or not self._connected:
             raise LocalProtocolError(
-                f"{method}(): call init_on_{role}() and `await scheme.connect()` first"
+                f"{method}(): call init_on_{role}() and scheme.connect() first, this with `await` "
+                "unless it is of aiosync.sync"
             )
 
     def create_transport(self, pipe_or_context: Any) -> Transport:

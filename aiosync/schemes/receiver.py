@@ -242,7 +242,7 @@ class WeightReceiver(Answering):
             self._outgoing.say(self._answer_to_stale(staged, exc))
             self._has_come(staged.epoch, staged.version)
             return
-        if self.wishes.wanted:
+        if self.wishes.wanted or self.wishes.is_promised:
             self._has_come(staged.epoch, staged.version)
         if self._transforming is not None:
             self._transforming.begin(staged)
@@ -325,6 +325,9 @@ class WeightReceiver(Answering):
             SyncTimeout: ``late``, when the timeout passed.
             PeerClosed: The trainer went away before.
         """
+        if condition():
+            await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
+            return
         try:
             async with asyncio.timeout(timeout):
                 while not condition():

@@ -11,7 +11,13 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from aiosync.errors import ConfigError, LocalProtocolError, PartialSyncError, TransportClosed
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    TransportClosed,
+)
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._indices import as_indices
@@ -43,6 +49,7 @@ class WeightSender:
         require: What counts as success of a send.
         maker: Makes the snapshots.
         clock: Draws the versions.
+        parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
         borrows: Large payloads go out from the tensors themselves, which stay as they are until
             ``send()`` returns; otherwise from a snapshot. Links with ``streaming`` always do.
@@ -60,6 +67,7 @@ class WeightSender:
         require: Require,
         maker: SnapshotMaker,
         clock: VersionClock,
+        parts: bool = False,
         streaming: Streaming | None = None,
         borrows: bool = False,
         copies_ahead: bool = False,
@@ -76,6 +84,7 @@ class WeightSender:
             num_workers=num_workers,
             expected=expected,
             clock=clock,
+            parts=parts,
             on_outcomes=self._on_outcomes,
             on_crash=self._on_crash,
             bring=maker.bring,
@@ -84,6 +93,8 @@ class WeightSender:
         self.progress: Progress = Progress(self.workers)
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, Send] = {}
+        # What workers refused after its send had ended, as ``require`` asked for no more.
+        self._untold: dict[int, tuple[Peer, AiosyncError]] = {}
         self._snapshot_lock = asyncio.Lock()
         self._deadlines = Deadlines(self._loop, self._sends, self._settle)
         self._awake = Awake(self._loop)
@@ -106,8 +117,13 @@ class WeightSender:
             elif outcome.kind is OutcomeKind.FAILED:
                 self.progress.note(peer.worker_idx, outcome)
             send = self._sends.get(outcome.version)
-            if send is not None and send.tracker.resolve(peer.worker_idx, outcome):
-                self._settle(send)
+            if send is not None:
+                if send.tracker.resolve(peer.worker_idx, outcome):
+                    self._settle(send)
+            elif outcome.error is not None and self.peers.get(peer.worker_idx) is peer:
+                self._untold[peer.worker_idx] = peer, outcome.error
+            if self._untold and outcome.kind is OutcomeKind.APPLIED:
+                self._untold.pop(peer.worker_idx, None)
 
     # -- connecting ----------------------------------------------------------------------------
 
@@ -131,7 +147,7 @@ class WeightSender:
                 snapshot = await self.maker.take(plan)
                 snapshot.version = version
                 self.workers.initial.discard(worker_idx)
-                self.workers.remember(worker_idx, snapshot)
+                self.workers.latest.add(worker_idx, snapshot)
                 for peer in list(self.workers.peers.values()):
                     if worker_idx in (None, peer.worker_idx) and peer.subscribes:
                         peer.offer(snapshot)
@@ -294,12 +310,11 @@ class WeightSender:
             else:
                 peer.offer(snapshot_for)
             if not everybody and snapshot_for is not None:
-                workers.remember(idx, snapshot_for.retain())  # also for one that is to come again
+                workers.latest.add(idx, snapshot_for.retain())  # also for one that is to come again
         # Workers are busy with it from here on: the rest costs the sender no time.
         if everybody:
-            workers.forget_all()
             for key, snapshot in snapshots.items():
-                workers.remember(key, snapshot)
+                workers.latest.add(key, snapshot)
         else:
             for snapshot in snapshots.values():
                 snapshot.release()
@@ -323,7 +338,13 @@ class WeightSender:
             send.future.set_exception(PartialSyncError(failed=send.lost, version=tracker.version))
             return
         try:
-            report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost)
+            for idx, (peer, _) in list(self._untold.items()):
+                if self.peers.get(idx) is not peer:
+                    del self._untold[idx]  # it was lost, which is told
+            untold = {idx: error for idx, (_, error) in self._untold.items()}
+            report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost, untold)
+            for idx in report.failed:
+                self._untold.pop(idx, None)
         except PartialSyncError as exc:
             if not self.workers.closed:
                 send.future.set_exception(exc)

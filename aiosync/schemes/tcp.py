@@ -238,11 +238,12 @@ class TCPWeightSyncScheme(StreamReceiving):
         loop = asyncio.get_running_loop()
         backoff = Backoff()
         applied = 0  # newest version that the worker has said it applied
-        joined = False
+        reached = joined = False
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
                 role="sender",
+                parts=not self.strict,
                 model_id=self._model_id or "policy",
                 pid=os.getpid(),
                 strategy=self.strategy_str,
@@ -255,10 +256,13 @@ class TCPWeightSyncScheme(StreamReceiving):
             # connect() says how long it waits for a worker; who comes later is welcome as well.
             patience = self.reconnect if joined else None
             try:
-                link = await dialler.reach(patience, greet=introduce, backoff=backoff)
+                link = await dialler.reach(
+                    patience, greet=introduce, backoff=backoff, again=reached
+                )
             except AiosyncError as exc:
                 sender.workers.not_reached(idx, exc)
                 return
+            reached = True
             began = loop.time()
             before = sender.workers.lost.get(idx)
             ended = asyncio.Event()

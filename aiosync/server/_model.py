@@ -8,12 +8,12 @@ the disk refuses cannot be taken back from a worker that has it. Must not import
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync.errors import AiosyncError, RemoteProtocolError, StaleVersion, TransportClosed
@@ -25,32 +25,17 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
+from aiosync.server._merging import Part
 from aiosync.server._pulse import Pulse
+from aiosync.server._saving import Unsaved, save_whole
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Current, Hello, ManifestMessage, Message, Refuse, Resend, Update
+from aiosync.wire import Ack, Current, Hello, ManifestMessage, Message, Refuse, Resend, Update
 
 __all__ = ["ServedModel"]
-
-
-@dataclass(slots=True, eq=False)
-class _Unsaved:
-    """A version that has to reach the disk before it is served.
-
-    Attributes:
-        link: Who brought it, and is told what became of it.
-        snapshot: The version; a reference is held.
-        update: The same, as the store takes it.
-        overtaken: Versions of this link that waited, and that this one replaced.
-    """
-
-    link: TCPTransport
-    snapshot: Snapshot
-    update: StoredUpdate
-    overtaken: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class ServedModel:
@@ -100,10 +85,11 @@ class ServedModel:
         self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
         # Only the newest version is worth writing, so at most one waits.
-        self._to_save: _Unsaved | None = None
+        self._to_save: Unsaved | None = None
         self._saving: asyncio.Task[None] | None = None
         self._here: tuple[int, int] | None = None  # epoch and version that are served
-        self._served_strategy = strategy
+        self._had: dict[int, int] = {}  # the newest version of each epoch that was served
+        self._trainer_strategy = strategy
         self.refused = 0  # versions that could not be stored
         self.refusal: str | None = None  # the last one and why, until one is stored again
         self._ending = False
@@ -113,7 +99,7 @@ class ServedModel:
     @property
     def newest(self) -> Snapshot | None:
         """The newest complete version."""
-        return self.workers.snapshot_for(-1)
+        return self.workers.newest_for(-1)
 
     @property
     def is_unused(self) -> bool:
@@ -138,13 +124,18 @@ class ServedModel:
     def _publish(self, snapshot: Snapshot, update: StoredUpdate) -> None:
         """Serve a version; takes over a reference."""
         epoch, version = self._here = update.epoch, update.version
-        self.strategy = self.workers.strategy = self._served_strategy = update.strategy
+        known = {each: had for each, had in self._had.items() if self._inbox.former(each)}
+        self._had = {**known, epoch: version}
+        self.strategy = self.workers.strategy = update.strategy
         workers = self.workers
         if epoch != workers.clock.epoch:
             workers.clock = VersionClock(epoch)
+            workers.latest.clear()
             for peer in list(workers.peers.values()):
                 peer.begin_epoch(epoch)
-        workers.remember(None, snapshot)
+                if peer.wanted is not None:
+                    workers.waiting.add(peer)
+        workers.latest.add(None, snapshot)
         for peer in list(workers.peers.values()):
             if peer.subscribes and not peer.has(version):
                 peer.offer(snapshot)
@@ -177,6 +168,9 @@ class ServedModel:
             # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
             partial, has = self._staging.prepare_resume() or (None, None, 0), self._here
+            if (had := self._inbox.former(hello.epoch)) and had == self._had.get(hello.epoch or 0):
+                # It comes back after another one pushed: what it pushed before is not news.
+                has = hello.epoch or 0, had
             await greet(
                 link,
                 Hello(
@@ -193,8 +187,11 @@ class ServedModel:
                 ),
                 timeout=HANDSHAKE_SECONDS,
             )
-            # The two agree, or one of them takes any: what is served from now on is the trainer's.
-            self.strategy = self.workers.strategy = hello.strategy
+            # The two agree, or one of them takes any. What is served is not yet the trainer's.
+            self._trainer_strategy = hello.strategy
+            self.workers.latest.parts = hello.parts
+            if self.newest is None:
+                self.strategy = self.workers.strategy = hello.strategy
             self._staging.next_link(link)
             pulse.heard()
             link.subscribe(lambda received: self._on_message(link, received))
@@ -206,8 +203,6 @@ class ServedModel:
         finally:
             if self._trainer is link:
                 self._trainer = self._pulse = None
-                if self.newest is not None:  # perhaps not of this trainer
-                    self.strategy = self.workers.strategy = self._served_strategy
             del self._answers[link]
             link.abort()
 
@@ -248,6 +243,10 @@ class ServedModel:
         if self._ending:
             staged.give_back()  # no answer: the trainer sees that the link ends
             return
+        if version <= self._inbox.former(epoch):
+            staged.give_back()
+            self._say(link, self._answer_to_former(epoch, version))
+            return
         try:
             self._inbox.offer(epoch, version)
         except StaleVersion as exc:
@@ -265,7 +264,7 @@ class ServedModel:
         self.received_nbytes += staged.layout.nbytes
         snapshot = Snapshot(staged.flat, slot=None, release=staged.give_back)
         update = StoredUpdate(
-            epoch, version, self.strategy, staged.layout, staged.flat, dict(staged.values)
+            epoch, version, self._trainer_strategy, staged.layout, staged.flat, dict(staged.values)
         )
         self._describe(snapshot, update)
         if self._store is None:
@@ -273,7 +272,17 @@ class ServedModel:
             self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
             return
         self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
-        self._save_later(_Unsaved(link, snapshot, update))
+        self._save_later(Unsaved(link, snapshot, update))
+
+    def _answer_to_former(self, epoch: int, version: int) -> Ack:
+        """To what came before another trainer pushed; taking it again would undo that push.
+
+        APPLIED is what happened: nobody waits for it but a report, and NACK would be a failure.
+        """
+        if version <= self._had.get(epoch, 0):
+            return make_ack(epoch, version, AckStatus.APPLIED, None)
+        error = StaleVersion(f"another trainer pushed after version {version} of epoch {epoch}")
+        return make_ack(epoch, version, AckStatus.NACK, error)
 
     def _say(self, link: TCPTransport, message: Message) -> None:
         answers = self._answers.get(link)
@@ -282,7 +291,7 @@ class ServedModel:
 
     # -- the disk ------------------------------------------------------------------------------
 
-    def _save_later(self, unsaved: _Unsaved) -> None:
+    def _save_later(self, unsaved: Unsaved) -> None:
         replaced, self._to_save = self._to_save, unsaved
         if replaced is not None:
             replaced.snapshot.release()
@@ -297,7 +306,7 @@ class ServedModel:
             while self._to_save is not None:
                 unsaved, self._to_save = self._to_save, None
                 try:
-                    await self._write(unsaved.update)
+                    await self._write(unsaved)
                 except AiosyncError as exc:
                     unsaved.snapshot.release()
                     self._refuse(unsaved, without_frames(exc))
@@ -312,7 +321,7 @@ class ServedModel:
         finally:
             self._saving = None
 
-    def _refuse(self, unsaved: _Unsaved, error: AiosyncError) -> None:
+    def _refuse(self, unsaved: Unsaved, error: AiosyncError) -> None:
         """What was served before is served on; the trainer is told."""
         here = (unsaved.update.epoch, unsaved.update.version)
         self.refused += 1
@@ -320,15 +329,23 @@ class ServedModel:
         for epoch, version in (*unsaved.overtaken, here):  # nothing newer made up for those
             self._say(unsaved.link, make_ack(epoch, version, AckStatus.NACK, error))
 
-    async def _write(self, update: StoredUpdate) -> None:
+    async def _write(self, unsaved: Unsaved) -> None:
         assert self._store is not None
-        loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(self._executor, self._store.save, self.model_id, update)
+        snapshots, update = [unsaved.snapshot], unsaved.update
+        if self._here is not None and self._here[0] == update.epoch:
+            snapshots += self.workers.latest.needed_before(-1, unsaved.snapshot)
+        kept = [snapshot.retain() for snapshot in snapshots]
+        older = [Part(each.layout, each.buffer, each.values) for each in snapshots[1:]]
+        save = functools.partial(save_whole, self._store, self.model_id, update, older)
+        writing = asyncio.get_running_loop().run_in_executor(self._executor, save)
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
             await asyncio.wait({writing})  # its memory must not be reused meanwhile
             raise
+        finally:
+            for snapshot in kept:
+                snapshot.release()
 
     async def drain(self) -> None:
         """Let the newest version reach the disk, or be refused."""

@@ -86,6 +86,8 @@ class WeightServer:
         max_models: int = 64,
     ) -> None:
         self._streaming = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
+        if isinstance(model_ids, str):
+            raise ConfigError(f"model_ids must be a list of names: pass [{model_ids!r}]")
         self._model_ids = None if model_ids is None else frozenset(model_ids)
         self._max_models = as_count("max_models", max_models, 1)
         self._store = None

@@ -51,6 +51,7 @@ class WeightStore:
 
     Attributes:
         directory: Absolute path of the directory.
+        limits: Bounds on what is loaded.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class WeightStore:
             ConfigError: It is not a directory, cannot be made, or is not ours to write.
         """
         self.directory: str = os.path.abspath(directory)
-        self._limits = limits
+        self.limits: Limits = limits
         try:
             _make_private(self.directory)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
@@ -137,7 +138,7 @@ class WeightStore:
             if file is None:
                 return None
             with file:
-                return read(file, path, model_id, self._limits)
+                return read(file, path, model_id, self.limits)
         except OSError as exc:
             raise StoreError(f"{path}: cannot be read: {exc}") from exc
 

@@ -140,6 +140,11 @@ class Attributes:
         return self._scheme.sender_transports
 
     @property
+    def shared_transport(self) -> Transport | None:
+        """``None``: each worker has a link of its own. For what was written for TorchRL."""
+        return self._scheme.shared_transport
+
+    @property
     def receiver_transport(self) -> Transport | None:
         """The link to the trainer, the last one if it was lost; ``None`` where there was none.
 

@@ -96,9 +96,9 @@ class WeightSyncScheme(Attributes):
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
-        *,
         sync: bool = True,
         per_worker_weights: bool = False,
+        *,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
         guard: Literal["forward", "reading"] = "forward",
@@ -262,6 +262,7 @@ class WeightSyncScheme(Attributes):
         self._check("send_async", "scheme.send_nowait()")
 
         async def start() -> aio.SendHandle:
+            self._scheme._require_sender("send_async")  # or an error names what is not here
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())

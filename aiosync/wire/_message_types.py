@@ -57,6 +57,7 @@ class Hello:
         partial_version: Version of that update; ``None`` for none.
         partial_nbytes: Bytes from the start of that update's payload that are staged and
             verified already.
+        parts: Updates of a sender may hold a part of the names, of which none replaces another.
     """
 
     role: str
@@ -72,6 +73,7 @@ class Hello:
     partial_epoch: int | None = None
     partial_version: int | None = None
     partial_nbytes: int = 0
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """Answer to :class:`Fetch`: the receiver has the newest version already.
+    """Answer to :class:`Fetch`: what the newest version is.
+
+    The receiver has it already, or it follows: after this message, and perhaps after updates
+    that hold what it lacks.
 
     Attributes:
         epoch: Epoch of the sender.

@@ -102,6 +102,7 @@ FIELDS: dict[type, tuple[str, tuple[Field, ...]]] = {
             int_field("partial_epoch", 1, default=None),
             int_field("partial_version", 1, default=None),
             int_field("partial_nbytes", 0, default=0),
+            bool_field("parts", False),
         ),
     ),
     Welcome: (

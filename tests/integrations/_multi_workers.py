@@ -143,15 +143,20 @@ def ask(collector: Any, worker_idx: int, path: str, *args: Any) -> Any:
 
 def held(collector: Any, worker_idx: int) -> float:
     """The value that one worker's policy has now."""
+    values = all_held(collector, worker_idx)
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def all_held(collector: Any, worker_idx: int) -> set[float]:
+    """The same while an update may be on its way: only forwards see one version."""
     weights = ask(collector, worker_idx, "policy.state_dict")
-    values = {
+    return {
         value
         for name, tensor in weights.items()
         if "values" in name
         for value in tensor.flatten().tolist()
     }
-    assert len(values) == 1, values
-    return values.pop()
 
 
 def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:

@@ -80,7 +80,9 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
     modes = set(given)
     torch.set_num_threads(1)
     policy = make_policy(100.0)
-    scheme = getattr(aiosync.sync, name)()
+    # Weights of any size come from the object store, as on another host.
+    stored = {"shared_memory": False, "inline_nbytes": 0} if "stored" in modes else {}
+    scheme = getattr(aiosync.sync, name)(**stored)
     collector = make_collector(kind, scheme, policy, modes)
     seen: dict[str, Any] = {"batches": []}
     batches = iter(collector)
@@ -102,6 +104,9 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
         set_value(policy, 50.0)
         collector.update_policy_weights_(worker_ids=[1])
         seen["one"] = values_of(next(batches))
+    if "stored" in modes:
+        collector.load_state_dict(collector.state_dict())  # writes to the workers' parameters
+        seen["loaded"] = values_of(next(batches))
     seen["seconds"] = times
     seen["calls"] = policy.module.calls.item() - calls
     begun = time.perf_counter()

@@ -116,7 +116,7 @@ def test_03_a_dead_worker_is_named_and_the_other_is_updated(make: Any) -> None:
 def test_03_a_worker_that_dies_during_an_update(make: Any) -> None:
     with collecting(make(), worlds.make_policy(1.0)) as collector:
         with stopping(collector.procs[0]), _update(collector, 2.0) as outcome:
-            workers.until(lambda: held(collector, 1) == 2.0)
+            workers.until(lambda: workers.all_held(collector, 1) == {2.0})
             assert not outcome  # it waits for the other one
             kill(collector.procs[0])
         error = outcome[0]

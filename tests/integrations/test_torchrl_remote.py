@@ -60,6 +60,12 @@ def test_updates_reach_every_worker(args: tuple[str, ...]) -> None:
     assert seen["one"] == [[4.0, 4], [50.0, 5]], "worker_ids=[1] changes that worker alone"
 
 
+def test_a_checkpoint_is_loaded_where_weights_came_from_the_object_store() -> None:
+    seen = run("ray", "RayWeightSyncScheme", "stored")
+    check(seen)
+    assert seen["loaded"] == [[4.0, 4]]
+
+
 @pytest.mark.parametrize(
     "args",
     [

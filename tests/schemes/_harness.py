@@ -298,9 +298,9 @@ async def here(
     scheme: Any, target: Any, *, sender: dict[str, Any], receiver: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Any, Any]]:
     """A connected sender and one receiver in this process, over the scheme's real link."""
+    scheme.init_on_sender(**{"model_id": "policy", "num_workers": 1, **sender})
     other = type(scheme).__new__(type(scheme))
     other.__setstate__(scheme.__getstate__())
-    scheme.init_on_sender(**{"model_id": "policy", "num_workers": 1, **sender})
     init = {"model_id": "policy", "worker_idx": 0, "model": target, **(receiver or {})}
     try:
         other.init_on_receiver(**init)
@@ -326,8 +326,8 @@ async def crowd(
     receiver: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[Any, list[Any]]]:
     """A connected sender and one receiver for each target in this process."""
-    others = [twin(scheme) for _ in targets]
     scheme.init_on_sender(**{"model_id": "policy", "num_workers": len(targets), **sender})
+    others = [twin(scheme) for _ in targets]
     try:
         for idx, (other, target) in enumerate(zip(others, targets, strict=True)):
             init = {"model_id": "policy", "worker_idx": idx, "model": target, **(receiver or {})}

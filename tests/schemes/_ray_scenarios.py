@@ -536,7 +536,7 @@ async def near_and_far() -> None:
         fill(model, 2.0)
         await scheme.send()
         slots = scheme._same_host.arena.num_slots
-        assert scheme._sender.workers.snapshot_for(1).never_copied  # it is in the store only
+        assert scheme._sender.workers.newest_for(1).never_copied  # it is in the store only
         fill(model, -1.0)
         actors += [Worker.remote(), Worker.remote()]
         joining = [actors[idx].join.remote(scheme, idx, "big") for idx in (1, 2)]
@@ -616,7 +616,7 @@ async def lost_in_the_store() -> None:
         scheme._sender.workers.num_workers = None
         fill(model, 2.0)
         await scheme.send()
-        entry = scheme._sender.workers.snapshot_for(1).memo[scheme._objects]
+        entry = scheme._sender.workers.newest_for(1).memo[scheme._objects]
         owner = Owner.remote()
         [entry.ref] = await owner.make.remote()
         ray.kill(owner)

@@ -262,3 +262,35 @@ async def test_a_forked_child_keeps_the_version_of_the_fork(make, apply_copy) ->
             os.waitpid(pid, 0)  # noqa: ASYNC222 - it ends at once
             mine.close()
             its.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@both
+@modes
+async def test_a_sibling_sees_updates_of_a_shared_module_only_in_copies(make, apply_copy) -> None:
+    source, target = models.linear(), models.linear()
+    models.fill(source, 1.0)
+    models.fill(target, 0.0)
+    target.share_memory()
+    begin, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:  # a process that uses the module and has no receiver
+        try:
+            os.close(begin[1])
+            os.read(begin[0], 1)
+            os.write(done[1], str(_first(target)).encode())
+        finally:
+            os._exit(0)
+    try:
+        scheme = make(apply_copy=apply_copy)
+        async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
+            models.fill(source, 3.0)
+            await sender.send()
+            assert target.weight.is_shared() is apply_copy
+            os.write(begin[1], b"x")
+            seen = await asyncio.to_thread(os.read, done[0], 99)
+    finally:
+        for end in (*begin, *done):
+            os.close(end)
+        await asyncio.to_thread(os.waitpid, pid, 0)
+    assert float(seen) == (3.0 if apply_copy else 0.0)

@@ -121,3 +121,15 @@ async def test_a_model_that_was_given_meanwhile_is_taken_all_the_same(make) -> N
         assert torch.equal(late.weight, source.weight)
         assert receiver.apply_pending() == 2
         assert (await handle).acked == {0}
+
+
+@both
+async def test_a_subscriber_asks_while_two_versions_are_on_their_way(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
+        sender, receiver = pair
+        for _ in range(5):
+            pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
+            await asyncio.sleep(0)  # it has asked
+            handles = [sender.send_nowait(), sender.send_nowait()]
+            assert await pulling >= handles[0].version
+            await handles[1]

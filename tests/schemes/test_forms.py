@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import aiosync
+import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -374,6 +375,9 @@ def test_schemes_by_back_end_name() -> None:
     }
     for name, cls in expected.items():
         assert type(scheme_from_backend(name, strategy="state_dict")) is cls
+        named = aiosync.WeightSyncScheme.from_backend(name, strategy="state_dict")
+        assert type(named) is cls
+        assert named.strategy_str == "state_dict"
     with pytest.raises(aiosync.ConfigError, match="shared"):
         scheme_from_backend("carrier pigeon")
 
@@ -386,3 +390,30 @@ def test_a_truth_value_is_no_index_and_no_count(value) -> None:
         aiosync.SharedMemWeightSyncScheme().init_on_receiver(worker_idx=value)
     with pytest.raises(aiosync.ConfigError, match="a key of params_map must be an int"):
         aiosync.SharedMemWeightSyncScheme().init_on_sender(params_map={value: {}})
+
+
+@pytest.mark.parametrize("module", [aiosync, aiosync.sync], ids=["async", "blocking"])
+@both
+def test_torchrl_arguments_in_its_order(make, module) -> None:
+    cls = getattr(module, make.__name__)
+    scheme = cls("state_dict", False, True)
+    assert (scheme.strategy_str, scheme.sync, scheme.per_worker_weights) == (
+        "state_dict",
+        False,
+        True,
+    )
+    scheme = cls("state_dict", per_worker_weights=True, sync=False)
+    assert (scheme.sync, scheme.per_worker_weights) == (False, True)
+    with pytest.raises(TypeError):
+        cls("state_dict", False, True, "manual")
+    assert scheme.shared_transport is None
+
+
+@pytest.mark.parametrize("module", [aiosync, aiosync.sync], ids=["async", "blocking"])
+@both
+def test_a_context_without_weak_references(make, module) -> None:
+    scheme = getattr(module, make.__name__)()
+    with pytest.raises(TypeError, match="weak reference") as caught:
+        scheme.context = 3
+    assert isinstance(caught.value, aiosync.ConfigError)
+    assert scheme.context is None

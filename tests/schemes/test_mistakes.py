@@ -54,7 +54,7 @@ async def test_send_before_init_and_before_connect(make) -> None:
             await scheme.connect()
         scheme.init_on_sender(model=models.linear())
         for call in (scheme.send, scheme.send_nowait):
-            with pytest.raises(aiosync.LocalProtocolError, match=r"await scheme.connect\(\) first"):
+            with pytest.raises(aiosync.LocalProtocolError, match=r"call scheme.connect\(\) first"):
                 await call()
         with pytest.raises(aiosync.LocalProtocolError, match="init_on_receiver"):
             await scheme.receive()
@@ -144,7 +144,7 @@ async def test_receive_before_connect(make) -> None:
         with pytest.raises(aiosync.LocalProtocolError, match="call init_on_receiver"):
             await scheme.receive()
         scheme.init_on_receiver(model=models.linear())
-        with pytest.raises(aiosync.LocalProtocolError, match=r"await scheme.connect\(\) first"):
+        with pytest.raises(aiosync.LocalProtocolError, match=r"call scheme.connect\(\) first"):
             await scheme.receive()
         with pytest.raises(aiosync.LocalProtocolError, match="connected receiver"):
             scheme.apply_pending()
@@ -486,7 +486,7 @@ def test_without_uvloop() -> None:
     assert done.stdout == "good\n", done.stderr
 
 
-_NO_TIMEOUTS = [float("nan"), np.float32("nan"), "5", True, [1], 1j]
+_NO_TIMEOUTS = [float("nan"), -1, np.float32("nan"), "5", True, [1], 1j]
 
 
 @pytest.mark.parametrize("timeout", _NO_TIMEOUTS, ids=repr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -157,3 +158,154 @@ async def test_what_waits_fails_with_the_link(make: Any) -> None:
             for handle in handles:
                 with pytest.raises(Exception, match="closed|went away"):
                     await handle
+
+
+# -- who comes later -------------------------------------------------------------------------------
+
+everywhere = pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+
+
+async def come(sender: Any, worker_idx: int, target: Any, **options: Any) -> Any:
+    late = harness.twin(sender)
+    late.init_on_receiver(model_id="policy", model=target, worker_idx=worker_idx, **options)
+    await late.connect(timeout=harness.PATIENCE)
+    return late
+
+
+@everywhere
+@pytest.mark.parametrize("apply", ["auto", "manual"])
+async def test_who_comes_later_gets_the_newest_of_each_name(make: Any, apply: Any) -> None:
+    scheme = make(strict=False, apply=apply)
+    async with harness.crowd(scheme, [build(), build()], sender={"model": build()}) as pair:
+        sender, (first, second) = pair
+        await second.aclose()
+        await harness.until(lambda: 1 not in sender.worker_versions)
+        for weights in (
+            part(("base", 3.0), ("adapter", 4.0)),
+            part(("adapter", 5.0)),
+            part(("base", 6.0)),
+            part(("adapter", 7.0)),
+        ):
+            handle = sender.send_nowait(weights)
+            await first.wait_for_version(handle.version, timeout=harness.PATIENCE)
+            with contextlib.suppress(aiosync.PartialSyncError):  # once it says who was lost
+                await handle
+        target = build()
+        late = await come(sender, 1, target)
+        try:
+            assert late.version == handle.version  # and not that of one which comes before
+            assert held(target) == (6.0, 7.0)
+            handle = sender.send_nowait(part(("adapter", 8.0)))
+            await late.wait_for_version(handle.version, timeout=harness.PATIENCE)
+            assert held(target) == (6.0, 8.0)
+        finally:
+            await late.aclose()
+
+
+@everywhere
+async def test_what_others_got_meanwhile_is_not_for_who_comes_again(make: Any) -> None:
+    scheme = make(strict=False, per_worker_weights=True)
+    async with harness.crowd(scheme, [build(), build()], sender={"model": build()}) as pair:
+        sender, (_, second) = pair
+        await sender.send({0: part(("base", 1.0)), 1: part(("base", 2.0), ("adapter", 3.0))})
+        await sender.send({0: part(("adapter", 9.0))})
+        await sender.send(part(("adapter", 4.0)), worker_ids=1)
+        await sender.send(part(("base", 8.0)), worker_ids=0)
+        await second.aclose()
+        await harness.until(lambda: 1 not in sender.worker_versions)
+        target = build()
+        late = await come(sender, 1, target)
+        try:
+            assert held(target) == (2.0, 4.0)
+        finally:
+            await late.aclose()
+
+
+async def test_a_link_that_was_lost_is_made_up_for() -> None:
+    target = build()
+    scheme = aiosync.TCPWeightSyncScheme(strict=False)
+    async with harness.here(scheme, target, sender={"model": build()}) as pair:
+        sender, receiver = pair
+        async with receiver.reading():
+            handles = [
+                sender.send_nowait(part(("base", 5.0))),
+                last := sender.send_nowait(part(("adapter", 7.0))),
+            ]
+            sender._sender.peers[0].transport.abort()
+            for handle in handles:
+                with pytest.raises(aiosync.PartialSyncError):
+                    await handle
+            await harness.until(lambda: receiver.reconnects == 1)
+        await receiver.wait_for_version(last.version, timeout=harness.PATIENCE)
+        assert held(target) == (5.0, 7.0)
+
+
+async def test_who_asks_gets_the_newest_of_each_name() -> None:
+    scheme = aiosync.TCPWeightSyncScheme(strict=False)
+    async with harness.here(scheme, build(), sender={"model": build()}) as (sender, _):
+        await sender.send(part(("base", 5.0), ("adapter", 6.0)))
+        last = await sender.send(part(("adapter", 7.0)))
+        sender._sender.workers.num_workers = None
+        asking = aiosync.TCPWeightSyncScheme(sender.address, strict=False, subscribe=False)
+        target = build()
+        asking.init_on_receiver(model_id="policy", model=target)
+        try:
+            await asking.connect(timeout=harness.PATIENCE)
+            assert await asking.pull(timeout=harness.PATIENCE) == last.version
+            assert held(target) == (5.0, 7.0)
+            newer = await sender.send(part(("base", 8.0)))
+            assert await asking.pull(timeout=harness.PATIENCE) == newer.version
+            assert held(target) == (8.0, 7.0)
+        finally:
+            await asking.aclose()
+
+
+@everywhere
+async def test_parts_of_very_different_sizes(make: Any) -> None:
+    def large() -> nn.Module:
+        return nn.ModuleDict({"base": nn.Linear(1500, 1500), "adapter": nn.Linear(2, 2)})
+
+    def filled(name: str, value: float) -> dict[str, torch.Tensor]:
+        layer: Any = large()[name]  # type: ignore[index]
+        return {f"{name}.weight": torch.full_like(layer.weight, value)}
+
+    scheme = make(strict=False)
+    async with harness.crowd(scheme, [large(), large()], sender={"num_workers": 2}) as pair:
+        sender, (_, second) = pair
+        await sender.send(filled("adapter", 1.0))
+        for value in range(6):  # larger slots than there were
+            await sender.send(filled("base", float(value)))
+        await second.aclose()
+        await harness.until(lambda: 1 not in sender.worker_versions)
+        target: Any = large()
+        late = await come(sender, 1, target)
+        try:
+            for _ in range(2):
+                assert (target["adapter"].weight == 1.0).all()
+                assert (target["base"].weight == value).all()
+                value += 1
+                handle = sender.send_nowait(filled("base", float(value)))
+                await late.wait_for_version(handle.version, timeout=harness.PATIENCE)
+                assert (await handle).acked == {0, 1}
+        finally:
+            await late.aclose()
+
+
+@everywhere
+async def test_a_mistake_that_all_refused_keeps_nobody_out(make: Any) -> None:
+    scheme = make(strict=False)
+    async with harness.crowd(scheme, [build(), build()], sender={"model": build()}) as pair:
+        sender, (_, second) = pair
+        await second.aclose()
+        await harness.until(lambda: 1 not in sender.worker_versions)
+        for mistake in ({"typo.weight": torch.zeros(3, 3)}, {"base.weight": torch.zeros(3, 3)}):
+            with pytest.raises(aiosync.PartialSyncError):
+                await sender.send(mistake)
+        await sender.send(part(("base", 3.0), ("adapter", 4.0)))
+        target = build()
+        late = await come(sender, 1, target)
+        try:
+            assert late.version == sender.version
+            assert held(target) == (3.0, 4.0)
+        finally:
+            await late.aclose()

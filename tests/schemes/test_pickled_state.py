@@ -60,7 +60,7 @@ HERE = [
     RPCWeightSyncScheme,
 ]
 RAY = ["RayWeightSyncScheme", "RayModuleTransformScheme"]
-ABSTRACT = {"WeightSyncScheme", "StreamReceiving", "EngineScheme"}
+ABSTRACT = {"WeightSyncScheme", "TrainersArriving", "StreamReceiving", "EngineScheme"}
 
 everywhere = pytest.mark.parametrize(
     "make",

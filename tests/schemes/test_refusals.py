@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import pytest
 import torch
 
@@ -143,3 +146,104 @@ async def test_missing_and_unexpected_names(make) -> None:
         await sender.send(source)
         assert (target.weight == 1.0).all()
         assert (target.bias == -1.0).all()
+
+
+@both
+async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report(make) -> None:
+    targets, source = [models.linear(), models.linear()], models.linear()
+    async with harness.crowd(make(require=1), targets, sender={"model": source}) as (sender, _):
+        targets[1].double()
+        told = 0
+        for _ in range(10):
+            report = await sender.send()
+            assert 0 in report.acked
+            if error := report.failed.get(1):
+                assert isinstance(error, aiosync.ApplyError)
+                assert "ManifestMismatch" in str(error)
+                told += 1
+            await asyncio.sleep(0.02)  # its answer arrives after the send has returned
+        assert told >= 9
+        targets[1].float()
+        await sender.send()
+        await sender.wait_for_version(sender.version, timeout=harness.PATIENCE)
+        report = await sender.send()
+        assert not report.failed
+
+
+@both
+@pytest.mark.parametrize("early", [True, False])
+async def test_waiting_for_a_version_that_was_refused_names_the_worker(make, early) -> None:
+    targets = [models.linear(), models.linear()]
+    async with harness.crowd(make(), targets, sender={"model": models.linear()}) as (sender, _):
+        targets[1].double()
+        handle = sender.send_nowait()
+        if not early:
+            with pytest.raises(aiosync.PartialSyncError):
+                await handle
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.wait_for_version(handle.version, timeout=harness.PATIENCE)
+        assert caught.value.failed.keys() == {1}
+        assert caught.value.acked == {0}
+        with pytest.raises(aiosync.PartialSyncError):
+            await handle
+        targets[1].float()
+        newer = sender.send_nowait()
+        # What is on its way may be what is waited for: the older refusal does not count.
+        assert await sender.wait_for_version(handle.version, timeout=harness.PATIENCE) > 2
+        await newer
+
+
+@both
+async def test_a_version_that_everybody_has_is_there_whatever_came_after_it(make) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
+        sender, _ = pair
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send(models.wide())
+        assert await sender.wait_for_version(1, timeout=harness.PATIENCE) == 1
+
+
+@both
+@pytest.mark.parametrize("wait", ["wait_for_version", "wait_staged"])
+async def test_the_last_worker_leaves_while_somebody_waits(make, wait) -> None:
+    for turns in range(4):
+        source = models.linear()
+        async with harness.here(make(), models.linear(), sender={"model": source}) as pair:
+            sender, receiver = pair
+            receiver.abort()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            with contextlib.suppress(aiosync.RecvTimeout):  # it has gone already
+                assert await getattr(sender, wait)(1, timeout=0.05) == 1
+
+
+@both
+async def test_a_late_refusal_waits_for_a_report_of_its_worker_and_goes_with_it(make) -> None:
+    targets = [models.linear(), models.linear()]
+    sender = {"model": models.linear()}
+    async with harness.crowd(make(require=1), targets, sender=sender) as (sender, others):
+        untold = sender._sender._untold
+
+        async def refuse() -> None:
+            targets[1].double()
+            async with others[1].reading():
+                await sender.send()
+            await harness.until(lambda: 1 in untold)
+
+        await refuse()
+        assert not (await sender.send(worker_ids=0)).failed
+        assert 1 in untold  # nobody has heard of it yet
+        targets[1].float()
+        handle = sender.send_nowait()
+        await sender.wait_for_version(handle.version, timeout=harness.PATIENCE)
+        await handle
+        await harness.until(lambda: not untold)  # it is past that
+        await refuse()
+        await others[1].aclose()
+        await harness.until(lambda: 1 not in sender.worker_versions)
+        late = harness.twin(sender)
+        late.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=1)
+        try:
+            await late.connect(timeout=harness.PATIENCE)
+            assert not (await sender.send()).failed  # another worker is 1 now
+        finally:
+            await late.aclose()

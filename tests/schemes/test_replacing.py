@@ -411,7 +411,7 @@ async def test_a_model_that_is_refused_is_nobodys_target(make) -> None:
                 assert (await sender.send(timeout=harness.PATIENCE)).acked == {0}
 
         await asyncio.gather(compute(), compute(), assign(), send())
-        assert models.filled(receiver.model, 1.0)
+        await harness.until(lambda: models.filled(receiver.model, 1.0))
 
 
 @both

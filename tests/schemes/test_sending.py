@@ -590,6 +590,35 @@ async def test_prepare_weights() -> None:
     await scheme.aclose()
 
 
+async def test_prepared_weights_are_those_that_are_sent() -> None:
+    class Fallback:
+        policy = None
+        _fallback_policy = models.linear()
+
+    class Owner:
+        policy = models.linear()
+
+    models.fill(Fallback._fallback_policy, 3.0)
+    models.fill(Owner.policy, 4.0)
+    given = models.linear()
+    models.fill(given, 9.0)
+    for context, options, expected in ((Fallback(), {}, 3.0), (Owner(), {"model": given}, 9.0)):
+        target = models.linear()
+        sender = {"context": context, "num_workers": 1, **options}
+        async with harness.here(aiosync.SharedMemWeightSyncScheme(), target, sender=sender) as pair:
+            assert (pair[0].prepare_weights(None)["weight"] == expected).all()
+            await pair[0].send()
+            assert models.filled(target, expected)
+            assert pair[0].prepare_weights(None, context=Owner())["weight"].mean() == 4.0
+            assert pair[0].prepare_weights(None, "other") is None
+            Fallback._fallback_policy = None
+    nothing = aiosync.SharedMemWeightSyncScheme()
+    nothing.init_on_sender("policy", context := Fallback())
+    assert nothing.prepare_weights(None) is None
+    del context
+    await nothing.aclose()
+
+
 async def test_a_trainer_that_only_sends_lets_workers_come() -> None:
     source, target = models.linear(), models.linear()
     scheme = aiosync.SharedMemWeightSyncScheme()

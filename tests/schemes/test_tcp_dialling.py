@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import aiosync
-from aiosync.schemes import _stream_receiving
+from aiosync.schemes import _arriving
 from aiosync.server import WeightServer
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Welcome
+from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -91,7 +94,7 @@ async def test_links_that_say_nothing_do_not_pile_up() -> None:
 
 @pytest.mark.asyncio
 async def test_a_link_that_says_nothing_is_closed_after_the_deadline(monkeypatch) -> None:
-    monkeypatch.setattr(_stream_receiving, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(_arriving, "HANDSHAKE_SECONDS", 0.05)
     async with connected() as (_, receiver, _):
         await ended(await dial(receiver.address))
         await harness.until(lambda: receiver._listener.num_open == 1)
@@ -156,8 +159,9 @@ async def test_closing_closes_the_links_that_wait(how) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_new_link_of_the_trainer_ends_the_one_that_died_silently() -> None:
+async def test_a_trainer_takes_the_place_of_one_that_died_silently(monkeypatch) -> None:
     """The old one would look alive until the kernel's keep-alive gave it up."""
+    monkeypatch.setattr(_arriving, "_SILENT_SECONDS", 0.05)
     address = free_address()
     target = models.linear()
     receiver = make(address, keepalive=None)
@@ -200,8 +204,112 @@ async def test_a_new_link_takes_over_within_the_handshake() -> None:
 @pytest.mark.asyncio
 async def test_without_reconnecting_the_link_in_use_stays() -> None:
     async with connected(reconnect=0) as (sender, receiver, _):
-        await ended(await dial(receiver.address, trainer_hello()))
+        await ended(await dial(receiver.address, trainer_hello(sender._clock.epoch)))
+        await refused(await dial(receiver.address, trainer_hello()))
         assert (await sender.send()).acked == {0}
+
+
+# -- two trainers --------------------------------------------------------------------------------
+
+
+async def refused(link: TCPTransport) -> str:
+    """What the worker says to a trainer that it does not take."""
+    message = (await link.recv(timeout=PATIENCE)).message
+    assert isinstance(message, Refuse)
+    assert message.error_type == "ConnectError"  # it may try again
+    await ended(link)
+    return message.error_text
+
+
+@pytest.mark.asyncio
+async def test_a_second_trainer_is_refused_until_the_first_one_leaves() -> None:
+    async with connected() as (first, receiver, target):
+        source = models.linear()
+        models.fill(source, 2.0)
+        async with make(receiver.address) as second, make(receiver.address) as third:
+            third.init_on_sender(model=source)
+            with pytest.raises(
+                aiosync.ConnectTimeout, match=rf"another trainer has .*127.*, process {os.getpid()}"
+            ):
+                await third.connect(timeout=0.1)
+            second.init_on_sender(model=source)
+            joining = asyncio.ensure_future(second.connect())
+            await harness.until(lambda: second._sender and second._sender.workers._refused)
+            assert receiver.reconnects == 0
+            assert models.filled(target, 1.0)
+            assert (await first.send()).acked == {0}
+            await first.aclose()
+            await joining  # it went on trying
+            assert models.filled(target, 2.0)
+            assert (await second.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_whose_worker_another_one_has_says_so_in_send() -> None:
+    async with connected() as (first, receiver, _):
+        [peer] = first._sender.peers.values()
+        rival = trainer_hello()
+        receiver._hellos[receiver._taken] = rival  # as if it had come while the link was lost
+        with contextlib.suppress(aiosync.PartialSyncError):
+            peer.transport.abort()
+            await first.send()
+        waits = await dial(receiver.address, rival)
+        await harness.until(lambda: "another trainer" in str(first._sender.workers.lost.get(0)))
+        with pytest.raises(aiosync.PartialSyncError, match="another trainer has this worker"):
+            await first.send()
+        waits.abort()
+        await harness.until(lambda: first._sender.peers)
+        assert (await first.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_answers_keeps_its_place() -> None:
+    """Though the limit is short: each question is answered before the next one comes."""
+    async with connected(keepalive=0.05) as (first, receiver, _):
+        pull = asyncio.ensure_future(receiver.pull(min_version=2, timeout=PATIENCE))
+        for _ in range(5):
+            text = await refused(await dial(receiver.address, trainer_hello()))
+            assert "End one of the two" in text
+            progress = receiver._receiver.progress
+            await refused(await dial(receiver.address, trainer_hello()))
+            await harness.until(lambda now=progress: receiver._receiver.progress > now)
+        assert receiver.reconnects == 0
+        assert not pull.done()
+        await first.send()
+        assert await pull == 2
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_only_pulls_is_given_nothing_by_the_question() -> None:
+    address = free_address()
+    sender, receiver = make(address), make(address, subscribe=False)
+    sender.init_on_sender(model=models.linear())
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        await refused(await dial(receiver.address, trainer_hello()))
+        await refused(await dial(receiver.address, trainer_hello()))
+        assert await receiver.pull() == 1
+        assert receiver._receiver.progress == 1  # that was the first that came
+
+
+@pytest.mark.asyncio
+async def test_a_second_trainer_is_refused_while_the_first_one_waits() -> None:
+    address = free_address()
+    receiver = make(address)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with receiver:
+        listen(receiver)
+        first = await dial(address, trainer_hello(7))
+        await harness.until(lambda: receiver._arrived is not None)
+        assert "another trainer" in await refused(await dial(address, trainer_hello(8)))
+        assert "another trainer" in await refused(await dial(address, trainer_hello(None)))
+        assert receiver._holder() is not None
+        first.abort()
+        await harness.until(lambda: receiver._holder() is None)
+        second = await dial(address, trainer_hello(8))
+        await harness.until(lambda: receiver._arrived is not None)
+        second.abort()
 
 
 # -- the trainer's side --------------------------------------------------------------------------
@@ -449,3 +557,90 @@ async def test_what_can_never_be_said_is_not_tried_again(role: str) -> None:
         async with scheme:
             with pytest.raises(aiosync.AiosyncError, match="cannot encode Hello"):
                 await scheme.connect(timeout=PATIENCE)
+
+
+# -- certificate files -------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def with_own_ca(
+    folder: Path, role: str, **options: Any
+) -> AsyncIterator[tuple[Any, Path, Any]]:
+    """A connected side that dials over TLS, its file of authorities, and what ends its link."""
+    made, ca = certificates(), folder / "ca.pem"
+    shutil.copy(made.folder / "ca.pem", ca)
+    async with WeightServer("tcp://127.0.0.1:0", tls=made.listening) as server:
+        options = {"dial": "both", "timeout": PATIENCE, "tls": aiosync.TLS(ca=ca), **options}
+        scheme = aiosync.TCPWeightSyncScheme(server.url, **options)
+        if role == "sender":
+            scheme.init_on_sender(model=models.linear())
+        else:
+            scheme.init_on_receiver(model=models.linear())
+
+        def cut() -> None:
+            for link in list(server._listener._open):
+                link.abort()
+
+        async with scheme:
+            await scheme.connect()
+            yield scheme, ca, cut
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_a_certificate_file_may_be_incomplete_for_a_moment(
+    tmp_path: Path, role: str, monkeypatch: Any
+) -> None:
+    tries = 0
+
+    async def wait(self: Any) -> None:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("aiosync.schemes._dialling.Backoff.wait", wait)
+    async with with_own_ca(tmp_path, role, reconnect=None) as (scheme, ca, cut):
+        whole = ca.read_bytes()
+        ca.write_bytes(whole[:100])
+        cut()
+        await harness.until(lambda: tries > 3)
+        ca.write_bytes(whole)
+        if role == "sender":
+            await harness.until(lambda: scheme._sender.peers)
+            assert (await scheme.send()).acked == {0}
+        else:
+            await harness.until(lambda: scheme.reconnects == 1)
+            assert scheme.link_lost is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_a_certificate_file_that_stays_broken_is_named_in_the_end(
+    tmp_path: Path, role: str
+) -> None:
+    async with with_own_ca(tmp_path, role, reconnect=0.1) as (scheme, ca, cut):
+        ca.unlink()
+        cut()
+        if role == "sender":
+            gone = scheme._sender.workers.lost
+            await harness.until(lambda: "was not reached within" in str(gone.get(0)))
+            with pytest.raises(aiosync.PartialSyncError, match="file .*ca.pem cannot be used"):
+                await scheme.send()
+        else:
+            with pytest.raises(aiosync.PeerClosed, match="file .*ca.pem cannot be used"):
+                await scheme.wait_for_version(9)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_a_broken_certificate_file_is_an_error_at_once_at_first(
+    tmp_path: Path, role: str
+) -> None:
+    async with make(free_address(), dial="both", tls=aiosync.TLS(ca=tmp_path / "no")) as scheme:
+        if role == "sender":
+            scheme.init_on_sender(model=models.linear())
+        else:
+            scheme.init_on_receiver(model=models.linear())
+        with pytest.raises(aiosync.AiosyncError, match="file .* cannot be used") as caught:
+            await scheme.connect()
+        assert "within" not in str(caught.value)

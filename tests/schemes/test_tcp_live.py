@@ -139,9 +139,9 @@ async def test_a_cancelled_send_of_several_weights_borrows_none_of_them_any_more
                 await asyncio.sleep(0.001)
             with pytest.raises(asyncio.CancelledError):
                 await sending
-            kept = scheme._sender.workers._latest_for
-            assert sorted(kept) == [0, 1]
-            assert all(snapshot.live is None for snapshot in kept.values())
+            kept = [scheme._sender.workers.newest_for(idx) for idx in (0, 1)]
+            assert [snapshot.version for snapshot in kept] == [2, 2]
+            assert all(snapshot.live is None for snapshot in kept)
             for model in (first, second):
                 _fill(model, 9.0)
             proxy.resume()

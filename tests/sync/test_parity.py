@@ -25,8 +25,8 @@ CLASSES = [
 OTHER_NAMES = {"aclose": "shutdown", "send_nowait": "send_async"}
 """Async name -> the blocking name, where they differ."""
 
-ONLY_BLOCKING = {"from_backend", "wait_async"}
-"""``scheme_from_backend`` is a function of the async side; ``wait_async`` awaits the handle."""
+ONLY_BLOCKING = {"wait_async"}
+"""It awaits the handle."""
 
 
 def _public(cls: type) -> dict[str, Any]:
@@ -169,3 +169,11 @@ def test_overrides_of_a_concrete_class_are_called() -> None:
     ):
         scheme.send(None, [1], timeout=2.0)
     assert called == [((None, [1]), {"timeout": 2.0})]
+
+
+def test_errors_name_the_method_that_was_called() -> None:
+    scheme = aiosync.sync.SharedMemWeightSyncScheme()
+    with pytest.raises(aiosync.LocalProtocolError, match=r"^send_async\(\): ") as caught:
+        scheme.send_async()
+    assert "nowait" not in str(caught.value)
+    scheme.shutdown()

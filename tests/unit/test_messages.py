@@ -114,7 +114,7 @@ def test_defaults_may_travel() -> None:
 
 def test_every_field_of_every_message_is_encoded() -> None:
     full = [
-        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7),
+        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True),
         Welcome(1, 2, 3, 4),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
@@ -150,6 +150,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("hello", "partial_epoch", [0, -1, 2**63, True, None]),
     ("hello", "partial_version", [0, -1, 2**63, 1.0, None]),
     ("hello", "partial_nbytes", [-1, 2**63, False, 1.0, None]),
+    ("hello", "parts", [1, 0, None, "yes"]),
     ("welcome", "epoch", [0, -1, 2**63, 1.0, True]),
     ("welcome", "version", [-1, 2**63]),
     ("welcome", "worker_idx", [-1, 2**31, None]),

@@ -241,6 +241,8 @@ class CollectorOwner:
                 # The workers make theirs; this one is only what they are sent.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
+        if isinstance(scheme, RayWeightSyncScheme):
+            scheme.apply_copy = True  # Ray's memory is read-only; load_state_dict() writes to it
         proceed(*args, **given)
         self._attach(scheme, collector)
 

@@ -1,0 +1,277 @@
+"""One call that gets the weights of a model, over as many links as it takes.
+
+What the newest version lacks, with names of its own, comes from those before it.
+Must not import the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aiosync.errors import (
+    AiosyncError,
+    AuthError,
+    ConfigError,
+    ConnectTimeout,
+    RemoteProtocolError,
+    TransportError,
+)
+from aiosync.schemes._dialling import Backoff, Dialler
+from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
+from aiosync.schemes._staging import Staged, Staging
+from aiosync.server._merging import Part, merged
+from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors._values import referenced, unpack_value
+from aiosync.transports.base import make_ack
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import AckStatus, Limits
+from aiosync.wire import (
+    Current,
+    Fetch,
+    Hello,
+    ManifestMessage,
+    Resend,
+    Update,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ATTEMPT_SECONDS", "Pull", "PullProgress", "PulledWeights"]
+
+PullProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are here and verified, and with how many there will be."""
+
+ATTEMPT_SECONDS = 10.0
+"""For one link, or one answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PulledWeights:
+    """One complete version, in memory of its own.
+
+    Attributes:
+        model_id: Which model.
+        epoch: Epoch of the trainer that made it.
+        version: Its number in that epoch.
+        layout: Where each tensor lies in ``buffer``.
+        buffer: The tensors.
+        values: What is not a tensor, by dotted name, as it travelled.
+        reconnects: How often the link was lost and replaced meanwhile.
+        resumed_nbytes: Bytes that did not have to be sent again after that.
+    """
+
+    model_id: str
+    epoch: int
+    version: int
+    layout: Layout
+    buffer: FlatBuffer
+    values: Mapping[str, Any]
+    reconnects: int = 0
+    resumed_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, with the padding between them."""
+        return self.layout.nbytes
+
+    def mapping(self) -> dict[str, Any]:
+        """Tensors and values by dotted name, as ``load_state_dict()`` takes them.
+
+        The tensors are views of :attr:`buffer`; tied ones are one object under each name.
+
+        Raises:
+            ConfigError: A value is not what a trainer of aiosync sends.
+        """
+        leaves = self.layout.manifest.leaves
+        tensors: dict[str, torch.Tensor] = {}
+        for leaf, view in zip(leaves, self.buffer.views(self.layout), strict=True):
+            tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), view))
+
+        def tensor(name: str) -> torch.Tensor:
+            if name not in tensors:
+                raise ConfigError(f"a value names the tensor {name!r}, which did not come with it")
+            return tensors[name]
+
+        values = {name: unpack_value(value, tensor) for name, value in self.values.items()}
+        inside = {name for value in self.values.values() for name in referenced(value)}
+        return {name: each for name, each in tensors.items() if name not in inside} | values
+
+
+class Pull:
+    """One call of :meth:`WeightClient.pull`."""
+
+    def __init__(
+        self,
+        dialler: Dialler,
+        model_id: str,
+        least: int,
+        progress: PullProgress | None,
+        limits: Limits,
+    ) -> None:
+        self._dialler = dialler
+        self._limits = limits
+        self._model_id = model_id
+        self._least = least
+        self._progress = progress
+        self._session = secrets.token_bytes(16)
+        self._welcome: Welcome | None = None
+        self._link: TCPTransport | None = None
+        self._staging: Staging | None = None
+        self._lost: AiosyncError | None = None
+        self._arriving: tuple[int, int] | None = None  # epoch and version
+        self._promised: tuple[int, int] | None = None  # the newest, which comes after others
+        self._parts: list[Staged] = []  # that hold what the newest lacks
+        self._here = 0  # bytes of it
+        self._sizes: dict[bytes, int] = {}  # of payloads, by the digest of the manifest
+        self._moved = False  # something arrived over this link
+        self._resumes = False  # a part was announced over this link
+        self._reconnects = 0
+        self._resumed = 0
+
+    async def run(self) -> PulledWeights:
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._attempt()
+            except (AuthError, ConfigError):
+                raise
+            except (TransportError, ConnectTimeout) as exc:
+                if self._welcome is None:
+                    raise  # nobody is there, as far as anybody knows
+                self._lost = exc
+            except RemoteProtocolError as exc:
+                if not self._resumes or self._staging is None:
+                    raise
+                # The two did not agree about the part that is here, perhaps: begin anew, once.
+                self._staging.drop_part()
+                self._lost = exc
+            self.close()
+            if self._moved:
+                backoff.reset()
+            self._reconnects += 1
+            await backoff.wait()
+
+    async def _attempt(self) -> PulledWeights:
+        """Over one link."""
+        self._moved = False
+        link = self._link = await self._dialler.dial(again=self._welcome is not None)
+        partial = self._staging.prepare_resume() if self._staging is not None else None
+        epoch, version, nbytes = partial or (None, None, 0)
+        self._here, self._resumes = nbytes, nbytes > 0
+        has, self._promised = self._parts[-1] if self._parts else None, None
+        hello = Hello(
+            role="receiver",
+            model_id=self._model_id,
+            pid=os.getpid(),
+            strategy=ANY_STRATEGY,
+            session=self._session,
+            subscribe=False,
+            epoch=None if has is None else has.epoch,
+            version=None if has is None else has.version,
+            partial_epoch=epoch,
+            partial_version=version,
+            partial_nbytes=nbytes,
+        )
+        self._welcome = await greet(link, hello, timeout=HANDSHAKE_SECONDS)
+        if self._staging is None:
+            self._staging = Staging(link)
+        self._staging.next_link(link)
+        await link.send(Fetch(self._least))
+        while True:
+            staged = await self._take_message(link, self._staging)
+            if staged is not None:
+                if self._parts and self._parts[-1].epoch != staged.epoch:
+                    self._parts.clear()  # of another trainer
+                self._parts.append(staged)
+                await self._acknowledge(link, staged)
+            if self._is_complete(staged):
+                return await self._finish()
+
+    async def _take_message(self, link: TCPTransport, staging: Staging) -> Staged | None:
+        received = await link.recv(into=staging.lender)
+        message = received.message
+        if isinstance(message, ManifestMessage):
+            staging.learn(message.manifest)
+            self._sizes = {message.manifest.digest: message.manifest.nbytes}
+            return None
+        if isinstance(message, Current):
+            self._promised = (message.epoch, message.version)
+            return None
+        if not isinstance(message, Update):
+            raise RemoteProtocolError(f"the server sent an unexpected {type(message).__name__}")
+        if (message.epoch, message.version) != self._arriving:
+            self._arriving, self._here = (message.epoch, message.version), 0
+        elif not self._moved:  # the first chunk over another link
+            if message.chunk is None or message.chunk[0] == 0:
+                self._here = 0  # from the beginning
+            self._resumed += self._here
+        self._moved = True
+        part = staging.take_part(received)
+        if isinstance(part, Resend):
+            await link.send(part)
+            return None
+        self._here += received.nbytes
+        if self._progress is not None:
+            total = self._sizes.get(message.digest, self._here)
+            self._progress(min(self._here, total), total)
+        return part
+
+    def _is_complete(self, arrived: Staged | None) -> bool:
+        last, promised = self._parts[-1] if self._parts else None, self._promised
+        if last is not None and promised is not None and last.epoch == promised[0]:
+            return last.version >= promised[1]
+        return arrived is not None
+
+    async def _acknowledge(self, link: TCPTransport, staged: Staged) -> None:
+        try:
+            ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
+            await link.send(ack, timeout=ATTEMPT_SECONDS)
+        except AiosyncError:
+            link.abort()  # it is here; only the statistics of the other side lack it
+
+    async def _finish(self) -> PulledWeights:
+        parts = [Part(each.layout, each.flat, each.values) for each in self._parts]
+        whole, newest = parts[0], self._parts[-1]
+        if len(parts) > 1:
+            whole = await asyncio.to_thread(merged, parts, self._limits)
+        return PulledWeights(
+            model_id=self._model_id,
+            epoch=newest.epoch,
+            version=newest.version,
+            layout=whole.layout,
+            buffer=whole.buffer,
+            values=whole.values,
+            reconnects=self._reconnects,
+            resumed_nbytes=self._resumed,
+        )
+
+    def close(self) -> None:
+        """Close the link; what has arrived stays."""
+        if self._link is not None:
+            self._link.abort()
+
+    def describe(self, url: str, seconds: float) -> str:
+        """Why there is nothing after ``seconds``."""
+        what = f"model {self._model_id!r}"
+        if self._lost is not None and not self._moved:
+            return f"{url} was lost ({self._lost}) and not reached again within {seconds:g} s"
+        if self._arriving is not None:
+            return f"{self._here} bytes of {what} arrived from {url} within {seconds:g} s; not all"
+        if self._welcome is None:
+            return f"{url} did not answer within {seconds:g} s"
+        if self._welcome.version == 0:
+            return (
+                f"{url} has no version of {what} yet, and got none within {seconds:g} s: is a "
+                "trainer running, or the model_id another one?"
+            )
+        return (
+            f"{url} has no version {self._least} of {what}, and got none within {seconds:g} s; "
+            f"it had version {self._welcome.version}"
+        )
