@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,6 +14,7 @@ from aiosync.errors import ConfigError
 __all__ = ["new_event_loop", "run"]
 
 _T = TypeVar("_T")
+_LOOP_DESCRIPTORS = 8
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -34,10 +37,22 @@ def run(main: Coroutine[Any, Any, _T] | Callable[[], Coroutine[Any, Any, _T]]) -
 
     Raises:
         ConfigError: ``main`` is neither.
+        OSError: This process has no file descriptors left for a loop.
         RuntimeError: A loop runs in this thread already.
     """
     coroutine = main() if callable(main) else main
     if not asyncio.iscoroutine(coroutine):
         raise ConfigError(f"run() needs a coroutine, got {type(coroutine).__name__}")
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(coroutine)
+    try:
+        _find_descriptors()
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(coroutine)
+    finally:
+        coroutine.close()  # there may be no loop, as without file descriptors
+
+
+def _find_descriptors() -> None:
+    """Fail before there is a loop: one of uvloop's that gets too few cannot even be closed."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(_LOOP_DESCRIPTORS):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

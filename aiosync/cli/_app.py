@@ -244,6 +244,7 @@ def serve(
     with failing("serve", errors):
         check_model_ids(model_id or [])
         import aiosync
+        from aiosync.cli._reporting import Reporter
         from aiosync.cli._serve import run_server
         from aiosync.server import WeightServer
 
@@ -260,8 +261,8 @@ def serve(
                 max_connections=max_connections,
             )
 
-        console = Console(highlight=False)
-        raise typer.Exit(aiosync.run(run_server(make, console, errors)))
+        with Reporter(Console(highlight=False)) as reporter, failing("serve", errors):
+            raise typer.Exit(aiosync.run(run_server(make, reporter)))
 
 
 def _needs_safetensors(path: Path) -> None:
@@ -320,7 +321,10 @@ def pull(
     ],
     model_id: ModelId = "policy",
     min_version: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Wait until there is at least this version.")
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, metavar="N", help="Wait until there is at least this version."
+        ),
     ] = 0,
     token_file: TokenFile = None,
     tls: UseTls = False,

@@ -244,7 +244,11 @@ def _write_torch(path: str, file: BinaryIO, mapping: dict[str, Any], texts: dict
     try:
         torch.save(content, file)
     except (RuntimeError, pickle.PicklingError) as exc:
-        raise ConfigError(f"{path}: cannot be written: {str(exc)[:200]}") from exc
+        why: BaseException | None = exc
+        while why is not None and not isinstance(why, OSError):  # what torch fell over, if it did
+            why = why.__cause__ or why.__context__
+        text = str(exc)[:200] if why is None else why.strerror or why
+        raise ConfigError(f"{path}: cannot be written: {text}") from exc
 
 
 # -- safetensors ------------------------------------------------------------------------------

@@ -6,41 +6,41 @@ Must not import typer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.live import Live
 from rich.text import Text
 
 from aiosync.cli._options import INTERRUPTED, plain
+from aiosync.cli._reporting import Reporter
 from aiosync.cli._status import models_table, refusal_line, version_line
 from aiosync.server import WeightServer
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 __all__ = ["run_server"]
 
 _LOOK_SECONDS = 0.25
 
 
-async def run_server(make: Callable[[], WeightServer], console: Console, errors: Console) -> int:
+async def run_server(make: Callable[[], WeightServer], reporter: Reporter) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
-    Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
+    Prints the address, and nothing else, as the first line of stdout: scripts wait for it. What
+    comes after it goes through the reporter, so that serving does not wait for who reads it.
 
     Args:
         make: Makes the server, on this loop.
-        console: On stdout, for the address and, on a terminal, the table.
-        errors: On stderr, for one line for each new version where there is no table, and for
-            each one that could not be stored.
+        reporter: For the table on a terminal, for one line for each new version where there is
+            none, and for one for each version that could not be stored.
 
     Returns:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
@@ -59,17 +59,16 @@ async def run_server(make: Callable[[], WeightServer], console: Console, errors:
                 async with server:
                     sys.stdout.write(f"{server.url}\n")
                     sys.stdout.flush()
-                    await _watch(server, console, errors, refusals)
+                    await _watch(server, reporter, refusals)
             finally:
                 late = refusals.new(server.status())  # of what was written last
         except asyncio.CancelledError:
             if signals.first is None:
                 raise
     for line in late:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            errors.print(line, markup=False)
+        reporter.say(line)
     if signals.first == signal.SIGINT:
-        errors.print("Stopped by Ctrl-C.")
+        reporter.say("Stopped by Ctrl-C.")
     if late:
         return 1
     return INTERRUPTED if signals.first == signal.SIGINT else 0
@@ -98,7 +97,7 @@ class _Signals:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.first is not None:
-            if sys.stdout.isatty():
+            if sys.stdout.isatty() and select.select([], [1], [], 0)[1]:  # not a paused one
                 os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
             os._exit(128 + number)
         self.first = number
@@ -106,37 +105,28 @@ class _Signals:
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-async def _watch(
-    server: WeightServer, console: Console, errors: Console, refusals: _Refusals
-) -> None:
+async def _watch(server: WeightServer, reporter: Reporter, refusals: _Refusals) -> None:
     """Show what the server has, until it ends."""
-    with _showing(console, errors, refusals) as show:
-        ended = asyncio.ensure_future(server.wait_closed())
-        try:
-            while not ended.done():
-                show(server.status())
-                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-            await ended
-        finally:
-            ended.cancel()
-            show(server.status())
+    log = _Log(reporter)
 
+    def show(*, last: bool = False) -> None:
+        status = server.status()
+        if not reporter.drawing:
+            log(status)
+        for line in refusals.new(status):
+            reporter.say(line)
+        if reporter.drawing:
+            reporter.draw(_render(status), last=last)
 
-@contextlib.contextmanager
-def _showing(
-    console: Console, errors: Console, refusals: _Refusals
-) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    if not sys.stdout.isatty():
-        yield _Log(errors, refusals)
-        return
-    with Live(Text("starting ..."), console=console, auto_refresh=False) as live:
-
-        def show(status: Mapping[str, Any]) -> None:
-            for line in refusals.new(status):
-                live.console.print(line, markup=False)  # above the table
-            live.update(_render(status), refresh=True)
-
-        yield show
+    ended = asyncio.ensure_future(server.wait_closed())
+    try:
+        while not ended.done():
+            show()
+            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+        await ended
+    finally:
+        ended.cancel()
+        show(last=True)
 
 
 def _render(status: Mapping[str, Any]) -> RenderableType:
@@ -168,11 +158,9 @@ class _Refusals:
 class _Log:
     """One line for each change of a version that is seen; at most one for each look."""
 
-    def __init__(self, errors: Console, refusals: _Refusals) -> None:
-        self._errors = errors
-        self._refusals = refusals
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
         self._seen: dict[str, tuple[int, int]] = {}
-        self._broken = False
 
     def __call__(self, status: Mapping[str, Any]) -> None:
         for model in status["models"]:
@@ -180,14 +168,4 @@ class _Log:
             if not model["version"] or self._seen.get(model["model_id"]) == now:
                 continue
             self._seen[model["model_id"]] = now
-            self._print(f"{time.strftime('%H:%M:%S')} {version_line(model)}")
-        for line in self._refusals.new(status):
-            self._print(line)
-
-    def _print(self, line: str) -> None:
-        if self._broken:
-            return
-        try:
-            self._errors.print(line, markup=False)
-        except OSError:  # nobody reads it any more; that is no reason to stop serving
-            self._broken = True
+            self._reporter.say(f"{time.strftime('%H:%M:%S')} {version_line(model)}")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from aiosync.server import WeightClient
 from aiosync.tensors import Layout, collect
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from rich.console import Console
 
     from aiosync.cli._options import Connection
@@ -283,6 +287,7 @@ def pull_file(
     Raises:
         ConfigError: The server has no such model, or the file cannot be written.
         AiosyncError: The weights did not arrive; the message says why. The old file stays.
+        SystemExit: SIGTERM or SIGHUP came while the file was written; the old file stays.
     """
     check_target(path)
     client = WeightClient(connection.url, token=connection.token, tls=connection.tls)
@@ -296,7 +301,42 @@ def pull_file(
         "epoch": str(pulled.epoch),
         "version": str(pulled.version),
     }
-    save_weights(path, pulled.mapping(), metadata=about)
+    with _ending_in_order():
+        save_weights(path, pulled.mapping(), metadata=about)
     return Transfer(
         pulled.model_id, pulled.epoch, pulled.version, pulled.nbytes, seconds, pulled.reconnects
     )
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: what it began is cleaned up.
+
+    The second signal ends the process at once. One that is ignored, as with nohup, stays so.
+
+    Raises:
+        SystemExit: One came; the status is 128 and its number.
+    """
+    came = 0
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        came = number
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # others cannot handle signals
+        for each in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(each) is signal.SIG_DFL:
+                before[each] = signal.signal(each, end)
+    try:
+        yield
+    except Exception:  # goes on to the caller, unless it only follows from the signal
+        if came:
+            raise SystemExit(128 + came) from None
+        raise
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -333,6 +333,7 @@ def listening() -> socket.socket:
         ["push", "file.pt"],
         ["push", "file.pt", "tcp://127.0.0.1:1", "--token", SECRET],
         ["pull", "tcp://127.0.0.1:1", "copy.pt", "--min-version", "-1"],
+        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--min-version", str(2**63)],
         ["pull", "tcp://127.0.0.1:1", "copy.pt", "--timeout", "0"],
         ["status"],
     ],
