@@ -7,8 +7,6 @@ the disk refuses cannot be taken back from a worker that has it. Must not import
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import os
 import secrets
 import time
@@ -25,11 +23,9 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
-from aiosync.server._merging import Part
 from aiosync.server._pulse import Pulse
-from aiosync.server._saving import Unsaved, save_whole
+from aiosync.server._saving import Saver, Unsaved
 from aiosync.server._store import StoredUpdate, WeightStore
-from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
@@ -73,8 +69,19 @@ class ServedModel:
             on_crash=on_crash,
             streaming=streaming,
         )
-        self._store = store
-        self._executor = executor
+        self._saver = (
+            None
+            if store is None
+            else Saver(
+                store,
+                model_id,
+                executor,
+                tasks=self.workers.tasks,
+                needed_before=self._needed_before,
+                saved=self._saved,
+                refused=self._refused,
+            )
+        )
         self._session = secrets.token_bytes(16)
         self._inbox = Inbox()
         self._staging: Staging | None = None
@@ -84,14 +91,9 @@ class ServedModel:
         self._trainer_epoch: int | None = None
         self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
-        # Only the newest version is worth writing, so at most one waits.
-        self._to_save: Unsaved | None = None
-        self._saving: asyncio.Task[None] | None = None
         self._here: tuple[int, int] | None = None  # epoch and version that are served
         self._had: dict[int, int] = {}  # the newest version of each epoch that was served
         self._trainer_strategy = strategy
-        self.refused = 0  # versions that could not be stored
-        self.refusal: str | None = None  # the last one and why, until one is stored again
         self._ending = False
 
     # -- what there is -------------------------------------------------------------------------
@@ -106,7 +108,8 @@ class ServedModel:
         """Whether there is no version, not even on its way to the disk, no trainer, no worker."""
         workers = self.workers
         anybody = self._trainer is not None or workers.peers or workers._arriving
-        return not anybody and self.newest is None and self._saving is None
+        saving = self._saver is not None and self._saver.is_busy
+        return not anybody and self.newest is None and not saving
 
     def restore(self, stored: StoredUpdate) -> None:
         """Serve what an earlier process kept on disk."""
@@ -267,12 +270,12 @@ class ServedModel:
             epoch, version, self._trainer_strategy, staged.layout, staged.flat, dict(staged.values)
         )
         self._describe(snapshot, update)
-        if self._store is None:
+        if self._saver is None:
             self._publish(snapshot, update)
             self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
             return
         self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
-        self._save_later(Unsaved(link, snapshot, update))
+        self._saver.save_soon(Unsaved(link, snapshot, update))
 
     def _answer_to_former(self, epoch: int, version: int) -> Ack:
         """To what came before another trainer pushed; taking it again would undo that push.
@@ -291,66 +294,26 @@ class ServedModel:
 
     # -- the disk ------------------------------------------------------------------------------
 
-    def _save_later(self, unsaved: Unsaved) -> None:
-        replaced, self._to_save = self._to_save, unsaved
-        if replaced is not None:
-            replaced.snapshot.release()
-            if replaced.link is unsaved.link:
-                before = (replaced.update.epoch, replaced.update.version)
-                unsaved.overtaken = [*replaced.overtaken, before]
-        if self._saving is None:
-            self._saving = self.workers.tasks.start(self._save(), "aiosync store")
+    def _needed_before(self, unsaved: Unsaved) -> Sequence[Snapshot]:
+        if self._here is None or self._here[0] != unsaved.update.epoch:
+            return []
+        return self.workers.latest.needed_before(-1, unsaved.snapshot)
 
-    async def _save(self) -> None:
-        try:
-            while self._to_save is not None:
-                unsaved, self._to_save = self._to_save, None
-                try:
-                    await self._write(unsaved)
-                except AiosyncError as exc:
-                    unsaved.snapshot.release()
-                    self._refuse(unsaved, without_frames(exc))
-                except BaseException:  # cancelled, or a bug
-                    unsaved.snapshot.release()
-                    raise
-                else:
-                    self.refusal = None
-                    self._publish(unsaved.snapshot, unsaved.update)
-                    epoch, version = unsaved.update.epoch, unsaved.update.version
-                    self._say(unsaved.link, make_ack(epoch, version, AckStatus.APPLIED, None))
-        finally:
-            self._saving = None
+    def _saved(self, unsaved: Unsaved) -> None:
+        self._publish(unsaved.snapshot, unsaved.update)
+        epoch, version = unsaved.update.epoch, unsaved.update.version
+        self._say(unsaved.link, make_ack(epoch, version, AckStatus.APPLIED, None))
 
-    def _refuse(self, unsaved: Unsaved, error: AiosyncError) -> None:
+    def _refused(self, unsaved: Unsaved, error: AiosyncError) -> None:
         """What was served before is served on; the trainer is told."""
         here = (unsaved.update.epoch, unsaved.update.version)
-        self.refused += 1
-        self.refusal = f"version {here[1]} of epoch {here[0]}: {error}"
         for epoch, version in (*unsaved.overtaken, here):  # nothing newer made up for those
             self._say(unsaved.link, make_ack(epoch, version, AckStatus.NACK, error))
 
-    async def _write(self, unsaved: Unsaved) -> None:
-        assert self._store is not None
-        snapshots, update = [unsaved.snapshot], unsaved.update
-        if self._here is not None and self._here[0] == update.epoch:
-            snapshots += self.workers.latest.needed_before(-1, unsaved.snapshot)
-        kept = [snapshot.retain() for snapshot in snapshots]
-        older = [Part(each.layout, each.buffer, each.values) for each in snapshots[1:]]
-        save = functools.partial(save_whole, self._store, self.model_id, update, older)
-        writing = asyncio.get_running_loop().run_in_executor(self._executor, save)
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait({writing})  # its memory must not be reused meanwhile
-            raise
-        finally:
-            for snapshot in kept:
-                snapshot.release()
-
     async def drain(self) -> None:
         """Let the newest version reach the disk, or be refused."""
-        if self._saving is not None:
-            await asyncio.wait({self._saving})
+        if self._saver is not None:
+            await self._saver.drain()
 
     def end(self) -> None:
         """Take no more versions: a trainer that never pauses must not keep :meth:`drain` busy."""
@@ -363,9 +326,8 @@ class ServedModel:
             self._trainer.abort()
         self.workers.end()
         await self.workers.tasks.aclose()
-        if self._to_save is not None:
-            self._to_save.snapshot.release()
-            self._to_save = None
+        if self._saver is not None:
+            self._saver.close()
         if self._staging is not None:
             self._staging.close()
 
@@ -383,8 +345,8 @@ class ServedModel:
             "updated_at": self.updated_at,
             "trainer": None if self._trainer is None else self._trainer_name,
             "received_nbytes": self.received_nbytes,
-            "refused": self.refused,
-            "refusal": self.refusal,
+            "refused": 0 if self._saver is None else self._saver.refusals,
+            "refusal": None if self._saver is None else self._saver.refusal,
             "workers": [
                 {
                     "worker_idx": idx,

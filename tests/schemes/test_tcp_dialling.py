@@ -142,6 +142,26 @@ async def test_only_the_newest_link_waits() -> None:
 
 
 @pytest.mark.asyncio
+async def test_connecting_ends_when_a_trainer_that_took_over_is_refused() -> None:
+    address = free_address()
+    receiver, sender = make(address), make(address, timeout=PATIENCE)
+    receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+    sender.init_on_sender(model=models.wide())
+    async with receiver, sender:
+        listen(receiver)
+        first = await dial(address, trainer_hello())
+        joining = asyncio.ensure_future(receiver.connect(timeout=10 * PATIENCE))
+        assert isinstance((await first.recv(timeout=PATIENCE)).message, Hello)
+        await first.send(Welcome(7, 3, 0, 1), timeout=PATIENCE)  # and never sends version 3
+        await harness.until(lambda: receiver._greeted is not None)
+        first.abort()
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.connect()
+        with pytest.raises(aiosync.ApplyError, match="ManifestMismatch"):
+            await asyncio.wait_for(joining, PATIENCE)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["aclose", "abort"])
 async def test_closing_closes_the_links_that_wait(how) -> None:
     address = free_address()
