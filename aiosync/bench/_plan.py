@@ -16,11 +16,13 @@ __all__ = ["ALL_CASES", "WORKLOAD_NAMES", "Plan", "cases_of"]
 WORKLOAD_NAMES = ("4x2", "1MB", "1000x4KiB", "1000-layers", "64MiB", "512MiB")
 """Models, by number and size of their tensors; built in ``_workloads``."""
 
+# A block ends after a second, of whoever is slower than that. For a quick contender it takes some
+# tenths: cores that slept a moment before need 20 to 50 ms of work until they are quick again.
 _SENDS = {
     "4x2": 3000,
-    "1MB": 200,
-    "1000x4KiB": 30,
-    "1000-layers": 30,
+    "1MB": 1200,
+    "1000x4KiB": 500,
+    "1000-layers": 500,
     "64MiB": 8,
     "512MiB": 3,
 }

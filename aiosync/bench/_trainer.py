@@ -89,6 +89,7 @@ class _Rounds:
         self.handles: Sequence[Handle] = ()
         self.value = 1.0
         self.seconds: list[float] = []
+        self.elapsed = 0.0  # all of them together
         self.cpu = 0.0
 
     def usages(self) -> tuple[Usage, list[Usage]]:
@@ -108,7 +109,9 @@ class _Rounds:
         return block
 
     def note(self, started: tuple[float, float]) -> None:
-        self.seconds.append(time.perf_counter() - started[0])
+        seconds = time.perf_counter() - started[0]
+        self.seconds.append(seconds)
+        self.elapsed += seconds
         self.cpu += time.process_time() - started[1]
 
     def step(self, model: torch.nn.Module) -> tuple[float, float]:
@@ -118,13 +121,13 @@ class _Rounds:
         return time.perf_counter(), time.process_time()
 
     def begin(self) -> float:
-        self.seconds, self.cpu = [], 0.0
+        self.seconds, self.elapsed, self.cpu = [], 0.0, 0.0
         return self.workers_cpu()
 
     def goes_on(self, sends: int) -> bool:
         """Whether a block of at most ``sends`` has another one: two there are at least."""
         return len(self.seconds) < min(sends, 2) or (
-            len(self.seconds) < sends and sum(self.seconds) < BLOCK_SECONDS
+            len(self.seconds) < sends and self.elapsed < BLOCK_SECONDS
         )
 
 
