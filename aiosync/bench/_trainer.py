@@ -87,6 +87,7 @@ class _Rounds:
 
     def __init__(self) -> None:
         self.handles: Sequence[Handle] = ()
+        self.busy = False
         self.value = 1.0
         self.seconds: list[float] = []
         self.elapsed = 0.0  # all of them together
@@ -122,7 +123,13 @@ class _Rounds:
 
     def begin(self) -> float:
         self.seconds, self.elapsed, self.cpu = [], 0.0, 0.0
-        return self.workers_cpu()
+        before = self.workers_cpu()
+        self.keep_busy(self.busy)
+        return before
+
+    def keep_busy(self, busy: bool) -> None:
+        """Between its own blocks a contender's workers leave the cores to those of the others."""
+        ask_all(self.handles, "busy", busy)
 
     def goes_on(self, sends: int) -> bool:
         """Whether a block of at most ``sends`` has another one: two there are at least."""
@@ -140,14 +147,16 @@ class _BlockingRounds(_Rounds):
         match question:
             case "open":
                 case = cast("Case", argument)
-                self.handles = self.half.open(case)
-                ask_all(self.handles, "busy", case.busy)
+                self.handles, self.busy = self.half.open(case), case.busy
             case "block":
                 before = self.begin()
-                while self.goes_on(argument):
-                    started = self.step(self.half.model)
-                    self.half.send()
-                    self.note(started)
+                try:
+                    while self.goes_on(argument):
+                        started = self.step(self.half.model)
+                        self.half.send()
+                        self.note(started)
+                finally:
+                    self.keep_busy(False)
                 return self.ended(self.half.model, before)
             case "usage":
                 return self.usages()
@@ -170,14 +179,16 @@ class _AwaitedRounds(_Rounds):
         match question:
             case "open":
                 case = cast("Case", argument)
-                self.handles = await self.half.open(case)
-                await asyncio.to_thread(ask_all, self.handles, "busy", case.busy)
+                self.handles, self.busy = await self.half.open(case), case.busy
             case "block":
                 before = await asyncio.to_thread(self.begin)
-                while self.goes_on(argument):
-                    started = self.step(self.half.model)
-                    await self.half.send()
-                    self.note(started)
+                try:
+                    while self.goes_on(argument):
+                        started = self.step(self.half.model)
+                        await self.half.send()
+                        self.note(started)
+                finally:
+                    await asyncio.to_thread(self.keep_busy, False)
                 return await asyncio.to_thread(self.ended, self.half.model, before)
             case "usage":
                 return await asyncio.to_thread(self.usages)
