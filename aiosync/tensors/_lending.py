@@ -6,9 +6,13 @@ ones back after it. This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice, repeat, starmap, takewhile
+from operator import attrgetter, truth
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,8 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["is_lent"]
 
-_CALLS = frozenset({"functional_call", "_functional_call"})
-_PLACES = frozenset({"torch._functorch.functional_call", "torch.nn.utils.stateless"})
+_CALLS = frozenset({"functional_call", "_functional_call"})  # of torch; their argument is `module`
+
+_name = attrgetter("f_code.co_name")
+_locals = attrgetter("f_locals")
 
 
 def is_lent(tree: ModuleTree) -> bool:
@@ -34,18 +40,44 @@ def is_lent(tree: ModuleTree) -> bool:
             now = place.owner._parameters.get(place.key)
             if isinstance(now, torch.Tensor) and not isinstance(now, nn.Parameter):
                 return True
-    return any(_calls(frame, tree) for frame in sys._current_frames().values())
+    return any(_concerns(module, tree) for module in _called())
 
 
-def _calls(frame: FrameType | None, tree: ModuleTree) -> bool:
-    """Whether a thread is inside a call of this module, of one around it or of one inside."""
-    while frame is not None:
-        if frame.f_code.co_name in _CALLS and frame.f_globals.get("__name__") in _PLACES:
-            called = frame.f_locals.get("module")
-            if isinstance(called, nn.Module) and (
-                any(called is each for each in tree.modules)
-                or any(tree.root is each for each in called.modules())
-            ):
-                return True
-        frame = frame.f_back
-    return False
+def _concerns(called: Any, tree: ModuleTree) -> bool:
+    """Whether a module is this one, one around it or one inside."""
+    return isinstance(called, nn.Module) and (
+        any(called is each for each in tree.modules)
+        or any(tree.root is each for each in called.modules())
+    )
+
+
+def _called() -> list[Any]:
+    """The modules of the calls that threads are inside of now.
+
+    Whoever holds a frame of another thread while that goes on keeps the variables of all its
+    callers, and destroys them in the wrong thread, which has ended processes. So each look is
+    one call of C code, during which no other thread runs; nor does the garbage collector.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        names = list(map(_name, _frames()))
+        called = list[Any]()
+        for at, name in enumerate(names):
+            if name in _CALLS:
+                # Other threads may have run since: what is another frame by now has no module.
+                # Not this one, whose own frames have to be as many as they were.
+                called += list(map(dict, map(_locals, islice(_frames(), at, at + 1))))
+        return [each.get("module") for each in called]
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of all threads, innermost first; lazily, without a step in Python."""
+    tops = chain.from_iterable(map(dict.values, starmap(sys._current_frames, [()])))
+    starts = map(chain, zip(tops), repeat(repeat("f_back")))
+    stacks: Iterator[Iterator[Any]] = map(accumulate, starts, repeat(getattr))
+    ended: Any = takewhile  # mypy loses what it yields
+    return chain.from_iterable(map(ended, repeat(truth), stacks))

@@ -444,6 +444,59 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
     assert max(labels) <= sent
 
 
+class _Local:
+    """A variable of a function; notes if it ends in another thread than it began in."""
+
+    strays = 0
+
+    def __init__(self) -> None:
+        self._began_in = threading.get_ident()
+
+    def __del__(self) -> None:
+        _Local.strays += threading.get_ident() != self._began_in
+
+
+class _Noting(worlds.World):
+    """Gives for each action how many variables of its steps have ended in other threads."""
+
+    def _step(self, tensordict: Any) -> Any:
+        taken = self._with_variables(20, tensordict)
+        taken["reward"] = torch.full((1,), float(_Local.strays))
+        return taken
+
+    def _with_variables(self, depth: int, tensordict: Any) -> Any:
+        variable = _Local()
+        if depth:
+            return self._with_variables(depth - 1, tensordict)
+        del variable
+        return super()._step(tensordict)
+
+
+def test_updates_leave_the_variables_of_other_threads_alone() -> None:
+    """Some of torch's end the process if they are destroyed in another thread."""
+    policy = worlds.make_policy(0.0)
+    stop = threading.Event()
+    with collecting(SHM(), policy, cls=MultiAsyncCollector, frames=100, envs=_Noting) as collector:
+
+        def update() -> None:
+            while not stop.is_set():
+                collector.update_policy_weights_()
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        try:
+            frames, strays = 0, 0.0
+            for data in collector:
+                strays = max(strays, float(data["next", "reward"].max()))
+                frames += data.numel()
+                if frames >= 5000:
+                    break
+        finally:
+            stop.set()
+            thread.join(workers.PATIENCE)
+    assert strays == 0
+
+
 def test_workers_that_run_freely_into_a_replay_buffer() -> None:
     storage = LazyTensorStorage(5000, shared_init=True)
     buffer = ReplayBuffer(storage=storage, batch_size=16, shared=True)

@@ -7,7 +7,8 @@ answer, so the tracker learns of it when the next forward begins. Must not impor
 
 from __future__ import annotations
 
-import sys
+import functools
+import inspect
 import threading
 import weakref
 from typing import Any
@@ -39,6 +40,9 @@ class Labels:
         self._grown = 0  # by how much the tracker is behind
         self._sees_forwards = sees_forwards
         self._lock = threading.Lock()
+        self._rollouts = 0  # under way, in any thread
+        if sees_forwards:
+            self._watch(collector)
 
     def flipped(self, epoch: int, version: int, *, initial: bool) -> None:
         """The policy has another version now. Called under the guard, on any thread.
@@ -60,7 +64,7 @@ class Labels:
         self._epoch, self._version = epoch, version
         with self._lock:
             self._grown += grown
-            if self._sees_forwards and _in_rollout():
+            if self._rollouts:
                 self._guard.before_next_read = self._set
                 return
         self._set()
@@ -78,14 +82,27 @@ class Labels:
         else:
             tracker.increment_version()  # names of versions, which cannot be counted
 
+    # -- whether it collects -------------------------------------------------------------------
 
-def _in_rollout() -> bool:
-    """Whether some thread is collecting now: an action may wait for its label."""
-    for frame in sys._current_frames().values():
-        here = frame
-        while here is not None:
-            if here.f_code.co_name == "rollout":
-                if here.f_globals.get("__name__", "").startswith("torchrl.collectors"):
-                    return True
-            here = here.f_back  # type: ignore[assignment]  # None at the end
-    return False
+    def _watch(self, collector: Any) -> None:
+        """Know when the collector is in ``rollout()``, where an action may wait for its label.
+
+        Not from the frames of other threads: whoever looks at those keeps their variables, and
+        may be the one who destroys them. Some of torch's must end in the thread they began in.
+        """
+        rollout = getattr(type(collector), "rollout", None)
+        if not inspect.isfunction(rollout):
+            return
+        of = weakref.ref(collector)
+
+        @functools.wraps(rollout)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._rollouts += 1
+            try:
+                return rollout(of(), *args, **kwargs)
+            finally:
+                with self._lock:
+                    self._rollouts -= 1
+
+        collector.rollout = watched
