@@ -150,7 +150,8 @@ class Joining(abc.ABC):
         if missing := sorted(absent - self.dialled.keys()):
             parts.append(
                 f"workers {missing} did not connect: each has to call init_on_receiver() and "
-                "connect() on its copy of this scheme"
+                "connect() on its copy of this scheme in that time (timeout=), within which its "
+                "process has to start, too"
             )
         if late := [idx for idx in late if idx in self.peers]:
             parts.append(f"workers {late} connected but have not applied the initial weights")

@@ -295,7 +295,11 @@ class RayObjects:
     def _put(self, make: Callable[[], Any]) -> Entry:
         _check_cluster(self._ray)
         try:
-            return Entry(self._ray.put(make()))
+            made = make()
+            _check_cluster(self._ray)  # again: copying takes its time
+            return Entry(self._ray.put(made))
+        except TransportBroken:
+            raise
         except Exception as exc:  # of Ray: the store is full; who sends sees it
             text = str(exc).partition("\n")[0]
             exc.__traceback__ = None  # its frames would keep the weights

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch.distributed import rpc
 
-from aiosync.errors import TransportBroken
+from aiosync.errors import ConfigError, TransportBroken
 from aiosync.transports._rpc_landing import deliver
+from aiosync.transports.rpc import rpc_name
 
 __all__ = ["LINGER_SECONDS", "Flight", "call", "from_thread"]
 
@@ -122,6 +123,10 @@ class Flight:
 
     def _broken(self, error: Exception) -> TransportBroken:
         text = str(error).partition("\n")[0]
+        try:
+            rpc_name()
+        except ConfigError:  # every link fails, each for another reason
+            text += ". RPC was shut down in this process: call aclose() before rpc.shutdown()"
         return TransportBroken(f"the transfer to the RPC worker {self._name!r} failed: {text}")
 
     async def until(self, calls: int) -> None:
