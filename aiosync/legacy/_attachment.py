@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,7 @@ class Attachment:
         self._model = model
         self._context_ref = context_ref
         self._task: asyncio.Task[None] | None = None
+        self._ended = threading.Event()  # attaching, in whatever way
         self.error: BaseException | None = None  # why there never was a link
         self._seen: tuple[int | None, int] = (None, 0)
         self._told: tuple[int, BaseException] | None = None  # an update that was refused
@@ -80,6 +82,16 @@ class Attachment:
         greet(self._sock, "worker")
         self._process.watch(creator_of(self._sock))  # it has said nothing; as a rule it made it
         self._task = self._tasks.start(self._attach(), "aiosync legacy attach")
+        self._task.add_done_callback(lambda _: self._ended.set())
+
+    def why_closed(self) -> BaseException | None:
+        """Why there is no link although the scheme was closed; waits for who closed it to say so.
+
+        Blocks; not for the portal's loop.
+        """
+        if self._task is not None:
+            self._ended.wait(_ANSWER_SECONDS)
+        return self.error
 
     @property
     def goes_on(self) -> bool:

@@ -124,14 +124,15 @@ class Running(sync.WeightSyncScheme):
         """Ask the attachment something, or say why there is no link any more."""
         attachment = self._attachment
         assert attachment is not None
-        if attachment.error is None:
+        error = attachment.error
+        if error is None:
             try:
                 self._check(what)
                 return self._call(ask(attachment))
             except TransportClosed:
-                if attachment.error is None:  # it may have ended meanwhile, and closed the scheme
+                error = attachment.why_closed()  # a link that ended meanwhile, perhaps
+                if error is None:
                     raise
-        error = attachment.error
         self.shutdown()
         raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -445,6 +446,32 @@ def test_a_worker_that_is_refused() -> None:
         with pytest.raises(aiosync.PartialSyncError, match="could not attach.*'critic'"):
             sender.wait_async()
         work("shutdown")
+
+
+def test_why_a_worker_is_refused_is_said_while_its_link_is_being_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = aiosync.MultiProcessWeightSyncScheme.connect
+
+    async def slowly(self: Any, **options: Any) -> None:
+        try:
+            await connect(self, **options)
+        finally:
+            await asyncio.sleep(0.3)
+
+    mine, theirs = Pipe()
+    other = MP()
+    with MP() as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[mine])
+        scheme.get_sender().send_async(tools.filled(1.0).state_dict())
+        monkeypatch.setattr(aiosync.MultiProcessWeightSyncScheme, "connect", slowly)
+        other.init_on_worker(model_id="critic", pipe=theirs, model=tools.filled(0.0))
+        tools.until(lambda: other._scheme._closed)
+        with pytest.raises(aiosync.ConfigError, match="serves model 'policy'"):
+            other.get_receiver().receive(timeout=tools.PATIENCE)
+        with pytest.raises(aiosync.PartialSyncError, match="could not attach"):
+            scheme.get_sender().wait_async()
+    other.shutdown()
 
 
 @pytest.mark.slow
