@@ -124,12 +124,13 @@ class _Rounds:
     def begin(self) -> float:
         self.seconds, self.elapsed, self.cpu = [], 0.0, 0.0
         before = self.workers_cpu()
-        self.keep_busy(self.busy)
+        self.keep_busy(True)
         return before
 
     def keep_busy(self, busy: bool) -> None:
         """Between its own blocks a contender's workers leave the cores to those of the others."""
-        ask_all(self.handles, "busy", busy)
+        if self.busy:
+            ask_all(self.handles, "busy", busy)
 
     def goes_on(self, sends: int) -> bool:
         """Whether a block of at most ``sends`` has another one: two there are at least."""

@@ -295,11 +295,7 @@ class RayObjects:
     def _put(self, make: Callable[[], Any]) -> Entry:
         _check_cluster(self._ray)
         try:
-            made = make()
-            _check_cluster(self._ray)  # again: copying takes its time
-            return Entry(self._ray.put(made))
-        except TransportBroken:
-            raise
+            return Entry(self._ray.put(make()))
         except Exception as exc:  # of Ray: the store is full; who sends sees it
             text = str(exc).partition("\n")[0]
             exc.__traceback__ = None  # its frames would keep the weights
