@@ -14,7 +14,7 @@ from aiosync.errors import ConfigError
 from aiosync.legacy._pipes import of_old_context
 from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._remote import RayActorTransport, RayTransport, RPCTransport
-from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
+from aiosync.legacy._schemes import _SCHEMES, StrategyName, WeightSyncScheme
 from aiosync.legacy._sender import WeightSender
 from aiosync.legacy._store import DistributedTransport
 
@@ -192,3 +192,11 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
     def create_receiver(self) -> RayModuleTransformReceiver:
         """A receiver for this scheme."""
         return RayModuleTransformReceiver(self)
+
+
+_SCHEMES += [
+    RPCWeightSyncScheme,
+    DistributedWeightSyncScheme,
+    RayWeightSyncScheme,
+    RayModuleTransformScheme,
+]

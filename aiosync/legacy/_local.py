@@ -9,7 +9,7 @@ import aiosync.schemes as aio
 from aiosync import sync
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy._links import Sending
-from aiosync.legacy._schemes import StrategyName, WeightSyncScheme
+from aiosync.legacy._schemes import _SCHEMES, StrategyName, WeightSyncScheme
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
 from aiosync.schemes._sources import is_per_worker
@@ -267,3 +267,6 @@ class NoWeightSyncScheme(  # type: ignore[misc]  # the base's connect() suits bo
 
     def _look(self, model: Any, timeout: float | None) -> bool:
         return False
+
+
+_SCHEMES += [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, NoWeightSyncScheme]

@@ -77,6 +77,27 @@ class WeightSyncScheme(Running):
     def strategy_str(self, value: str) -> None:
         self.strategy = value
 
+    @classmethod
+    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
+        """The scheme of this generation for a back-end name, such as ``"shared"``.
+
+        Args:
+            backend: For example ``"shared"``, ``"process"``, ``"rpc"``, ``"ray"`` or ``"none"``.
+            options: For the scheme's constructor.
+
+        Raises:
+            ConfigError: There is none with that name, or only one of the newer generation (a
+                ``ValueError``).
+        """
+        wanted = aio.scheme_class(backend)
+        for scheme in _SCHEMES:
+            if scheme._async_class is wanted:
+                return scheme(**options)
+        raise ConfigError(
+            f"Unsupported weight-sync backend {backend!r}: it is newer than aiosync.legacy; use "
+            f"aiosync.sync.WeightSyncScheme.from_backend({backend!r})"
+        )
+
     # -- roles ---------------------------------------------------------------------------------
 
     def init_on_sender(  # type: ignore[misc]  # the facade's takes no old-style context
@@ -347,3 +368,6 @@ class WeightSyncScheme(Running):
         if found is None and hasattr(context, "get_cached_weights"):
             found = context.get_cached_weights(model_id)
         return self._cached if found is None else found
+
+
+_SCHEMES: list[type[WeightSyncScheme]] = []  # what from_backend() makes

@@ -49,6 +49,19 @@ def test_signatures_and_defaults_of_that_generation() -> None:
         MP(nonsense=1)
 
 
+def test_back_ends_by_name() -> None:
+    for name in ("none", "direct", "shared", "thread", "process", "distributed", "rpc", "ray"):
+        scheme = legacy.WeightSyncScheme.from_backend(name)
+        assert type(scheme) is getattr(legacy, type(scheme).__name__)
+        assert type(scheme) is type(SHM.from_backend(name))
+        assert scheme.strategy == type(scheme)().strategy
+    assert type(legacy.WeightSyncScheme.from_backend("shared", auto_register=False)) is SHM
+    with pytest.raises(ValueError, match="Unsupported weight-sync backend 'carrier pigeon'"):
+        legacy.WeightSyncScheme.from_backend("carrier pigeon")
+    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync\.WeightSyncScheme\.from_b"):
+        legacy.WeightSyncScheme.from_backend("tcp")
+
+
 def test_the_strategy_refuses_what_it_does_not_know() -> None:
     strategy = legacy.WeightStrategy()
     assert strategy.extract_as == "tensordict"
