@@ -129,7 +129,10 @@ class _Portal:
             if tasks:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
             loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
+            # It waits in a thread, and none may start any more once the interpreter is ending
+            # (Python 3.12 and newer), which waits for those of executors itself.
+            with contextlib.suppress(RuntimeError):
+                loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._close()
 

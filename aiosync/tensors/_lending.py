@@ -10,7 +10,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice, repeat, starmap, takewhile
-from operator import attrgetter, truth
+from operator import attrgetter, methodcaller, truth
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["is_lent"]
 
-_CALLS = frozenset({"functional_call", "_functional_call"})  # of torch; their argument is `module`
+# Where torch's functions are whose argument `module` has other tensors while they run.
+_HOMES = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
 
-_name = attrgetter("f_code.co_name")
+# What f_code and id() are asked for is told to audit hooks, which may be written in Python.
+_globals = attrgetter("f_globals")
 _locals = attrgetter("f_locals")
+_module = methodcaller("get", "module")
 
 
 def is_lent(tree: ModuleTree) -> bool:
@@ -61,14 +64,14 @@ def _called() -> list[Any]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        names = list(map(_name, _frames()))
         called = list[Any]()
-        for at, name in enumerate(names):
-            if name in _CALLS:
+        homes = list(map(dict.get, map(_globals, _frames()), repeat("__name__")))
+        for at, home in enumerate(homes):
+            if home in _HOMES:
                 # Other threads may have run since: what is another frame by now has no module.
                 # Not this one, whose own frames have to be as many as they were.
-                called += list(map(dict, map(_locals, islice(_frames(), at, at + 1))))
-        return [each.get("module") for each in called]
+                called += list(map(_module, map(_locals, islice(_frames(), at, at + 1))))
+        return called
     finally:
         if collects:
             gc.enable()

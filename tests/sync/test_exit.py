@@ -116,3 +116,9 @@ tools.in_thread(live).join()
 assert portal[0].is_alive()
 """
     _check(fresh, text)
+    # The same where no thread can start any more, which it needs to wait for others' ends.
+    late = text.replace(
+        "    portal.extend", "    loop.call_soon_threadsafe(time.sleep, 1.0)\n    portal.extend"
+    )
+    assert late != text
+    _check(fresh, late)

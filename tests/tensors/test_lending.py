@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -57,6 +58,16 @@ def test_the_variables_of_other_threads_end_where_they_began() -> None:
         thread.join()
     assert _Local.strays == 0
     assert gc.isenabled()
+
+
+def test_the_same_where_python_is_told_of_it() -> None:
+    """Audit hooks, as some libraries have them, cannot be removed: in a process of their own."""
+    name = test_the_variables_of_other_threads_end_where_they_began.__name__
+    program = (
+        "import sys; sys.addaudithook(lambda event, args: None); "
+        f"from {__name__} import {name} as run; run()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
 
 
 class _Waiting(nn.Module):
