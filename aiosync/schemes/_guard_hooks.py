@@ -96,6 +96,23 @@ def forward_parts(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def _entrances(module: nn.Module) -> list[nn.Module]:
+    """Where one gets into ``module``: its own forwards, and those that ``generate()`` calls.
+
+    That of a wrapper (PEFT, ``torch.compile``) runs that of the model inside, which calls itself
+    then, and that of an encoder-decoder calls the encoder on its own.
+    """
+    found = dict.fromkeys(forward_parts(module))
+    for each in module.modules():
+        if callable(getattr(type(each), "generate", None)):
+            found[each] = None
+            if getattr(getattr(each, "config", None), "is_encoder_decoder", False):
+                encoder = getattr(each, "get_encoder", lambda: None)()
+                if isinstance(encoder, nn.Module):
+                    found[encoder] = None
+    return list(found)
+
+
 def _why_unguarded(part: nn.Module) -> str | None:
     scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
     if isinstance(part, scripted):
@@ -147,7 +164,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
 
     def install(self, guard: Guard, module: nn.Module) -> None:
-        """Have every forward of ``module``, or of its parts, enter and leave the guard.
+        """Have every forward that gets into ``module`` enter and leave the guard.
 
         The guard is no attribute: it would live until a garbage collection.
         """
@@ -156,7 +173,7 @@ class Hooks:
         self.remove()
         self._module = weakref.ref(module)
         compile_again()
-        for part in forward_parts(module):
+        for part in _entrances(module):
             self._handles += [
                 part.register_forward_pre_hook(EnterHook(guard), prepend=True),
                 part.register_forward_hook(LeaveHook(guard), always_call=True),

@@ -7,10 +7,14 @@ import contextlib
 import copy
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import aiosync
 from aiosync.schemes.guard import Guard, Reading
@@ -260,6 +264,75 @@ def test_a_copy_can_be_compiled_and_exported_as_a_whole() -> None:
     assert torch.equal(compiled(given), module(given))
     exported = torch.export.export(twin, (given,), strict=True)
     assert torch.equal(exported.module()(given), module(given))
+
+
+class _Model(nn.Module):
+    """Calls itself, as models with a ``generate()`` do; notes what is not guarded."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.guard = guard
+        self.unguarded = self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.unguarded += self.guard.submit(lambda: None)
+        return x
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self(x))
+
+
+class _Around(nn.Module):
+    """As an adapter around a model: what generates is the model inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base = nn.ModuleDict({"model": model})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base["model"](x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base["model"].generate(x)
+
+
+class _EncoderDecoder(nn.Module):
+    """Calls a part of itself before it calls itself."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder = model
+
+    def get_encoder(self) -> nn.Module:
+        return self.encoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self.get_encoder()(x))
+
+
+@pytest.mark.parametrize("kind", ["plain", "around", "compiled", "encoder"])
+def test_what_generates_inside_of_a_wrapper_is_guarded(kind: str) -> None:
+    guard = Guard()
+    model = _Model(guard)
+    kinds: dict[str, Callable[[], Any]] = {
+        "plain": lambda: model,
+        "around": lambda: _Around(model),
+        "compiled": lambda: torch.compile(model, backend="eager"),
+        "encoder": lambda: _EncoderDecoder(model),
+    }
+    module = kinds[kind]()
+    guard.install(module)
+    module.generate(torch.zeros(4))
+    assert (model.num_calls > 0, model.unguarded) == (True, 0)
+    guard.uninstall()
+    module.generate(torch.zeros(4))
+    assert model.unguarded > 0
 
 
 # -- updates applied by another thread than the loop's ------------------------------------------
