@@ -11,11 +11,15 @@ import functools
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from aiosync.schemes.guard import Guard
 
 __all__ = ["Labels"]
+
+# What collects. Of an LLMCollector `rollout` is a property, and one of the others what it returns.
+_ROLLOUTS = ("rollout", "_rollout_all", "_rollout_yield_trajs", "_rollout_yield_trajs_async")
 
 
 class Labels:
@@ -90,11 +94,12 @@ class Labels:
         Not from the frames of other threads: whoever looks at those keeps their variables, and
         may be the one who destroys them. Some of torch's must end in the thread they began in.
         """
-        rollout = getattr(type(collector), "rollout", None)
-        if not inspect.isfunction(rollout):
-            return
-        of = weakref.ref(collector)
+        for name in _ROLLOUTS:
+            rollout = getattr(type(collector), name, None)
+            if inspect.isfunction(rollout):
+                setattr(collector, name, self._watched(rollout, weakref.ref(collector)))
 
+    def _watched(self, rollout: Any, of: weakref.ref[Any]) -> Callable[..., Any]:
         @functools.wraps(rollout)
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
@@ -105,4 +110,4 @@ class Labels:
                 with self._lock:
                     self._rollouts -= 1
 
-        collector.rollout = watched
+        return watched
