@@ -55,7 +55,8 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
         strict: Every name and dtype must match; otherwise the declared subset is applied and
-            floating dtypes are cast. A subset never replaces, on its way to a slow worker, an
+            floating dtypes are cast. Buffers that are not persistent may be missing, or be rounded,
+            in any case. A subset never replaces, on its way to a slow worker, an
             update that holds other names: it comes after it. A worker that joins later gets
             the newest update of each name, one after the other.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
@@ -67,6 +68,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             ``None`` waits for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
             one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
+            A single dtype does not round buffers that are not persistent.
 
     Raises:
         ConfigError: An option has an illegal value.

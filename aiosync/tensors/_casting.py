@@ -67,8 +67,10 @@ class CastingFlattener:
     """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
 
     The source is only read. Integers, complex numbers, values that are not tensors, and the
-    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. A
-    source in which nothing has to be cast is treated as a :class:`Flattener` does.
+    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. Buffers
+    of a module that are not persistent are computed, not learned, and a model in another dtype
+    may still have them in this one: a single dtype does not round them. A source in which nothing
+    has to be cast is treated as a :class:`Flattener` does.
 
     Args:
         extract_as: As for :class:`Flattener`.
@@ -85,10 +87,11 @@ class CastingFlattener:
         checked = check_wire_dtype(dtype)
         assert checked is not None
         self._rule = DtypeRule(checked)
-        self._inner = Flattener(extract_as, limits)
+        self._inner = Flattener(extract_as, limits, persistence=self._rule.for_all)
         self._limits = limits
         self._source_layout: Layout | None = None  # of the last source
         self._inside: frozenset[str] = frozenset()  # of its values
+        self._computed: frozenset[str] = frozenset()  # of its tensors
         self._layout: Layout | None = None  # what becomes of it
         self._small: list[int] = []
         self._large: list[int] = []
@@ -106,22 +109,31 @@ class CastingFlattener:
         """
         prepared = self._inner.prepare(source)
         inside = inner_names(prepared.values) if prepared.values else frozenset[str]()
-        if prepared.layout is not self._source_layout or inside != self._inside:
-            self._layout = self._plan(prepared.layout, inside)
+        computed = prepared.computed if self._rule.for_all else frozenset[str]()
+        if (
+            prepared.layout is not self._source_layout
+            or inside != self._inside
+            or computed != self._computed
+        ):
+            self._layout = self._plan(prepared.layout, inside, computed)
             self._source_layout, self._inside = prepared.layout, inside
+            self._computed = computed
         assert self._layout is not None
         if self._layout is prepared.layout:
             return prepared
         tensors, values = prepared.tensors, prepared.values
         return CastPrepared(self._layout, tensors, values, self._small, self._large)
 
-    def _plan(self, layout: Layout, inside: frozenset[str]) -> Layout:
+    def _plan(self, layout: Layout, inside: frozenset[str], computed: frozenset[str]) -> Layout:
         used: set[str] = set()
         dtypes = []
         for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
-            found = self._rule.find((leaf.name, *leaf.aliases), dtype, used)
-            inner = leaf.name in inside or EXTRA_STATE in leaf.name.split(".")
-            dtypes.append(dtype if inner else found)
+            names = (leaf.name, *leaf.aliases)
+            found = self._rule.find(names, dtype, used)
+            keeps = leaf.name in inside or EXTRA_STATE in leaf.name.split(".")
+            if found.itemsize <= dtype.itemsize and computed.issuperset(names):
+                keeps = True
+            dtypes.append(dtype if keeps else found)
         spare = [pattern for pattern in self._rule.patterns if pattern not in used]
         if spare and dtypes:
             raise ConfigError(

@@ -32,7 +32,8 @@ class Spot:
     Attributes:
         tensor: The tensor.
         places: At least one.
-        optional: The weights may lack it: a buffer that is not part of ``state_dict()``.
+        optional: A buffer that is not part of ``state_dict()``: the weights may lack it, or have
+            it in more precision.
     """
 
     tensor: torch.Tensor
@@ -155,6 +156,9 @@ class Match:
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch._mkldnn)  # type: ignore[attr-defined]
 """What can be copied into. Compressed sparse tensors take only as many elements as they have."""
 
+_DTYPE_HINT = (
+    " If wire_dtype= of the sender chose that dtype, name patterns there can choose another."
+)
 _STRICT_HINT = (
     " With strict=False on the receiving scheme, what both sides have is taken, and floating-point "
     "dtypes are cast; shapes have to be the same in any case"
@@ -172,7 +176,8 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
         found: What the target has.
         layout: What was sent.
         values: Non-tensor values that were sent, packed.
-        strict: Refuse names that only one side has, and other dtypes.
+        strict: Refuse names that only one side has, and other dtypes. Buffers that are not part
+            of ``state_dict()`` may be missing, and may be rounded.
 
     Raises:
         ManifestMismatch: The weights do not fit; all names are listed.
@@ -201,9 +206,10 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
         for position in positions:
             leaf = leaves[position]
             name = next(name for name in names if index.get(name) == position)
-            why = _difference(
-                spot.tensor, leaf.shape, leaf.dtype, layout.dtypes[position], strict=strict
-            )
+            dtype = layout.dtypes[position]
+            # A single wire_dtype does not round these: a model in less precision does.
+            exact = strict and not (spot.optional and spot.tensor.dtype.itemsize <= dtype.itemsize)
+            why = _difference(spot.tensor, leaf.shape, leaf.dtype, dtype, strict=exact)
             if why:
                 mismatched[name] = why
         result.assignments.append(Assignment(spot, positions[0], tuple(positions[1:])))
@@ -246,7 +252,7 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing=[*missing, *lost] if strict else lost,
             unexpected=unexpected if strict else (),
             mismatched=mismatched,
-            hint=f"Nothing was changed.{_STRICT_HINT if strict else ''}",
+            hint=f"Nothing was changed.{_hint(mismatched) if strict else ''}",
         )
     if not taken and missing and unexpected:
         raise ManifestMismatch(
@@ -317,6 +323,12 @@ def _difference(
             expected = str(tensor.dtype).removeprefix("torch.")
             parts.append(f"expected dtype {expected}, got {name}")
     return "; ".join(parts)
+
+
+def _hint(mismatched: Mapping[str, str]) -> str:
+    """What may help where ``strict=True`` refused something."""
+    dtypes = any("expected dtype" in why for why in mismatched.values())
+    return (_DTYPE_HINT if dtypes else "") + _STRICT_HINT
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -117,6 +117,11 @@ class DtypeRule:
         self._listed = [(Pattern(text), dtype) for text, dtype in listed.items()]
 
     @property
+    def for_all(self) -> bool:
+        """Whether it is a single dtype, and no names were given."""
+        return self._for_all is not None
+
+    @property
     def patterns(self) -> list[str]:
         """The patterns, in order; none for a single dtype."""
         return [pattern.text for pattern, _ in self._listed]

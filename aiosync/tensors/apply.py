@@ -52,9 +52,10 @@ class Target:
 
         Args:
             target: A module, a TensorDict, or a dict of tensors, nested or with dotted keys.
-            strict: Weights must have exactly the target's names and dtypes. Otherwise names
-                that only one side has are left alone, and floating-point values are cast;
-                shapes must be the same in any case.
+            strict: Weights must have exactly the target's names and dtypes, but for buffers that
+                are not persistent: those may be missing, and are rounded if the target has them
+                in less precision. Otherwise names that only one side has are left alone, and
+                floating-point values are cast; shapes must be the same in any case.
         """
         self.target = target
         self.strict = strict

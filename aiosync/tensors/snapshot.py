@@ -51,12 +51,15 @@ class Prepared:
         tensors: The live tensors, one for each leaf, in order.
         values: Non-tensor values by dotted name, of plain msgpack types.
         signature: How the tensors look, apart from where they are. Kept as ``layout`` is.
+        computed: Names of a module's buffers that are not persistent: they are computed, not
+            learned. Kept as ``layout`` is.
     """
 
     layout: Layout
     tensors: Sequence[torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
     signature: Signature | None = field(default=None, kw_only=True)
+    computed: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
 class _Plan:
@@ -65,6 +68,7 @@ class _Plan:
     def __init__(self, found: Found, leaves: Leaves, layout: Layout) -> None:
         self.names = [place.name for place in found.places]
         self.kinds = [place.kind for place in found.places]
+        self.computed = _computed(found)
         self.groups = group_tied(found.tensors)
         self.firsts = [group[0] for group in self.groups]
         self.tied = [group for group in self.groups if len(group) > 1]
@@ -73,11 +77,19 @@ class _Plan:
         self.signature = Signature(self.tensors)
         self.outline: list[object] | None = None
 
+    def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
+        """What is copied by this plan: these tensors and values."""
+        return Prepared(
+            self.layout, tensors, values, signature=self.signature, computed=self.computed
+        )
+
     def fits(self, found: Found) -> bool:
         """Whether another walk gave the same names, shapes, dtypes and ties."""
         if [place.name for place in found.places] != self.names:
             return False
         if [place.kind for place in found.places] != self.kinds:
+            return False
+        if _computed(found) != self.computed:
             return False
         return self.fits_tensors(found.tensors)
 
@@ -109,13 +121,19 @@ class Flattener:
     """
 
     def __init__(
-        self, extract_as: ExtractAs = "tensordict", limits: Limits = DEFAULT_LIMITS
+        self,
+        extract_as: ExtractAs = "tensordict",
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        persistence: bool = False,
     ) -> None:
         """Prepare for sources.
 
         Args:
             extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
             limits: Bounds that the receivers are expected to have.
+            persistence: Notice also where nothing else changes that a buffer became persistent,
+                or is no longer. With ``"state_dict"`` that is always so.
 
         Raises:
             ConfigError: ``extract_as`` is something else.
@@ -124,6 +142,7 @@ class Flattener:
             raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
+        self._persistence = persistence or extract_as == "state_dict"
         self.release()
 
     def release(self) -> None:
@@ -156,7 +175,7 @@ class Flattener:
             and self._source() is source
             and isinstance(source, nn.Module)
             and unwrap(source) is tree.root
-            and tree.unchanged(persistence=self.extract_as == "state_dict")
+            and tree.unchanged(persistence=self._persistence)
         ):
             prepared = self._prepare_known(plan, tree)
             if prepared is not None:
@@ -185,7 +204,7 @@ class Flattener:
         if plan is not None and keys is not None and plan.outline == keys:
             if plan.fits_tensors(tensors):
                 unique = [tensors[first] for first in plan.firsts]
-                return Prepared(plan.layout, unique, signature=plan.signature)
+                return plan.prepared(unique, {})
         found, tree = find(source, self.extract_as)
         if self._plan is not None and self._plan.fits(found):
             prepared = self._reuse(self._plan, found)
@@ -196,9 +215,7 @@ class Flattener:
                 layout = self._plan.layout
             self._plan = _Plan(found, leaves, layout)
             self._program = None
-            prepared = Prepared(
-                layout, self._plan.tensors, leaves.values, signature=self._plan.signature
-            )
+            prepared = self._plan.prepared(self._plan.tensors, leaves.values)
         self._plan.outline = keys
         standard = self.extract_as == "tensordict" or (tree and tree.standard_state_dict())
         self._tree = tree if standard else None
@@ -214,7 +231,7 @@ class Flattener:
         values = found.values
         if values:
             values = to_leaves(_only_values(found)).values
-        return Prepared(plan.layout, tensors, values, signature=plan.signature)
+        return plan.prepared(tensors, values)
 
     def copy_into(
         self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
@@ -258,6 +275,10 @@ class Flattener:
         if program is None:
             program = self._program = _Program(prepared, addresses)
         program.run(tensors, flat, pool)
+
+
+def _computed(found: Found) -> frozenset[str]:
+    return frozenset(place.name for place in found.places if not place.persistent)
 
 
 def _only_values(found: Found) -> Found:

@@ -157,6 +157,35 @@ async def test_what_is_no_weight_is_not_touched(make: Any) -> None:
         assert torch.equal(target.extra["scale"], torch.full((2,), 0.1))
 
 
+class Rotary(nn.Module):
+    """What language models do: bfloat16 weights, and float32 angles that no state dict has."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=dtype)
+        inv_freq = 1 / 10_000 ** (torch.arange(4) / 4)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+
+@pytest.mark.asyncio
+@every
+async def test_angles_that_a_bfloat16_model_has_in_float32_are_not_rounded(make: Any) -> None:
+    source, target, cast = Rotary(torch.float32), Rotary(BF16), Rotary(BF16).bfloat16()
+    async with joined(make(wire_dtype=BF16), target, cast, model=source) as tx:
+        source.inv_freq.mul_(1.1)
+        report = await tx.send()
+        assert report.acked == {0, 1}
+        assert target.inv_freq.dtype is torch.float32
+        assert torch.equal(target.inv_freq, source.inv_freq)
+        assert torch.equal(cast.inv_freq, source.inv_freq.bfloat16())
+        assert equal(target, source)
+        assert equal(cast, source)
+    scheme = make(wire_dtype=BF16, strict=False)
+    async with joined(scheme, target, model=source) as tx:
+        await tx.send()
+        assert torch.equal(target.inv_freq, source.inv_freq)
+
+
 @pytest.mark.asyncio
 @every
 async def test_patterns_and_a_pattern_that_fits_nothing(make: Any) -> None:

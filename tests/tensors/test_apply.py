@@ -290,6 +290,42 @@ def test_a_cast_target_is_refused_unless_casts_are_allowed(copy: bool) -> None:
     assert all_bits(target) == all_bits(source.double())
 
 
+def with_computed(dtype: torch.dtype) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("computed", torch.full((3,), 0.3, dtype=dtype), persistent=False)
+    return module
+
+
+def test_a_buffer_that_is_not_persistent_is_rounded_but_never_gets_less_than_it_has(
+    copy: bool,
+) -> None:
+    double, single = with_computed(torch.float64), with_computed(torch.float32)
+    for less in (torch.float32, torch.bfloat16, torch.float16):
+        target = with_computed(less)
+        target.computed.zero_()
+        send(double, target, copy=copy)
+        assert torch.equal(target.computed, torch.full((3,), 0.3).to(less))
+    send(with_computed(torch.float16), with_computed(torch.bfloat16), copy=copy)
+    before = all_bits(double)
+    with pytest.raises(ManifestMismatch, match="computed: expected dtype float64, got float32"):
+        send(single, double, copy=copy)
+    assert all_bits(double) == before
+    with pytest.raises(ManifestMismatch, match="expected dtype float32, got int64"):
+        send(with_computed(torch.int64), single, copy=copy)
+    with pytest.raises(ManifestMismatch, match="expected shape"):
+        send({"computed": torch.zeros(4)}, single, copy=copy)
+    with pytest.raises(ManifestMismatch, match="expected dtype float32, got float64"):
+        send({"a": torch.zeros(3, dtype=torch.float64)}, {"a": torch.zeros(3)}, copy=copy)
+
+
+def test_the_hint_names_wire_dtype_only_where_a_dtype_differs() -> None:
+    with pytest.raises(ManifestMismatch, match="wire_dtype= of the sender"):
+        send({"a": torch.zeros(3, dtype=torch.float64)}, {"a": torch.zeros(3)}, copy=True)
+    with pytest.raises(ManifestMismatch, match="With strict=False") as caught:
+        send({"a": torch.zeros(4)}, {"a": torch.zeros(3)}, copy=True)
+    assert "wire_dtype" not in str(caught.value)
+
+
 def test_a_view_of_flat_memory_is_never_written_to() -> None:
     first, second, target = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     layout, flat, values = packed(first)

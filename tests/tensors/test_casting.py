@@ -103,6 +103,60 @@ def test_the_model_is_only_read_and_only_weights_are_cast() -> None:
     assert inside["v.0"].dtype is torch.float32
 
 
+class Rotary(nn.Module):
+    """Has a buffer that is computed, and not part of the state dict, as language models do."""
+
+    def __init__(self, dtype: torch.dtype, computed: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4).to(dtype))
+        self.register_buffer("mean", torch.full((2,), 0.3).to(dtype))
+        inv_freq = (1 / 10_000 ** (torch.arange(4) / 4)).to(computed)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original", inv_freq, persistent=False)
+
+
+def sent(flattener: CastingFlattener, source: Any) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in contents(flattener, source).items()}
+
+
+def test_buffers_that_are_not_persistent_are_not_rounded() -> None:
+    model = Rotary(torch.float32)
+    flattener = CastingFlattener("tensordict", BF16)
+    found = contents(flattener, model)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "weight": BF16,
+        "mean": BF16,
+        "inv_freq": torch.float32,
+    }
+    assert torch.equal(found["inv_freq"], model.inv_freq)
+    for wire in (torch.float32, torch.float64):  # nothing is lost
+        half = Rotary(BF16, BF16)
+        assert set(sent(CastingFlattener("tensordict", wire), half).values()) == {wire}
+    assert "inv_freq" not in sent(CastingFlattener("state_dict", BF16), model)
+
+
+def test_patterns_and_weights_that_are_no_module_cast_what_they_name() -> None:
+    model = Rotary(torch.float32)
+    every = dict(model.named_buffers(remove_duplicate=False))
+    for source in (every, TensorDict(every, batch_size=[])):
+        assert set(sent(CastingFlattener("tensordict", BF16), source).values()) == {BF16}
+    assert set(sent(CastingFlattener("tensordict", {"*": BF16}), model).values()) == {BF16}
+
+
+def test_a_buffer_that_becomes_persistent_and_one_that_is_tied_to_a_weight() -> None:
+    model, flattener = Rotary(torch.float32), CastingFlattener("tensordict", BF16)
+    kept = flattener.prepare(model).layout
+    assert flattener.prepare(model).layout is kept
+    model._non_persistent_buffers_set.discard("original")
+    assert sent(flattener, model)["inv_freq"] is BF16  # one tensor
+    model._non_persistent_buffers_set.add("original")
+    assert sent(flattener, model)["inv_freq"] is torch.float32
+    model.inv_freq = model.inv_freq.clone()
+    model._non_persistent_buffers_set.discard("original")
+    found = sent(flattener, model)
+    assert (found["inv_freq"], found["original"]) == (torch.float32, BF16)
+
+
 def test_tied_parameters_are_one_leaf() -> None:
     prepared = CastingFlattener("tensordict", BF16).prepare(Tied())
     [leaf] = prepared.layout.manifest.leaves
