@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from aiosync.errors import ManifestMismatch
 from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._tensordict import (
     is_non_tensor_stack,
@@ -42,6 +43,7 @@ __all__ = [
     "put_value",
     "replacement",
     "storage_of",
+    "unwritable",
     "write_through",
 ]
 
@@ -115,13 +117,45 @@ def replacement(old: torch.Tensor, source: torch.Tensor, *, view: bool) -> torch
     return data.requires_grad_(old.requires_grad)
 
 
-def copy_risky(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into any kind of tensor, also a subclass or a sparse one; what that raises comes out."""
-    if tensor.is_mkldnn:
-        source = source.to(tensor.device, tensor.dtype).to_mkldnn()
-    elif tensor.layout is not torch.strided:
-        source = source.to_sparse(layout=tensor.layout)
-    tensor.copy_(source)
+def copy_risky(
+    tensor: torch.Tensor,
+    source: torch.Tensor,
+    name_of: Callable[[torch.Tensor], str],
+    undo: Undo,
+) -> None:
+    """Back up and copy into any kind of tensor, also a subclass or a sparse one.
+
+    Raises:
+        ManifestMismatch: A subclass raised something, which is the cause.
+    """
+    try:
+        back_up(tensor, undo)
+        if tensor.is_mkldnn:
+            source = source.to(tensor.device, tensor.dtype).to_mkldnn()
+        elif tensor.layout is not torch.strided:
+            source = source.to_sparse(layout=tensor.layout)
+        tensor.copy_(source)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as exc:
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            raise
+        raise unwritable(name_of(tensor), tensor, exc) from exc
+
+
+def unwritable(
+    name: str, tensor: torch.Tensor, error: BaseException | None = None
+) -> ManifestMismatch:
+    """Say that a subclass, such as a quantized tensor, cannot take the values of a plain tensor."""
+    kind = type(tensor)
+    why = f"the target is a {kind.__module__}.{kind.__qualname__}, which takes no plain weights"
+    if error is not None:
+        why += f" ({type(error).__name__}: {error})"
+    return ManifestMismatch(
+        mismatched={name: why},
+        hint="Nothing was changed. Give the receiving scheme load= instead of model=, a function "
+        "that loads the weights into a plain model and quantizes or wraps that",
+    )
 
 
 def write_through(place: Place, source: torch.Tensor, undo: Undo) -> None:

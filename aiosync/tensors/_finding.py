@@ -31,6 +31,7 @@ __all__ = [
     "find_in_tree",
     "group_tied",
     "is_fake",
+    "is_wrapper",
     "memory_key",
     "refuse_hidden",
 ]
@@ -136,7 +137,7 @@ def memory_key(tensor: torch.Tensor) -> Any:
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or tensor.is_meta
-        or _is_wrapper(tensor)
+        or is_wrapper(tensor)
         or tensor.numel() == 0
     ):
         return None
@@ -151,7 +152,7 @@ def memory_key(tensor: torch.Tensor) -> Any:
     )
 
 
-def _is_wrapper(tensor: Any) -> bool:
+def is_wrapper(tensor: Any) -> bool:
     """Whether a subclass only wraps other tensors, without memory of its own."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
@@ -189,7 +190,7 @@ def obstacle(tensor: torch.Tensor) -> str:
         return "is not initialised yet: run the lazy module once first"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"has the layout {'nested' if tensor.is_nested else tensor.layout}, not strided"
-    if _is_wrapper(tensor):
+    if is_wrapper(tensor):
         return f"is a {type(tensor).__name__}: gather or unwrap it into a plain tensor first"
     if tensor.is_meta:
         return "is on the meta device: it has no values"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from aiosync.errors import ManifestMismatch
-from aiosync.tensors._finding import is_fake, memory_key
+from aiosync.tensors._changes import unwritable
+from aiosync.tensors._finding import is_fake, is_wrapper, memory_key
 from aiosync.tensors._matching import (
     Assignment,
     Match,
@@ -95,6 +96,10 @@ class Plan:
     def has_values(self) -> bool:
         return bool(self.match.values or self.match.tensor_values or self.match.hidden)
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The first name of one of the target's tensors."""
+        return next(spot.name for spot in self.survey.spots if spot.tensor is tensor)
+
     def valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""
         return self.survey.unchanged_in(target) and self.signature.same(self.survey.tensors)
@@ -166,6 +171,8 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
         if spot.places[0].through:
             plan.through += [(place, leaf) for place in spot.places]
             continue
+        if (tensor.is_meta or mode is Mode.REPLACE) and is_wrapper(tensor):
+            raise unwritable(spot.name, tensor)
         if tensor.is_meta or mode is Mode.REPLACE:
             view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
             view = view and flipped.setdefault(leaf, spot) is spot

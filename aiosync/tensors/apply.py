@@ -116,10 +116,10 @@ class Target:
             pool: Threads that share the copies of large tensors.
 
         Raises:
-            ManifestMismatch: The weights do not fit; nothing was changed.
+            ManifestMismatch: The weights do not fit, or a tensor subclass cannot be written from
+                plain tensors: what it raised is the cause. Every tensor has its old value.
             ConfigError: The target cannot be a target, or the buffer is too small.
-            Exception: Whatever ``set_extra_state()`` or a tensor subclass raised; every tensor
-                has its old value again.
+            Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value again.
         """
         plan = self._plan
         if (
@@ -281,8 +281,7 @@ class Target:
         for tensor, _ in plan.overlapping:
             changes.back_up(tensor, undo)
         for tensor, leaf in plan.risky:
-            changes.back_up(tensor, undo)
-            changes.copy_risky(tensor, sources[leaf])
+            changes.copy_risky(tensor, sources[leaf], plan.name_of, undo)
         for place, leaf in plan.through:
             changes.write_through(place, sources[leaf], undo)
         for spot, tensor in new:

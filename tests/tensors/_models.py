@@ -142,5 +142,36 @@ class Fragile(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
+class Quantized(torch.Tensor):
+    """Like torchao's tensors: wraps integers and a scale, and copies only from its own kind."""
+
+    def __new__(cls, plain: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
+
+    def __init__(self, plain: torch.Tensor) -> None:
+        self.qdata = (plain * 10).round().to(torch.int8)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["qdata"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, _: Any, shape: Any, stride: Any) -> Quantized:
+        new = cls(torch.empty(shape))
+        new.qdata = inner["qdata"]
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, first = torch.ops.aten, args[0]
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            new = cls(torch.empty(first.shape))
+            new.qdata = first.qdata.clone() if func is aten.clone.default else first.qdata
+            return new
+        if func is aten.copy_.default:
+            first.qdata.copy_(args[1].qdata)
+            return first
+        raise NotImplementedError(func)
+
+
 class FragileParameter(Fragile, nn.Parameter):
     """A parameter of that kind."""

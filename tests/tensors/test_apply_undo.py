@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from aiosync.errors import ManifestMismatch
 from aiosync.tensors import FlatBuffer, Target
 from tests.tensors._models import (
     Everything,
     Fragile,
     FragileParameter,
+    Quantized,
     Refuses,
     all_bits,
     packed,
@@ -96,14 +98,76 @@ def test_a_copy_that_fails_in_the_middle(copy: bool, failing: type[Fragile]) -> 
     before, places = all_bits(target), objects(target)
     layout, flat, values = packed({k: v.clone() for k, v in build(2.0).state_dict().items()})
     failing.fail = True
-    with pytest.raises(RuntimeError, match="cannot be written"):
+    with pytest.raises(ManifestMismatch, match=r"d: .*FragileParameter.*cannot be w") as caught:
         Target(target).apply_(layout, flat, values, copy=copy)
+    assert type(caught.value.__cause__) is RuntimeError
     assert all_bits(target) == before
     assert objects(target) == places
     assert flat.exclusive()
     failing.fail = False
     Target(target).apply_(layout, flat, values, copy=copy)
     assert all_bits(target) != before
+
+
+def quantized(fill: float) -> nn.Module:
+    """Its plain tensors come before and after the one that cannot be written."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, fill)
+    model[1].weight = nn.Parameter(Quantized(torch.full((2, 2), fill)), requires_grad=False)
+    return model
+
+
+def contents(model: nn.Module) -> list[Any]:
+    return [getattr(tensor, "qdata", tensor).tolist() for tensor in model.parameters()]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_quantized_tensor_is_named_and_what_to_do(copy: bool, strict: bool) -> None:
+    target = quantized(1.0)
+    before, places = contents(target), list(map(id, target.parameters()))
+    sent = {name: torch.full(tensor.shape, 2.0) for name, tensor in target.named_parameters()}
+    receiver = Target(target, strict=strict)
+    for _ in range(2):
+        with pytest.raises(ManifestMismatch, match=r"load= instead of model=") as caught:
+            layout, flat, values = packed(sent)
+            receiver.apply_(layout, flat, values, copy=copy)
+        [(name, why)] = caught.value.mismatched.items()
+        assert name == "1.weight"
+        assert "tests.tensors._models.Quantized" in why
+        assert "AttributeError: " in why
+        assert type(caught.value.__cause__) is AttributeError
+        assert not hasattr(caught.value, "__notes__")
+        assert contents(target) == before
+        assert list(map(id, target.parameters())) == places
+        assert flat.exclusive()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_quantized_tensor_is_not_replaced_either(inplace: bool) -> None:
+    target = quantized(1.0)
+    before = contents(target)
+    layout, flat, values = packed(
+        {k: torch.full(v.shape, 2.0) for k, v in target.named_parameters()}
+    )
+    with pytest.raises(ManifestMismatch, match=r"1\.weight: the target is a .*Quantized"):
+        Target(target).apply_tensors(layout, flat.views(layout), values, inplace=inplace)
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_ends_is_no_fault_of_a_subclass(
+    copy: bool, failing: type[Fragile], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = nn.Module()
+    target.a = torch.Tensor._make_subclass(failing, torch.zeros(3), True)
+
+    def fail(*args: Any) -> None:
+        raise error("none left")
+
+    monkeypatch.setattr("aiosync.tensors._changes.back_up", fail)
+    with pytest.raises(error, match="none left"):
+        send({"a": torch.ones(3)}, target, copy=copy)
 
 
 def test_values_of_a_dict_are_taken_back(copy: bool) -> None:
