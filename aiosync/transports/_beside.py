@@ -262,6 +262,11 @@ class BesideTransport(Transport):
         self._waiting = True
         try:
             return await self.channel.recv(into, timeout)
+        except PeerClosed as exc:
+            hint = self._carrier.hint()
+            if not hint:
+                raise
+            raise PeerClosed(f"{exc}; {hint}") from exc
         finally:
             self._waiting = False
 

@@ -205,6 +205,10 @@ class Carrier(abc.ABC):
     async def aclose(self) -> None:
         """Give everything back. Bounded."""
 
+    def hint(self) -> str:
+        """What the peer may have ended the link for, as far as this side can tell; or nothing."""
+        return ""
+
     def say(self, key: str, value: bytes = b"") -> None:
         """Tell the peer's carrier something, as soon as the stream is between two frames."""
         if not self.control.ended:

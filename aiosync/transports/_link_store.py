@@ -1,4 +1,4 @@
-"""Where the two ranks of a link's process group meet: a store without a server or a port.
+"""Where the two ranks of a link's process group meet, a store without a server or a port, and how.
 
 Drives torch; must not import asyncio or schemes.
 """
@@ -8,16 +8,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from aiosync.errors import RemoteProtocolError
 
-__all__ = ["LinkStore"]
+__all__ = ["PORTS", "LinkStore", "gloo_group"]
 
 _MEET_SECONDS = 30.0
 _MAX_KEYS = 64
+# Once the peer said where it is. No SYN is sent again within 2 s of this on Linux (1, 3, 7 and 15 s
+# after the first one, since Linux 6.5 also 2, 4, 5, 11 and 19): one that came through just as Gloo
+# gives up would find memory that is being freed.
+_CONNECT_SECONDS = 13.0
+_GLOO_WAITS = 5  # times the timeout of a group until a connection counts as failed
+
+PORTS = (
+    "hosts must reach each other on any port, in both directions, so open these in firewalls "
+    "between them, or use TCPWeightSyncScheme, which needs one port of the trainer only"
+)
+"""What to do where Gloo could not connect."""
 
 
 class LinkStore(Store):
@@ -34,6 +46,8 @@ class LinkStore(Store):
         self._changed = threading.Condition()
         self._unknown: set[str] = set()  # keys of this side that the other may not have yet
         self._closed = False
+        self.met = False
+        """Whether both sides said where they are, so that what remains is to connect."""
 
     def learn(self, key: str, value: bytes) -> None:
         """Take over what the other side set."""
@@ -74,6 +88,8 @@ class LinkStore(Store):
             there = self._changed.wait_for(lambda: self._closed or self._has(keys), _MEET_SECONDS)
             if self._closed or not there:
                 raise dist.DistStoreError("the peer did not join the process group")
+            # Each side sets one key, and asks for that of the other one.
+            self.met = self.met or len(self._values) >= 2
 
     def _has(self, keys: Sequence[str]) -> bool:
         # Connecting, which follows, has a short deadline: both sides have to be that far.
@@ -82,3 +98,27 @@ class LinkStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         with self._changed:
             return all(key in self._values for key in keys)
+
+
+def gloo_group(store: LinkStore, rank: int, host: str) -> Any:
+    """A group of two over Gloo; where that fails, nothing of Gloo is left when this raises.
+
+    While its device lives, Gloo goes on to listen and to connect in a thread, also for a group that
+    it has freed, and a connection that comes late ends the process. So nobody keeps the device.
+
+    Args:
+        store: Where the two meet.
+        rank: 0 or 1.
+        host: Address of this host that the peer can reach.
+
+    Raises:
+        RuntimeError: The peer did not come, or could not be reached within 13 s.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
+    try:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=_CONNECT_SECONDS / _GLOO_WAITS)
+        options._threads = 1
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+    finally:
+        del options  # errors keep this frame

@@ -26,14 +26,14 @@ from aiosync.transports._buffers import chunks_of
 from aiosync.transports._carrier import COPYING, Carrier, Fetched, Progress, handed_over, outlast
 from aiosync.transports._fork import close_in_child
 from aiosync.transports._group_chunks import CHUNK_NBYTES, Chunk, tensor_of
-from aiosync.transports._link_store import LinkStore
+from aiosync.transports._link_store import PORTS, LinkStore, gloo_group
 from aiosync.wire import ExtValue, Setup
 
 __all__ = ["GroupCarrier", "GroupMember"]
 
 _WINDOW = 8  # chunks on their way at a time
 _PATIENCE_SECONDS = 10.0
-_CONNECT_SECONDS = 3.0  # once the peer said where it is
+_NCCL_SECONDS = 3.0  # to connect, once the peer said where it is
 _CLOSE_SECONDS = 1.0
 # Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
 # some of those who wait.
@@ -41,7 +41,6 @@ _CLOSED = timedelta(milliseconds=10)
 _GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
 """Keys of the messages of a side that is ready to receive, that sends now, that has received all,
 or that has a key of the store; never keys of a store themselves."""
-
 
 _of_parents: list[Any] = []
 """Groups of the process that this one was forked from. Their destructors would wait for ever."""
@@ -189,18 +188,30 @@ class GroupCarrier(Carrier):
         if self._making is not None and not self._making.done() and not self._stop:
             await asyncio.wait({self._making}, timeout=_CLOSE_SECONDS)
 
+    def hint(self) -> str:
+        """See :class:`Carrier`."""
+        making = self._making
+        if making is None or self.kind != "gloo" or not self._store.met:
+            return ""
+        if making.done() and (making.cancelled() or making.exception() is None):
+            return ""
+        return f"Gloo had not connected the two hosts: {PORTS}"
+
     def _make_group(self) -> None:
-        timeout = timedelta(seconds=_CONNECT_SECONDS)
         if self.kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
+            nccl._timeout = timedelta(seconds=_NCCL_SECONDS)
             self._group = dist.ProcessGroupNCCL(self._store, self._rank, 2, nccl)
             return
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = timeout
-        options._threads = 1
-        self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+        try:
+            self._group = gloo_group(self._store, self._rank, self._host)
+        except RuntimeError as exc:
+            if not self._store.met:
+                raise
+            raise TransportBroken(
+                f"Gloo could not connect {self._host} and the peer's host, although the control "
+                f"stream stands: {PORTS}. It said: {_first_line(exc)}"
+            ) from exc
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -265,7 +276,7 @@ class GroupCarrier(Carrier):
         try:
             call()
         except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
-            text = str(exc).partition("\n")[0]
+            text = _first_line(exc)
             raise TransportBroken(f"the transfer over {self.kind} failed: {text}") from exc
 
     def _on_done(self, running: asyncio.Future[None]) -> None:
@@ -375,3 +386,7 @@ class GroupCarrier(Carrier):
             await asyncio.wait({self._ending}, timeout=_CLOSE_SECONDS)
             if self._ending.done():
                 self._threads.shutdown(wait=True)
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).partition("\n")[0]
