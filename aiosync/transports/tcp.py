@@ -21,6 +21,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import ByteIo, StreamIo, widen_socket
+from aiosync.transports._opening import Opening, Place
 from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
 from aiosync.transports._resolving import look_up
 from aiosync.transports._tls import PlainPeer, TlsIo
@@ -102,6 +103,9 @@ class TCPTransport(FramedTransport):
     ) -> TCPTransport:
         """Dial, and authenticate each other. One attempt.
 
+        Of a host with several addresses the first one that answers is taken: each has a quarter of
+        a second before the next one is tried as well.
+
         Args:
             url: ``tcp://host:port`` or ``unix:///path``.
             credentials: Token and TLS; the same as on the other side.
@@ -132,9 +136,10 @@ class TCPTransport(FramedTransport):
         if context is None:
             context = credentials.dialling_context()
         name = name or str(address)
+        opening = Opening(lambda sock: _prepare(sock, keepalive, untaken))
         try:
             async with asyncio.timeout(timeout):
-                sock = await _open(address, keepalive, untaken)
+                sock = await _open(address, opening)
                 io = await _secured(
                     sock, context, server_side=False, hostname=_hostname(credentials, address)
                 )
@@ -145,7 +150,10 @@ class TCPTransport(FramedTransport):
                     transport.abort()
                     raise
         except TimeoutError as exc:
-            raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
+            tried = opening.why_not()
+            raise ConnectTimeout(
+                f"{name} did not answer within {timeout:g} s" + (f": {tried}" if tried else "")
+            ) from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
         if not payloads:
             transport.channel.refuse_payloads()
@@ -230,38 +238,21 @@ class TCPTransport(FramedTransport):
 # -- sockets ----------------------------------------------------------------------------------
 
 
-async def _open(address: Address, keepalive: float | None, untaken: float | None) -> socket.socket:
-    loop = asyncio.get_running_loop()
+async def _open(address: Address, opening: Opening) -> socket.socket:
     try:
         places = await _look_up(address)
     except OSError as exc:
         raise ConnectError(f"{address} cannot be looked up: {exc}") from exc
-    failures: list[OSError] = []
-    for family, where in places:
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as exc:  # no descriptors
-            failures.append(exc)
-            continue
-        try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, where)
-            _prepare(sock, keepalive, untaken)
-        except OSError as exc:
-            sock.close()
-            failures.append(exc)
-            continue
-        except BaseException:  # cancelled: raised again
-            sock.close()
-            raise
-        return sock
-    reason = "; ".join(str(exc) for exc in failures) or "it has no address"
-    raise ConnectError(f"{address} cannot be reached: {reason}") from (
-        failures[0] if failures else None
-    )
+    sock = await opening.connect(places)
+    if sock is None:
+        reason = opening.why_not() or "it has no address"
+        raise ConnectError(f"{address} cannot be reached: {reason}") from (
+            opening.failures[0] if opening.failures else None
+        )
+    return sock
 
 
-async def _look_up(address: Address) -> list[tuple[int, tuple[str, int] | str]]:
+async def _look_up(address: Address) -> list[Place]:
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.path)]
     found = await look_up(address.host, address.port)

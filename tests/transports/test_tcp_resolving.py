@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -146,3 +147,111 @@ def test_a_process_ends_although_a_name_server_is_silent(program: str) -> None:
         capture_output=True,
     )
     assert done.returncode == 7, done.stderr
+
+
+# -- names with several addresses -------------------------------------------------------------
+
+
+def never_answering(stack: contextlib.ExitStack, family: int, host: str) -> Any:
+    """The address of a listener that takes no connection any more: connect() hangs there."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("other kernels refuse what they cannot queue")
+    listener = stack.enter_context(socket.socket(family))
+    try:
+        listener.bind((host, 0))
+    except OSError as exc:
+        pytest.skip(f"cannot bind to {host}: {exc}")
+    listener.listen(0)
+    where = listener.getsockname()
+    for _ in range(2):  # one is queued, one waits
+        filler = stack.enter_context(socket.socket(family))
+        filler.setblocking(False)
+        filler.connect_ex(where)
+    return where
+
+
+def resolves_to(silent: Silent, *places: Any) -> None:
+    silent.found = [
+        (socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
+        for where in places
+    ]
+    silent.answer.set()
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "host"),
+    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],
+    ids=["IPv4", "IPv6"],
+)
+async def test_an_address_that_never_answers_keeps_nobody_from_the_next(
+    silent: Silent, family: int, host: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        hole = never_answering(stack, family, host)
+        hole_too = never_answering(stack, family, host)
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        refusing = ("127.0.0.1", _free_port())
+        resolves_to(silent, hole, refusing, hole_too, server.getsockname())
+        server.setblocking(False)
+        before = descriptors()
+        began = time.monotonic()
+        connecting = asyncio.ensure_future(TCPTransport.connect(URL, timeout=PATIENCE))
+        loop = asyncio.get_running_loop()
+        accepted, _ = await asyncio.wait_for(loop.sock_accept(server), PATIENCE)
+        async with await TCPTransport.accept(accepted), await connecting:
+            # Two had their quarter of a second; what is refused has its turn at once.
+            assert 0.45 < time.monotonic() - began < PATIENCE / 4
+            assert len(descriptors() - before) == 2  # both ends of the one that won
+        assert descriptors() == before
+
+
+@pytest.mark.asyncio
+async def test_every_address_that_failed_is_named(silent: Silent) -> None:
+    one, two = ("127.0.0.1", _free_port()), ("127.0.0.2", _free_port())
+    resolves_to(silent, one, two)
+    with pytest.raises(ConnectError) as found:
+        await TCPTransport.connect(URL, timeout=PATIENCE)
+    for host, port in (one, two):
+        assert f"Connect call failed ('{host}', {port}): Connection refused" in str(found.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_what_is_known_of_each_address_when_the_time_is_up(silent: Silent) -> None:
+    with contextlib.ExitStack() as stack:
+        hole = never_answering(stack, socket.AF_INET, "127.0.0.1")
+        refusing = ("127.0.0.1", _free_port())
+        resolves_to(silent, hole, refusing)
+        before = descriptors()
+        with pytest.raises(ConnectTimeout, match=r"did not answer within 0\.5 s: ") as found:
+            await TCPTransport.connect(URL, timeout=0.5)
+        assert f"{refusing}: Connection refused; {hole} did not answer" in str(found.value)
+        assert descriptors() == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_cancelling_closes_every_attempt(silent: Silent) -> None:
+    with contextlib.ExitStack() as stack:
+        holes = [never_answering(stack, socket.AF_INET, "127.0.0.1") for _ in "ab"]
+        resolves_to(silent, *holes)
+        before = descriptors()
+        connecting = asyncio.ensure_future(TCPTransport.connect(URL, timeout=PATIENCE))
+        async with asyncio.timeout(PATIENCE):
+            while len(descriptors() - before) < 2:
+                await asyncio.sleep(0.01)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        assert connecting.cancelled()
+        assert descriptors() == before
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
