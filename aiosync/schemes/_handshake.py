@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiosync.errors import (
     AiosyncError,
@@ -16,6 +16,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportBroken,
 )
+from aiosync.schemes._hosts import HostCheck
 from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
@@ -40,6 +41,7 @@ async def admit(
     holder: Callable[[int, Hello], int | None],
     changed: Callable[[], asyncio.Event],
     reserve: Callable[[int, Hello], int],
+    links: Callable[[int], Sequence[Transport]] = lambda _idx: (),
     hello: Hello | None = None,
     given: bool = False,
 ) -> tuple[Hello, int]:
@@ -47,9 +49,10 @@ async def admit(
 
     ``given``: nobody dialled, so the worker's process may not even have been started, and there
     is no hurry. ``holder`` tells which other live process has an index, or ``None``; it may say
-    something else after the event of ``changed``. ``reserve`` is told the index and the Hello
-    before the answer leaves, so that the next worker, who may ask meanwhile, gets another one; it
-    returns the version that this worker is sent first, or 0.
+    something else after the event of ``changed``. ``links`` has an index's links: while the host
+    at the end of one does not answer, the worker is refused for now, and may try again. ``reserve``
+    is told the index and the Hello before the answer leaves, so that the next worker, who may ask
+    meanwhile, gets another one; it returns the version that this worker is sent first, or 0.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -78,7 +81,7 @@ async def admit(
                 "construct both schemes with the same strategy"
             )
         asked = _check_index(message.worker_idx, worker_idx, num_workers)
-        worker_idx = await _choose(asked, num_workers, message, holder, changed)
+        worker_idx = await _choose(asked, num_workers, message, holder, changed, links)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
@@ -106,22 +109,34 @@ async def _choose(
     hello: Hello,
     holder: Callable[[int, Hello], int | None],
     changed: Callable[[], asyncio.Event],
+    links: Callable[[int], Sequence[Transport]],
 ) -> int:
     """A free index: the one that was asked for, else the first."""
     loop = asyncio.get_running_loop()
-    give_up = loop.time() + _GRACE_SECONDS
-    while True:
-        event = changed()
-        indices = itertools.count() if num_workers is None else range(num_workers)
-        for idx in indices if asked is None else (asked,):
-            if holder(idx, hello) is None:
-                return idx
-        # Its old process may be about to end: that is noticed, and changes something.
-        try:
-            async with asyncio.timeout_at(give_up):
-                await event.wait()
-        except TimeoutError:
-            raise _taken(asked, num_workers, hello, holder) from None
+    began = loop.time()
+    check: HostCheck | None = None
+    try:
+        while True:
+            event = changed()
+            indices = itertools.count() if num_workers is None else range(num_workers)
+            held: list[int] = []
+            for idx in indices if asked is None else (asked,):
+                if holder(idx, hello) is None:
+                    return idx
+                held.append(idx)
+            if check is None:
+                check = HostCheck([link for idx in held for link in links(idx)])
+            # Its old process may be about to end: that is noticed, and changes something.
+            try:
+                async with asyncio.timeout_at(began + _GRACE_SECONDS):
+                    await event.wait()
+            except TimeoutError:
+                if check.all_heard(loop.time() - began):
+                    raise _taken(asked, num_workers, hello, holder) from None
+                raise _taken_for_now(asked, num_workers, hello, holder, check) from None
+    finally:
+        if check is not None:
+            check.close()
 
 
 def _taken(
@@ -135,13 +150,40 @@ def _taken(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"
         )
-    has = holder(asked, hello)
-    who = "this process itself has it" if has == hello.pid else f"process {has} has it"
     return ConfigError(
-        f"worker_idx {asked} is taken: {who}, through a working link. Give each worker its own "
-        "index, or none, so that the sender chooses one; to take over from a worker, "
-        "close its scheme or end its process first"
+        f"worker_idx {asked} is taken: {_who(asked, hello, holder)}, through a working link. Give "
+        "each worker its own index, or none, so that the sender chooses one; to take over from a "
+        "worker, close its scheme or end its process first"
     )
+
+
+def _taken_for_now(
+    asked: int | None,
+    num_workers: int | None,
+    hello: Hello,
+    holder: Callable[[int, Hello], int | None],
+    check: HostCheck,
+) -> ConnectError:
+    seconds = check.notice_seconds
+    found = (
+        "which has not been found dead yet"
+        if seconds is None
+        else f"which is found dead after at most {seconds} s of silence"
+    )
+    if asked is None:
+        return ConnectError(
+            f"the sender expects {num_workers} workers, and all of them are connected; but the "
+            f"host of one does not answer, and its place is free once its link is gone, {found}"
+        )
+    return ConnectError(
+        f"worker_idx {asked} is taken: {_who(asked, hello, holder)}; but its host does not "
+        f"answer, and the index is free once its link is gone, {found}"
+    )
+
+
+def _who(asked: int, hello: Hello, holder: Callable[[int, Hello], int | None]) -> str:
+    has = holder(asked, hello)
+    return "this process itself has it" if has == hello.pid else f"process {has} has it"
 
 
 def _refusal(what: str, message: Refuse) -> AiosyncError:
