@@ -227,8 +227,9 @@ class StreamWriter:
 
     def _progress_now(self) -> tuple[int, int]:
         channel = channel_of(self._transport)
-        written = 0 if channel is None else channel.written_nbytes
-        return written, 0 if self._sent is None else self._sent.version
+        # Not what this host's kernel took: its buffer may be large, and a slow link beyond it.
+        taken = 0 if channel is None else channel.taken_nbytes
+        return taken, 0 if self._sent is None else self._sent.version
 
     def _look(self) -> None:
         self._timer = None
@@ -236,7 +237,7 @@ class StreamWriter:
         if self._sent is None or timeout is None:
             return
         progress = self._progress_now()
-        if progress != self._progress:
+        if progress[0] > self._progress[0] or progress[1] != self._progress[1]:
             self._progress = progress
             self._look_later(timeout)
             return

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, PeerClosed, RemoteProtocolError
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._io import ByteIo
+from aiosync.transports._io import ByteIo, unacknowledged_nbytes
 from aiosync.transports._link import LinkError, LinkState
 from aiosync.transports._processes import open_pidfd
 from aiosync.transports._reader import FrameReader
@@ -124,6 +124,20 @@ class FramedChannel:
     def written_nbytes(self) -> int:
         """Bytes of large writes that the stream took so far; grows while a write makes progress."""
         return self._writer.written
+
+    @property
+    def taken_nbytes(self) -> int:
+        """The same, less what the kernel still keeps because the peer's host has not taken it.
+
+        Counts up while that host takes anything at all, however large the kernel's buffer is; it
+        counts down when something small is written. Known for TCP on Linux; elsewhere the same as
+        :attr:`written_nbytes`.
+        """
+        written = self._writer.written
+        if not self.ended:
+            with contextlib.suppress(OSError):
+                written -= unacknowledged_nbytes(self.io.write_fd)
+        return written
 
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""

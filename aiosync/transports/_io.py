@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import os
 import socket
+import sys
+import termios
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["MESSAGE_NBYTES", "ByteIo", "DescriptorIo", "SocketIo", "StreamIo", "widen_socket"]
+__all__ = [
+    "MESSAGE_NBYTES",
+    "ByteIo",
+    "DescriptorIo",
+    "SocketIo",
+    "StreamIo",
+    "unacknowledged_nbytes",
+    "widen_socket",
+]
 
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
@@ -246,3 +257,24 @@ def widen_socket(fd: int) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+
+
+def unacknowledged_nbytes(fd: int) -> int:
+    """Bytes that were written to a TCP socket and that the peer's host has not taken yet.
+
+    Returns:
+        0 where the kernel does not tell: for anything else, and on other systems than Linux.
+    """
+    if sys.platform != "linux":
+        return 0
+    copy = os.dup(fd)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return 0
+    with sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ
+        return int.from_bytes(answer, sys.byteorder)
