@@ -107,7 +107,9 @@ def _entrances(module: nn.Module) -> list[nn.Module]:
         if callable(getattr(type(each), "generate", None)):
             found[each] = None
             if getattr(getattr(each, "config", None), "is_encoder_decoder", False):
-                encoder = getattr(each, "get_encoder", lambda: None)()
+                encoder: Any = None
+                with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
+                    encoder = each.get_encoder()  # type: ignore[operator]  # if it has one
                 if isinstance(encoder, nn.Module):
                     found[encoder] = None
     return list(found)

@@ -269,6 +269,8 @@ def test_a_copy_can_be_compiled_and_exported_as_a_whole() -> None:
 class _Model(nn.Module):
     """Calls itself, as models with a ``generate()`` do; notes what is not guarded."""
 
+    config = SimpleNamespace(is_encoder_decoder=True)  # but it has no get_encoder()
+
     def __init__(self, guard: Guard) -> None:
         super().__init__()
         self.guard = guard
