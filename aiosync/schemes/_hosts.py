@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
+from aiosync.transports._channel import channel_of
+from aiosync.transports._io import socket_of
 from aiosync.transports.base import Transport
 
 __all__ = ["HostCheck"]
@@ -103,21 +105,13 @@ def _options() -> list[int]:
     return [getattr(socket, name) for name in _OPTIONS]
 
 
-@contextlib.contextmanager
-def _socket_of(link: Transport) -> Iterator[socket.socket]:
+def _socket_of(link: Transport) -> AbstractContextManager[socket.socket]:
     """Another object for the socket below a link.
 
     Raises:
         OSError: There is none, or it was closed.
     """
-    channel = getattr(link, "channel", None)
+    channel = channel_of(link)
     if channel is None or channel.ended:
         raise OSError("no stream, or no longer")
-    copy = os.dup(channel.io.read_fd)
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
-        yield sock
+    return socket_of(channel.io.read_fd)

@@ -137,7 +137,7 @@ def copy_risky(
         tensor.copy_(source)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as exc:
+    except Exception as exc:  # the trainer is told, and whoever applies: what a subclass raises
         if type(tensor) in (torch.Tensor, nn.Parameter):
             raise
         raise unwritable(name_of(tensor), tensor, exc) from exc

@@ -133,11 +133,8 @@ class FramedChannel:
         counts down when something small is written. Known for TCP on Linux; elsewhere the same as
         :attr:`written_nbytes`.
         """
-        written = self._writer.written
-        if not self.ended:
-            with contextlib.suppress(OSError):
-                written -= unacknowledged_nbytes(self.io.write_fd)
-        return written
+        kept = 0 if self.ended else unacknowledged_nbytes(self.io.write_fd)
+        return self._writer.written - kept
 
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""

@@ -13,7 +13,7 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DescriptorIo",
     "SocketIo",
     "StreamIo",
+    "socket_of",
     "unacknowledged_nbytes",
     "widen_socket",
 ]
@@ -239,21 +240,30 @@ class StreamIo:
         self.sock.close()
 
 
-def widen_socket(fd: int) -> None:
-    """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
+@contextlib.contextmanager
+def socket_of(fd: int) -> Iterator[socket.socket]:
+    """Another object for the socket that a descriptor stands for; the descriptor stays open.
 
-    The kernel grants what its limits allow; a descriptor that is not a socket is left as it is.
+    Raises:
+        OSError: It is not a socket, or was closed; or there is no descriptor left.
     """
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return  # no descriptor left: it stays as narrow as it is
+    copy = os.dup(fd)
     try:
         sock = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
-        return
+        raise
     with sock:
+        yield sock
+
+
+def widen_socket(fd: int) -> None:
+    """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
+
+    The kernel grants what its limits allow; a descriptor that is not a socket is left as it is, and
+    so is one for which there is no second descriptor.
+    """
+    with contextlib.suppress(OSError), socket_of(fd) as sock:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
@@ -267,14 +277,8 @@ def unacknowledged_nbytes(fd: int) -> int:
     """
     if sys.platform != "linux":
         return 0
-    copy = os.dup(fd)
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        return 0
-    with sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ
-        return int.from_bytes(answer, sys.byteorder)
+    with contextlib.suppress(OSError), socket_of(fd) as sock:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            answer = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ
+            return int.from_bytes(answer, sys.byteorder)
+    return 0

@@ -23,6 +23,7 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
+from tests._strays import Local
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
 from tests.integrations._multi_workers import (
@@ -444,28 +445,16 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
     assert max(labels) <= sent
 
 
-class _Local:
-    """A variable of a function; notes if it ends in another thread than it began in."""
-
-    strays = 0
-
-    def __init__(self) -> None:
-        self._began_in = threading.get_ident()
-
-    def __del__(self) -> None:
-        _Local.strays += threading.get_ident() != self._began_in
-
-
 class _Noting(worlds.World):
     """Gives for each action how many variables of its steps have ended in other threads."""
 
     def _step(self, tensordict: Any) -> Any:
         taken = self._with_variables(20, tensordict)
-        taken["reward"] = torch.full((1,), float(_Local.strays))
+        taken["reward"] = torch.full((1,), float(Local.strays))
         return taken
 
     def _with_variables(self, depth: int, tensordict: Any) -> Any:
-        variable = _Local()
+        variable = Local()
         if depth:
             return self._with_variables(depth - 1, tensordict)
         del variable

@@ -14,22 +14,11 @@ from torch import nn
 
 from aiosync.tensors._lending import is_lent
 from aiosync.tensors._tree import ModuleTree
-
-
-class _Local:
-    """A variable of a function; notes if it ends in another thread than it began in."""
-
-    strays = 0
-
-    def __init__(self) -> None:
-        self._began_in = threading.get_ident()
-
-    def __del__(self) -> None:
-        _Local.strays += threading.get_ident() != self._began_in
+from tests._strays import Local
 
 
 def _nest(depth: int) -> None:
-    variable = _Local()
+    variable = Local()
     if depth:
         _nest(depth - 1)
     del variable
@@ -43,7 +32,7 @@ def test_the_variables_of_other_threads_end_where_they_began() -> None:
         while not stop.is_set():
             _nest(30)
 
-    _Local.strays = 0
+    Local.strays = 0
     interval = sys.getswitchinterval()
     thread = threading.Thread(target=work)
     sys.setswitchinterval(1e-5)
@@ -56,7 +45,7 @@ def test_the_variables_of_other_threads_end_where_they_began() -> None:
         sys.setswitchinterval(interval)
         stop.set()
         thread.join()
-    assert _Local.strays == 0
+    assert Local.strays == 0
     assert gc.isenabled()
 
 
