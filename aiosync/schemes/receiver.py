@@ -22,6 +22,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.schemes._ahead import Foresight
 from aiosync.schemes._answering import Answering
 from aiosync.schemes._awake import Alert
 from aiosync.schemes._moment import keep_for_readers, wait_for_readers
@@ -121,6 +122,7 @@ class WeightReceiver(Answering):
         self._waited_for = False
         self._tasks = tasks
         self._alert = Alert(self._loop)
+        self._foresight = Foresight(self.next_target)
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -176,6 +178,7 @@ class WeightReceiver(Answering):
         lender = self._staging.lender
         transport = self.transport
         transport.subscribe(self._on_message)
+        self._foresight.listen(transport)
         while True:
             self._on_message(await transport.recv(into=lender))
             await self._outgoing.flush()

@@ -5,7 +5,8 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class Target:
         self.strict = strict
         self._plan: Plan | None = None
         self._key: tuple[Mode, tuple[Any, ...]] | None = None
+        self._foreseen: Plan | None = None  # looked at already; nothing else has run since
 
     def __repr__(self) -> str:
         return f"<Target {type(self.target).__name__} strict={self.strict}>"
@@ -131,13 +133,34 @@ class Target:
             and self._key[0] is Mode.FLIP
             and plan.only_flips
             and not torch.is_inference_mode_enabled()
-            and plan.valid(self.target)
+            and (plan is self._foreseen or plan.valid(self.target))
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
+            self._foreseen = None
             changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
             return
         mode = Mode.COPY if copy else Mode.FLIP
         self._apply(layout, flat.views(layout), values, mode, pool)
+
+    @contextlib.contextmanager
+    def foreseeing(self) -> Iterator[bool]:
+        """Look at the target now, for an :meth:`apply_` inside the context, which does not again.
+
+        Nothing but that may run inside that could change the target.
+
+        Yields:
+            Whether there was something to look at.
+        """
+        plan = self._plan
+        try:
+            same = plan is not None and plan.only_flips and plan.valid(self.target)
+        except Exception:  # noqa: BLE001 - apply_() looks as well then, and raises it
+            same = False
+        self._foreseen = plan if same else None
+        try:
+            yield same
+        finally:
+            self._foreseen = None
 
     def apply_tensors(
         self,

@@ -120,6 +120,10 @@ class FramedChannel:
         """Whether the peer may send payloads."""
         return self._reader.limits is self.limits
 
+    def read_next(self, seconds: float) -> bool:
+        """See :meth:`FrameSource.read_next`."""
+        return self._reader.read_next(seconds)
+
     @property
     def written_nbytes(self) -> int:
         """Bytes of large writes that the stream took so far; grows while a write makes progress."""

@@ -10,6 +10,7 @@ Must not import torch, anyio or anything above ``transports``.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
@@ -73,6 +74,8 @@ class FrameSource:
         self._gone: TransportError | None = None
         self._landed: Callable[[], None] | None = None
         self._busy = self._reading = self._timed_out = self._unread_soon = False
+        # A message is being handled after which nothing was read; and read_next() is at work.
+        self._alone = self._reads_next = False
         self._stopped_short = False  # at a message; what came with it may never be told again
         state.on_end.append(self.stop)
         self._resume()
@@ -209,6 +212,29 @@ class FrameSource:
         except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
             self._handler_failed(exc)
 
+    def read_next(self, seconds: float) -> bool:
+        """Wait for the next message here, without the loop, and handle it.
+
+        For the handler of a message that says that another one follows any moment. Nothing
+        else runs on this thread meanwhile.
+
+        Returns:
+            Whether something came. Never where the loop would find more that was read already.
+        """
+        # Once: a peer that announces and announces shall not keep the loop, nor fill the stack.
+        if not self._alone or self._reads_next or not self._reading or self._state.ended:
+            return False
+        poll = select.poll()
+        poll.register(self._io.read_fd, select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            return False
+        self._reads_next = True
+        try:
+            self._on_event()
+        finally:
+            self._reads_next = False
+        return True
+
     def _handler_failed(self, exc: Exception) -> None:
         if isinstance(exc, (ProtocolError, TransportError)):
             self._state.fail(exc)
@@ -242,7 +268,11 @@ class FrameSource:
             return
         repeated = decoder.repeat_of(data)
         if repeated is not None:
-            self._repeat(*repeated)
+            self._alone = True
+            try:
+                self._repeat(*repeated)
+            finally:
+                self._alone = False
             return
         if data:
             decoder.feed(data)
