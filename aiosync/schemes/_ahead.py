@@ -22,7 +22,7 @@ __all__ = ["Foresight", "tell_ahead"]
 _LEAST_TENSORS = 256
 # The copy of the largest update that has a word takes a millisecond.
 _WAIT_SECONDS = 2e-3
-# After a word that nothing followed in time: these are not waited for.
+# After a word that no update followed in time: these are not waited for.
 _IGNORED = 32
 
 
@@ -68,7 +68,7 @@ class Foresight:
         if isinstance(transport, SharedMemTransport):
             transport.on_ahead = self._on_word
 
-    def _on_word(self, read_next: Callable[[float], bool]) -> None:
+    def _on_word(self, read_next: Callable[[float], None]) -> None:
         if self._ignored:
             self._ignored -= 1
             return
@@ -78,6 +78,8 @@ class Foresight:
         target = self._target()
         if not isinstance(target, Target):
             return
-        with target.foreseeing() as foreseen:
-            if foreseen and not read_next(_WAIT_SECONDS):
-                self._ignored = _IGNORED
+        with target.foreseeing():
+            if target.foresees:
+                read_next(_WAIT_SECONDS)
+                if target.foresees:
+                    self._ignored = _IGNORED

@@ -143,13 +143,10 @@ class Target:
         self._apply(layout, flat.views(layout), values, mode, pool)
 
     @contextlib.contextmanager
-    def foreseeing(self) -> Iterator[bool]:
+    def foreseeing(self) -> Iterator[None]:
         """Look at the target now, for an :meth:`apply_` inside the context, which does not again.
 
         Nothing but that may run inside that could change the target.
-
-        Yields:
-            Whether there was something to look at.
         """
         plan = self._plan
         try:
@@ -158,9 +155,14 @@ class Target:
             same = False
         self._foreseen = plan if same else None
         try:
-            yield same
+            yield
         finally:
             self._foreseen = None
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the target was looked at for an :meth:`apply_` that has yet to come."""
+        return self._foreseen is not None
 
     def apply_tensors(
         self,

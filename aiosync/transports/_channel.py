@@ -120,9 +120,14 @@ class FramedChannel:
         """Whether the peer may send payloads."""
         return self._reader.limits is self.limits
 
-    def read_next(self, seconds: float) -> bool:
+    @property
+    def may_read_next(self) -> bool:
+        """See :attr:`FrameSource.may_read_next`."""
+        return self._reader.may_read_next
+
+    def read_next(self, seconds: float) -> None:
         """See :meth:`FrameSource.read_next`."""
-        return self._reader.read_next(seconds)
+        self._reader.read_next(seconds)
 
     @property
     def written_nbytes(self) -> int:

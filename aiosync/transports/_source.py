@@ -212,28 +212,26 @@ class FrameSource:
         except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
             self._handler_failed(exc)
 
-    def read_next(self, seconds: float) -> bool:
+    @property
+    def may_read_next(self) -> bool:
+        """Whether :meth:`read_next` may be called: nothing was read after this message."""
+        # Once: a peer that announces and announces shall not keep the loop, nor fill the stack.
+        return self._alone and not self._reads_next and self._reading and not self._state.ended
+
+    def read_next(self, seconds: float) -> None:
         """Wait for the next message here, without the loop, and handle it.
 
         For the handler of a message that says that another one follows any moment. Nothing
-        else runs on this thread meanwhile.
-
-        Returns:
-            Whether something came. Never where the loop would find more that was read already.
+        else runs on this thread meanwhile. Only where :attr:`may_read_next`.
         """
-        # Once: a peer that announces and announces shall not keep the loop, nor fill the stack.
-        if not self._alone or self._reads_next or not self._reading or self._state.ended:
-            return False
         poll = select.poll()
         poll.register(self._io.read_fd, select.POLLIN)
-        if not poll.poll(1000 * seconds):
-            return False
-        self._reads_next = True
-        try:
-            self._on_event()
-        finally:
-            self._reads_next = False
-        return True
+        if self.may_read_next and poll.poll(1000 * seconds):
+            self._reads_next = True
+            try:
+                self._on_event()
+            finally:
+                self._reads_next = False
 
     def _handler_failed(self, exc: Exception) -> None:
         if isinstance(exc, (ProtocolError, TransportError)):

@@ -64,9 +64,9 @@ class SharedMemTransport(Transport):
 
     Attributes:
         publisher: Publishes slots that were filled by somebody else, for schemes.
-        on_ahead: Called as the peer says that an update follows any moment, with a function that
-            waits for it on this thread: ``read_next(seconds) -> bool`` has it handled, and says
-            whether it came.
+        on_ahead: Called when the peer has said that an update follows any moment and it is not
+            here yet, with a function that waits for the next message on this thread and has it
+            handled: ``read_next(seconds)``.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -91,7 +91,7 @@ class SharedMemTransport(Transport):
         self._again: Received | None = None  # a slot whose copy was cancelled
         self._slot_free: asyncio.Future[None] | None = None
         self._handler: Handler | None = None
-        self.on_ahead: Callable[[Callable[[float], bool]], None] | None = None
+        self.on_ahead: Callable[[Callable[[float], None]], None] | None = None
         if self._own_arena:
             self._arena.on_free = self._on_free
         self._channel = FramedChannel(
@@ -235,7 +235,7 @@ class SharedMemTransport(Transport):
         return without_payload(again) if left is None else self._repeated_ack(again, left)
 
     def _on_word_ahead(self, _serial: int) -> None:
-        if self.on_ahead is not None:
+        if self.on_ahead is not None and self._channel.may_read_next:
             self.on_ahead(self._channel.read_next)
 
     def _repeated_ack(self, again: Again, left: tuple[int, int]) -> Repeat:
