@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from aiosync._cores import usable_cores
 from aiosync.bench._contender import Handle
 from aiosync.bench._limits_base import Answers, Copy, Limit, Stub, simplex
 from aiosync.bench._results import Case
@@ -132,8 +133,7 @@ def memcpy() -> Limit:
 
 def memcpy_all_threads() -> Limit:
     """One copy by as many threads as there are cores to use."""
-    usable = getattr(os, "sched_getaffinity", None)
-    return _Memcpy(len(usable(0)) if usable else os.cpu_count() or 1)
+    return _Memcpy(usable_cores())
 
 
 def round_trip() -> Limit:

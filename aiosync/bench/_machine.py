@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 
+from aiosync._cores import usable_cores
 from aiosync._version import __version__
 from aiosync.bench._results import Machine
 
@@ -26,17 +27,11 @@ def machine() -> Machine:
         except importlib.metadata.PackageNotFoundError:
             continue
     return Machine(
-        cores=_cores(),
+        cores=usable_cores(),
         memory_gib=_memory_gib(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=versions,
     )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory_gib() -> float:

@@ -111,8 +111,9 @@ def _event_loop() -> str:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{usable} usable of {os.cpu_count()}"
+    from aiosync._cores import usable_cores
+
+    return f"{usable_cores()} usable of {os.cpu_count()}"
 
 
 def _torch_threads() -> str:

@@ -6,10 +6,10 @@ memory only, where both sides have a core of the same host. Must not import torc
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 
+from aiosync._cores import usable_cores
 from aiosync.schemes._making import INLINE_NBYTES, Planned
 from aiosync.schemes._peer import Peer
 from aiosync.tensors import Target
@@ -36,20 +36,13 @@ def tell_ahead(
     layout = plan.prepared.layout
     if len(layout.manifest.leaves) < _LEAST_TENSORS or layout.nbytes > INLINE_NBYTES:
         return
-    if len(workers) >= _num_cores():
+    if len(workers) >= usable_cores():
         return  # without a core of its own a worker's look would delay the copy
     for peer in map(peers.get, workers):
         if peer is not None and peer.has_target and not peer.outbox.in_flight:
             link = peer.transport
             if isinstance(link, SharedMemTransport):
                 link.publisher.tell_ahead()
-
-
-def _num_cores() -> int:
-    """How many cores this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # pragma: no cover - the tests run on Linux
 
 
 class Foresight:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 import aiosync
+from aiosync._cores import usable_cores
 from aiosync.schemes import _ahead
 from aiosync.schemes._ahead import Foresight, tell_ahead
 from aiosync.tensors import FlatBuffer, Flattener, Target
@@ -69,7 +69,6 @@ class Heard:
     def __init__(self, sock: socket.socket, link: SharedMemTransport) -> None:
         self.sock, self.link = sock, link
         self.versions: list[int] = []
-        self.words: list[Callable[[float], None]] = []
         link.subscribe(lambda received: self.versions.append(received.message.version))
 
     async def get(self, condition: Callable[[], bool]) -> None:
@@ -215,7 +214,7 @@ async def test_words_are_for_idle_workers_with_cores_and_updates_of_many_tensors
 ) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    monkeypatch.setattr(_ahead, "_num_cores", lambda: 3)
+    monkeypatch.setattr(_ahead, "usable_cores", lambda: 3)
 
     def said() -> bool:
         try:
@@ -331,7 +330,7 @@ async def test_a_look_that_raises_leaves_that_to_the_update(monkeypatch) -> None
 async def test_a_worker_looks_and_waits_unless_it_waited_in_vain(monkeypatch) -> None:
     here = Target300(monkeypatch)
     monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
-    link = SimpleNamespace(spec=SharedMemTransport)
+    link = SimpleNamespace()
     foresight = Foresight(lambda: here.target)
     foresight.listen(link)  # type: ignore[arg-type]
     assert not hasattr(link, "on_ahead")  # not a link through shared memory
@@ -403,7 +402,7 @@ def _values(state: harness.State) -> set[float]:
 
 
 @pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2 if sys.platform == "linux" else True,
+    usable_cores() < 2,
     reason="the worker needs a core beside that of the trainer",
 )
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -427,3 +426,18 @@ async def test_workers_look_while_the_trainer_copies_and_get_every_version(loop)
                 assert await worker.call(_values) == {float(step)}
                 await worker.call(_replace, step % 300)
         assert await worker.call(_foreseen) > 0
+
+
+async def test_a_word_to_a_worker_that_has_died_ends_in_the_same_error() -> None:
+    source = many()
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    async with harness.workers(scheme, many) as [worker]:
+        await scheme.send(timeout=harness.PATIENCE)
+        worker.kill()
+        worker.process.join(harness.PATIENCE)  # the loop does not run: only the word can find out
+        started = time.monotonic()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await scheme.send(timeout=harness.PATIENCE)
+        assert caught.value.failed.keys() == {0}
+        assert time.monotonic() - started < 1.0
