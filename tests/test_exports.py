@@ -1,43 +1,24 @@
-"""Every module says what it exports, completely, in order, and with a docstring for each name."""
+"""What promised modules export: complete, in order, and with a docstring for each name."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import itertools
-import pkgutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import aiosync
+from tests.api import snapshot
 
-ROOT = Path(aiosync.__file__).parent
-
-
-def _modules() -> list[str]:
-    found = [
-        info.name
-        for info in pkgutil.walk_packages([str(ROOT)], "aiosync.")
-        if not info.name.endswith("__main__")
-    ]
-    return ["aiosync", *sorted(found)]
-
-
-MODULES = _modules()
-
-
-def _param(name: str) -> Any:
-    """vLLM is gigabytes: its tests have an environment of their own."""
-    needs_vllm = name.startswith("aiosync.integrations.vllm")
-    missing = needs_vllm and importlib.util.find_spec("vllm") is None
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason="vllm is not installed"))
-
-
-PARAMS = [_param(name) for name in MODULES]
+PARAMS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(snapshot.needs_vllm(name), reason="vllm is not installed"),
+    )
+    for name in snapshot.MODULES
+]
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -81,10 +62,6 @@ def _defined_in_source(source: str) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def test_there_are_modules() -> None:
-    assert {"aiosync.errors", "aiosync.types", "aiosync.wire", "aiosync.schemes"} <= set(MODULES)
-
-
 @pytest.mark.parametrize("name", PARAMS)
 def test_all_is_there_complete_and_sorted(name: str) -> None:
     module = importlib.import_module(name)
@@ -92,16 +69,13 @@ def test_all_is_there_complete_and_sorted(name: str) -> None:
     assert exported is not None, f"{name} has no __all__"
     assert list(exported) == sorted(set(exported), key=_order)
     assert [item for item in exported if not hasattr(module, item)] == []
-    if "._" not in name:  # a private module may keep names to its package
-        assert _defined_in_source(_source(name)) - set(exported) == set()
+    assert _defined_in_source(_source(name)) - set(exported) == set()
 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_every_public_name_has_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"
-    if "._" in name:
-        return
     source = _source(name)
     own = _defined_in_source(source)
     documented = _documented_assignments(source)
