@@ -1,0 +1,27 @@
+"""The contract of schemes: what every scheme does, as a list of checks.
+
+delivery: first_weights, send_applies, several_workers, late_joiner,
+late_joiner_gets_what_was_sent, no_first_weights, forms_of_weights, changed_source, worker_ids,
+per_worker_weights, parts, parts_for_a_late_joiner, everything_travels, nothing_is_aliased,
+wire_dtype, two_models.
+
+failures: refused_shape, refused_names, refused_halfway, refused_first_weights, other_model,
+index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_connect, killed_worker,
+stopped_worker, slow_worker, send_timeout, handles.
+
+reading: receive, wait_for_version, ready, manual_apply, refused_by_manual_apply,
+update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
+torn_reads, pull, pull_of_a_subscriber.
+
+lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again, restarted_trainer,
+replaced_model, late_model, context, plain_weights, pickling, wrong_order, wrong_options,
+close_in_each_state, close_wakes, memory_stays, nothing_is_left.
+
+cancelling: cancel_send, cancelled_send_goes_on, cancel_receive, cancel_connect,
+cancel_connect_of_a_worker, cancel_close.
+
+Works with any test-runner: ``await check.run(factory, hooks)`` for each of
+:data:`tests.contract.suite.CONTRACT_CHECKS`. The modules of scenarios import neither pytest nor a
+private name; ``test_*.py`` run all of them over shared memory, pipes and TCP, and those of
+:data:`tests.contract.suite.ANYWHERE` over process groups, RPC and Ray.
+"""

@@ -1,0 +1,188 @@
+"""Cancelling each call at each of its await points. Imports neither pytest nor a private name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiosync
+from aiosync.testing import cancel_at_every_await
+from tests.contract.bench import PATIENCE, Bench, Crew, background, large, raises, small
+
+
+class Stage:
+    """A sender with two workers, made anew for each run."""
+
+    def __init__(self, bench: Bench, build: Any = small) -> None:
+        self.bench, self.build = bench, build
+        self.crew: Crew
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        targets = [self.build(), self.build()]
+        async with self.bench.crew(self.build(1.0), targets) as self.crew:
+            yield
+
+    @contextlib.asynccontextmanager
+    async def unconnected(self) -> AsyncIterator[None]:
+        async with self.bench.sender(self.build(1.0), {"num_workers": 2}) as self.crew:
+            for idx in range(2):
+                self.crew.hire(self.build(), idx)
+            yield
+
+    async def works(self) -> None:
+        report = await self.crew.send(123.0)
+        assert (report.acked, report.lost) == ({0, 1}, {})
+        assert await self.crew.values() == [123.0, 123.0]
+        for worker in self.crew.workers:
+            assert await worker.version() == report.version
+
+    async def cancelled_or_done(self, outcome: Any) -> None:
+        assert outcome.finished or outcome.cancelled, outcome.error
+        await self.works()
+
+
+async def check_cancel_send(bench: Bench) -> None:
+    """send() may be cancelled at every await: the next one reaches everybody."""
+    for build in (small, large):
+        stage = Stage(bench, build)
+        await cancel_at_every_await(
+            lambda stage=stage: stage.crew.send(2.0),
+            stage.cancelled_or_done,
+            around=stage.connected,
+            may_not_wait=True,
+        )
+
+
+async def check_cancelled_send_goes_on(bench: Bench) -> None:
+    """What a cancelled send() had copied arrives as it was; later changes do not."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        [worker] = crew.workers
+        async with background(crew.send(2.0)) as [sending]:
+            await worker.scheme.wait_staged(2)
+            sending.cancel()
+            await asyncio.wait({sending})
+            assert sending.cancelled()
+        crew.source.layers[0].data.fill_(9.0)
+        await worker.wait(2)
+        assert await worker.value() == 2.0
+
+
+async def check_cancel_receive(bench: Bench) -> None:
+    """receive() and wait_for_version() may be cancelled at every await: no update is lost."""
+    for call in ("receive", "wait_for_version"):
+        stage = Stage(bench)
+
+        async def receive(stage: Stage = stage, call: str = call) -> Any:
+            handle = stage.crew.send_nowait(2.0)
+            worker = stage.crew.workers[0].scheme
+            result = await (worker.receive() if call == "receive" else worker.wait_for_version(2))
+            await handle
+            return result
+
+        async def check(outcome: Any, stage: Stage = stage) -> None:
+            worker = stage.crew.workers[0]
+            await worker.wait(2)
+            assert await worker.value() == 2.0
+            await stage.cancelled_or_done(outcome)
+            assert (await worker.scheme.receive(timeout=0)).version == 3
+
+        await cancel_at_every_await(receive, check, around=stage.connected)
+
+
+async def check_cancel_connect(bench: Bench) -> None:
+    """A sender whose connect() is cancelled is closed; workers learn that there is no trainer."""
+    stage = Stage(bench)
+
+    async def connect() -> None:
+        stage.joining = [
+            asyncio.ensure_future(each.scheme.connect()) for each in stage.crew.workers
+        ]
+        await stage.crew.sender.connect()
+
+    async def check(outcome: Any) -> None:
+        if outcome.finished:
+            await asyncio.gather(*stage.joining)
+            await stage.works()
+            return
+        assert outcome.cancelled, outcome.error
+        await raises(aiosync.TransportClosed, stage.crew.sender.connect())
+        await raises(aiosync.TransportClosed, stage.crew.sender.send())
+        for worker in stage.crew.workers:
+            await worker.leave()
+        results = await asyncio.gather(*stage.joining, return_exceptions=True)
+        assert all(each is None or isinstance(each, aiosync.TransportError) for each in results)
+
+    await cancel_at_every_await(connect, check, around=stage.unconnected)
+
+
+async def check_cancel_connect_of_a_worker(bench: Bench) -> None:
+    """A worker whose connect() is cancelled is closed; another takes its place."""
+    stage = Stage(bench)
+
+    @contextlib.asynccontextmanager
+    async def around() -> AsyncIterator[None]:
+        async with stage.unconnected():
+            waiting = stage.crew.sender.connect(timeout=math.inf)
+            async with background(waiting) as [stage.waiting]:
+                await stage.crew.workers[1].scheme.connect()
+                yield
+
+    async def check(outcome: Any) -> None:
+        crew = stage.crew
+        if not outcome.finished:
+            assert outcome.cancelled, outcome.error
+            first = crew.workers[0]
+            await raises(aiosync.TransportClosed, first.scheme.connect())
+            again = copy.copy(first.scheme)
+            again.init_on_receiver(model_id="policy", model=first.model, worker_idx=0)
+            first.scheme = again
+            await again.connect()
+        try:
+            await asyncio.wait_for(stage.waiting, PATIENCE)
+        except aiosync.PartialSyncError as exc:  # it noticed that the first attempt had gone
+            assert set(exc.failed) == {0}
+        await stage.works()
+
+    await cancel_at_every_await(
+        lambda: stage.crew.workers[0].scheme.connect(), check, around=around
+    )
+
+
+async def check_cancel_close(bench: Bench) -> None:
+    """aclose() may be cancelled at every await: the scheme is closed all the same."""
+    for side in ("sender", "worker"):
+        stage = Stage(bench)
+
+        def scheme(stage: Stage = stage, side: str = side) -> Any:
+            return stage.crew.sender if side == "sender" else stage.crew.workers[0].scheme
+
+        async def close(stage: Stage = stage, scheme: Any = scheme) -> None:
+            sending = asyncio.ensure_future(stage.crew.send(2.0))
+            sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.sleep(0)
+            try:
+                await scheme().aclose()
+            finally:
+                stage.sending = sending
+
+        async def check(outcome: Any, stage: Stage = stage, scheme: Any = scheme) -> None:
+            assert outcome.finished or outcome.cancelled, outcome.error
+            await scheme().aclose()
+            await raises(aiosync.TransportClosed, scheme().connect())
+
+        await cancel_at_every_await(close, check, around=stage.connected)
+
+
+CHECKS = (
+    check_cancel_send,
+    check_cancelled_send_goes_on,
+    check_cancel_receive,
+    check_cancel_connect,
+    check_cancel_connect_of_a_worker,
+    check_cancel_close,
+)

@@ -1,0 +1,277 @@
+"""What arrives, where, and under which version. Imports neither pytest nor a private name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from torch import nn
+
+import aiosync
+from tests.contract.bench import (
+    PATIENCE,
+    Bench,
+    fill,
+    large,
+    raises,
+    small,
+    value_of,
+)
+
+
+async def check_first_weights(bench: Bench) -> None:
+    """connect() returns on both sides once the workers have the sender's weights."""
+    async with bench.crew(small(3.0), [small(), small()]) as crew:
+        assert await crew.values() == [3.0, 3.0]
+        assert crew.sender.version == 1
+        assert [await worker.version() for worker in crew.workers] == [1, 1]
+
+
+async def check_send_applies(bench: Bench) -> None:
+    """send() returns when the workers have applied the version, which grows by one each time."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        epochs = set()
+        for number in range(2, 12):
+            report = await crew.send(float(number))
+            assert await crew.values() == [float(number)]
+            assert (report.version, report.acked) == (number, {0})
+            assert not (report.skipped or report.failed or report.lost or report.waiting)
+            assert (report.nbytes >= 400, report.elapsed > 0) == (True, True)
+            assert await crew.workers[0].version() == crew.sender.version == number
+            epochs.add(report.epoch)
+        assert len(epochs) == 1
+
+
+async def check_several_workers(bench: Bench) -> None:
+    """Every worker gets every version, also when models are large."""
+    for build in (small, large):
+        async with bench.crew(build(1.0), [build() for _ in range(3)]) as crew:
+            for number in (2.0, 3.0, 4.0):
+                assert (await crew.send(number)).acked == {0, 1, 2}
+                assert await crew.values() == [number] * 3
+
+
+async def check_late_joiner(bench: Bench) -> None:
+    """A worker that comes late gets the newest version at connect(), and all that follow."""
+    async with bench.sender(small(1.0)) as crew:
+        await crew.sender.connect()
+        await crew.join(small())
+        await crew.send(2.0)
+        await crew.send(3.0)
+        late = await crew.join(small())
+        assert (await late.version(), await late.value()) == (3, 3.0)
+        report = await crew.send(4.0)
+        assert (report.acked, await crew.values()) == ({0, 1}, [4.0, 4.0])
+
+
+async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
+    """A worker that comes late gets the weights as they were sent, and not those of now."""
+    for build in (small, large):
+        async with bench.crew(build(1.0), [build()], init={"num_workers": None}) as crew:
+            await crew.send(2.0)
+            fill(crew.source, 9.0)
+            late = await crew.join(build())
+            assert (await late.version(), await late.value()) == (2, 2.0)
+
+
+async def check_no_first_weights(bench: Bench) -> None:
+    """Without initial weights workers connect at version 0, and the first send() is version 1."""
+    target = small()
+    async with bench.crew(None, [target]) as crew:
+        assert (crew.sender.version, await crew.values()) == (0, [-1.0])
+        error = await raises(aiosync.ConfigError, crew.sender.send())
+        assert "nothing to send" in str(error)
+        report = await crew.sender.send(small(2.0))
+        assert (report.version, await crew.values()) == (1, [2.0])
+
+
+async def check_forms_of_weights(bench: Bench) -> None:
+    """send() takes a module, a state dict or a TensorDict in the place of the registered model."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        flat = small(3.0).state_dict()
+        forms: list[Any] = [small(2.0), flat, aiosync.WeightStrategy().extract_weights(small(4.0))]
+        for number, weights in enumerate(forms, 2):
+            assert (await crew.sender.send(weights)).acked == {0}
+            assert await crew.values() == [float(number)]
+
+
+async def check_changed_source(bench: Bench) -> None:
+    """The sender's parameters may move, and be made anew, between two sends."""
+    for build in (small, large):
+        async with bench.crew(build(1.0), [build()]) as crew:
+            for number in range(2, 10):
+                if number % 3 == 0:
+                    layer = crew.source.layers[number // 3]
+                    layer.data = layer.data.clone()
+                if number % 5 == 0:
+                    crew.source.layers[0] = nn.Parameter(torch.zeros_like(crew.source.layers[0]))
+                await crew.send(float(number))
+                assert await crew.values() == [number]
+
+
+async def check_worker_ids(bench: Bench) -> None:
+    """send(worker_ids=) changes only those workers, and refuses one that never connected."""
+    async with bench.crew(small(1.0), [small() for _ in range(3)]) as crew:
+        report = await crew.send(2.0, worker_ids=[0, 2])
+        assert (report.acked, await crew.values()) == ({0, 2}, [2.0, 1.0, 2.0])
+        assert (await crew.send(3.0, worker_ids=1)).acked == {1}
+        error = await raises(aiosync.ConfigError, crew.sender.send(worker_ids=[0, 7]))
+        assert "7" in str(error)
+        assert (await crew.sender.send(worker_ids=[])).version == crew.sender.version == 3
+        assert await crew.values() == [2.0, 3.0, 2.0]
+        assert (await crew.send(4.0)).acked == {0, 1, 2}
+        assert await crew.values() == [4.0] * 3
+
+
+async def check_per_worker_weights(bench: Bench) -> None:
+    """With per_worker_weights each worker gets its own, also one that comes again later."""
+    async with bench.crew(small(1.0), [small(), small()], per_worker_weights=True) as crew:
+        report = await crew.sender.send({0: small(5.0), 1: small(6.0)})
+        assert (report.acked, await crew.values()) == ({0, 1}, [5.0, 6.0])
+        assert (await crew.sender.send({1: small(7.0)})).acked == {1}
+        assert await crew.values() == [5.0, 7.0]
+        await crew.workers.pop(0).leave()
+        again = await crew.join(small(), 0)
+        assert await again.value() == 5.0
+        assert (await crew.send(8.0, timeout=PATIENCE)).acked >= {1}
+
+
+async def check_parts(bench: Bench) -> None:
+    """With strict=False a send may hold some of the names: the others keep their values."""
+    async with bench.crew(small(1.0), [small()], strict=False) as crew:
+        [worker] = crew.workers
+        await crew.sender.send({"layers.0": torch.full((5, 4), 2.0)})
+        with worker.scheme.reading():
+            assert worker.model() == (2.0, 1.0)
+        async with worker.scheme.reading():  # neither takes the other's place meanwhile
+            first = crew.sender.send_nowait({"layers.0": torch.full((5, 4), 3.0)})
+            second = crew.sender.send_nowait({"layers.4": torch.full((5, 4), 4.0)})
+        assert (await first).acked == (await second).acked == {0}
+        with worker.scheme.reading():
+            assert worker.model() == (3.0, 4.0)
+        assert await worker.version() == second.version
+
+
+async def check_parts_for_a_late_joiner(bench: Bench) -> None:
+    """With strict=False a worker that comes late gets the newest of every name."""
+    init = {"num_workers": None}
+    async with bench.crew(small(1.0), [small()], init=init, strict=False) as crew:
+        await crew.sender.send({"layers.0": torch.full((5, 4), 2.0)})
+        await crew.sender.send({"layers.4": torch.full((5, 4), 3.0)})
+        late = await crew.join(small())
+        with late.scheme.reading():
+            assert late.model() == (2.0, 3.0)
+            assert [each.mean().item() for each in late.model.layers] == [2.0, 1.0, 1.0, 1.0, 3.0]
+
+
+class Rich(nn.Module):
+    """Has tied parameters, buffers of both kinds, several dtypes, and extra state."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.first.weight
+        self.register_buffer("count", torch.tensor(int(value)))
+        self.register_buffer("coarse", torch.full((7,), value, dtype=torch.bfloat16))
+        self.register_buffer("passing", torch.full((2,), value), persistent=False)
+        self.extra = value
+        fill(self, value)
+
+    def get_extra_state(self) -> float:
+        return self.extra
+
+    def set_extra_state(self, state: float) -> None:
+        self.extra = state
+
+
+async def check_everything_travels(bench: Bench) -> None:
+    """Parameters, tied ones, buffers, dtypes and extra state arrive, with either strategy."""
+    for strategy in ("tensordict", "state_dict"):
+        async with bench.crew(Rich(2.0), [Rich(0.0)], strategy=strategy) as crew:
+            for value in (2.0, 3.0):
+                if value > 2.0:
+                    await crew.sender.send(Rich(value))
+                [worker] = crew.workers
+                with worker.scheme.reading():
+                    got = worker.model
+                    assert (got.first.weight == value).all()
+                    assert got.tied.weight is got.first.weight
+                    assert (got.count.item(), got.count.dtype) == (value, torch.int64)
+                    assert (got.coarse == value).all()
+                    assert got.coarse.dtype == torch.bfloat16
+                    persists = strategy == "state_dict"
+                    assert (got.passing == (0.0 if persists else value)).all()
+                    assert got.extra == value
+
+
+async def check_nothing_is_aliased(bench: Bench) -> None:
+    """What the trainer or a worker writes into its own tensors is seen by nobody else."""
+    for build in (small, large):
+        async with bench.crew(build(1.0), [build(), build()]) as crew:
+            one, two = crew.workers
+            await crew.send(2.0)
+            fill(crew.source, 8.0)
+            assert await crew.values() == [2.0, 2.0]
+            assert (await crew.sender.send(worker_ids=[])).version == 2
+            old, one.model = one.model, build()
+            one.scheme.model = one.model  # the old one keeps its values in memory of its own
+            fill(old, 9.0)
+            assert await crew.values() == [2.0, 2.0]
+            assert crew.source.layers[0].unique().tolist() == [8.0]
+            await crew.send(7.0)
+            assert old.layers[0].unique().tolist() == [9.0]
+            assert await crew.values() == [7.0, 7.0]
+            fill(one.model, 6.0)
+            assert await two.value() == 7.0
+            assert crew.source.layers[0].unique().tolist() == [7.0]
+            await two.leave()  # its model keeps its values, too
+            for number in range(8, 12):
+                await crew.send(float(number), worker_ids=0)
+            assert two.model() == (7.0, 7.0)
+
+
+async def check_wire_dtype(bench: Bench) -> None:
+    """wire_dtype= rounds what travels; the dtypes and weights of both sides stay as they are."""
+    async with bench.crew(small(1.0), [small()], wire_dtype=torch.bfloat16, strict=False) as crew:
+        await crew.send(1.00390625 + 2**-12)
+        [worker] = crew.workers
+        assert await worker.value() == 1.0078125
+        assert worker.model.layers[0].dtype == torch.float32
+        assert crew.source.layers[0][0, 0].item() == 1.00390625 + 2**-12
+
+
+async def check_two_models(bench: Bench) -> None:
+    """Two schemes in one process have workers and versions of their own."""
+    async with (
+        bench.crew(small(1.0), [small()]) as one,
+        bench.crew(
+            small(2.0), [small()], init={"model_id": "critic"}, worker={"model_id": "critic"}
+        ) as two,
+    ):
+        await asyncio.gather(one.send(3.0), two.send(4.0))
+        await two.send(5.0)
+        assert (await one.values(), await two.values()) == ([3.0], [5.0])
+        assert (one.sender.version, two.sender.version) == (2, 3)
+        assert value_of(two.workers[0].scheme, two.workers[0].model) == 5.0
+
+
+CHECKS = (
+    check_first_weights,
+    check_send_applies,
+    check_several_workers,
+    check_late_joiner,
+    check_late_joiner_gets_what_was_sent,
+    check_no_first_weights,
+    check_forms_of_weights,
+    check_changed_source,
+    check_worker_ids,
+    check_per_worker_weights,
+    check_parts,
+    check_parts_for_a_late_joiner,
+    check_everything_travels,
+    check_nothing_is_aliased,
+    check_wire_dtype,
+    check_two_models,
+)

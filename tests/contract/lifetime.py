@@ -1,0 +1,378 @@
+"""Links and models that come and go, the order of calls, and the end. Imports neither pytest nor
+a private name."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import math
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiosync
+from tests.contract.bench import (
+    PATIENCE,
+    Bench,
+    background,
+    large,
+    needs,
+    raises,
+    refuses,
+    small,
+    until,
+    value_of,
+    wide,
+)
+
+
+class Owner:
+    """Has a model, as a context."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+
+@needs("relay")
+async def check_cut_link(bench: Bench) -> None:
+    """A worker whose link is cut dials again, under its index, and gets what it missed."""
+    assert bench.hooks.relay is not None
+    async with bench.sender(small(1.0)) as crew:
+        target = small()
+        async with bench.hooks.relay(crew.sender) as (scheme, cut, _), scheme:
+            scheme.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+            await asyncio.gather(crew.sender.connect(), scheme.connect())
+            await scheme.wait_for_version(1)
+            for number in range(2, 6):
+                cut()
+                try:
+                    await crew.send(float(number))
+                except aiosync.PartialSyncError as exc:
+                    assert set(exc.failed) == {0}
+                await scheme.wait_for_version(number, timeout=PATIENCE)
+                assert value_of(scheme, target) == number
+            assert scheme.link_lost is None
+            await until(lambda: 0 in crew.sender.worker_versions)
+            assert (await crew.send(9.0)).acked == {0}
+
+
+@needs("relay")
+async def check_other_trainer(bench: Bench) -> None:
+    """A worker whose trainer was restarted takes the new one's version 1 in place of any older."""
+    assert bench.hooks.relay is not None
+    async with bench.sender(small(1.0)) as one, bench.sender(small(5.0)) as two:
+        target = small()
+        async with bench.hooks.relay(one.sender) as (scheme, _, lead_to), scheme:
+            scheme.init_on_receiver(model_id="policy", model=target)
+            await asyncio.gather(one.sender.connect(), two.sender.connect(), scheme.connect())
+            for number in (2.0, 3.0):
+                await one.send(number)
+            first = (await scheme.receive()).epoch
+            assert (scheme.version, value_of(scheme, target)) == (3, 3.0)
+            lead_to(two.sender)
+            await one.sender.aclose()
+            update = await scheme.receive(timeout=PATIENCE)
+            assert (update.version, value_of(scheme, target)) == (1, 5.0)
+            assert update.epoch != first
+            assert (await two.send(6.0)).acked == {0}
+
+
+async def check_worker_before_trainer(bench: Bench) -> None:
+    """A worker that connects before the trainer listens is patient."""
+    sender = bench.make(**bench.hooks.address())
+    worker = bench.twin(sender)
+    worker.init_on_receiver(model_id="policy", model=small())
+    async with sender, worker, background(worker.connect(timeout=PATIENCE)) as [joining]:
+        await asyncio.wait([joining], timeout=0.1)
+        sender.init_on_sender(model_id="policy", model=small(1.0), num_workers=1)
+        await sender.connect(timeout=PATIENCE)
+        await joining
+        assert worker.version == 1
+
+
+async def check_worker_comes_again(bench: Bench) -> None:
+    """A worker that left may come again under its index, as often as it likes."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        for number in range(2, 6):
+            await crew.workers.pop().leave()
+            again = await crew.join(small(), 1)
+            assert await again.value() == number - 1
+            report = await crew.send(float(number))
+            assert (report.acked, report.lost) == ({0, 1}, {})
+            assert await crew.values() == [number, number]
+
+
+async def check_restarted_trainer(bench: Bench) -> None:
+    """A new trainer is a new epoch: its version 1 replaces any version of the one before."""
+    target = small()
+    epochs = set()
+    for value in (1.0, 5.0):
+        async with bench.crew(small(value), [target]) as crew:
+            assert (await crew.workers[0].version(), await crew.values()) == (1, [value])
+            for number in (2.0, 3.0):
+                epochs.add((await crew.send(value + number)).epoch)
+                assert await crew.values() == [value + number]
+    assert len(epochs) == 2
+
+
+async def check_replaced_model(bench: Bench) -> None:
+    """Another model given to a receiver has the weights at once, or an error and nothing new."""
+    for apply_copy in (False, True):
+        async with bench.crew(small(1.0), [small()], apply_copy=apply_copy) as crew:
+            [worker] = crew.workers
+            old, worker.model = worker.model, small()
+            worker.scheme.model = worker.model
+            assert worker.scheme.model is worker.model
+            assert (await worker.value(), await worker.version()) == (1.0, 1)
+            await crew.send(2.0)
+            assert await worker.value() == 2.0
+            assert old() == (1.0, 1.0)
+
+            def give_other_shapes(scheme: Any = worker.scheme) -> None:
+                scheme.model = wide()
+
+            error = refuses(aiosync.ApplyError, give_other_shapes)
+            assert "layers.1" in str(error)
+            assert worker.scheme.model is worker.model
+            assert (await crew.send(3.0)).acked == {0}
+            assert await worker.value() == 3.0
+
+
+async def check_late_model(bench: Bench) -> None:
+    """A receiver may get its model after connect(): it has the newest version then."""
+    async with bench.crew(small(1.0), [None], timeout=0.3) as crew:
+        [worker] = crew.workers
+        assert await worker.version() == 0
+        error = await raises(aiosync.PartialSyncError, crew.send(2.0))
+        assert isinstance(error.failed[0], aiosync.AckTimeout)
+        worker.model = worker.scheme.model = small()
+        await worker.wait(2)
+        assert await worker.value() == 2.0
+        assert (await crew.send(3.0, timeout=PATIENCE)).acked == {0}
+        assert await worker.value() == 3.0
+
+
+async def check_context(bench: Bench) -> None:
+    """Both sides find the model in a context, look there each time, and keep no context alive."""
+    source, target = Owner(small(1.0)), Owner(small())
+    async with bench.crew(
+        None, [None], init={"context": source, "model": None}, worker={"context": target}
+    ) as crew:
+        scheme = crew.workers[0].scheme
+        assert value_of(scheme, target.policy) == 1.0
+        source.policy, target.policy = small(2.0), small()
+        assert (await crew.sender.send()).acked == {0}
+        assert value_of(scheme, target.policy) == 2.0
+        assert (await crew.sender.send("policy")).version == 3
+    async with bench.make() as scheme:
+        owner = Owner(small())
+        scheme.init_on_sender(model_id="policy", context=owner)
+        gone = weakref.ref(owner)
+        del owner
+        gc.collect()
+        assert gone() is None
+    refuses(aiosync.ConfigError, lambda: bench.make().init_on_sender(context={"policy": small()}))
+
+
+async def check_plain_weights(bench: Bench) -> None:
+    """A receiver keeps a dict of tensors up to date, or hands each version to a function."""
+    kept = {name: value.clone() for name, value in small().state_dict().items()}
+    got: list[float] = []
+
+    def load(weights: Any) -> None:
+        got.append(dict(weights)["layers.3"].mean().item())
+
+    init = {"num_workers": 2}
+    async with bench.sender(small(1.0), init, guard="reading") as crew:
+        crew.hire(None, 0, weights=kept)
+        crew.hire(None, 1, load=load)
+        await asyncio.gather(
+            crew.sender.connect(), *(worker.scheme.connect() for worker in crew.workers)
+        )
+        await crew.send(2.0)
+        with crew.workers[0].scheme.reading():
+            assert {each.mean().item() for each in kept.values()} == {2.0}
+        assert got == [1.0, 2.0]
+
+
+async def check_pickling(bench: Bench) -> None:
+    """A pickle or a copy has the options, set at any time, and no role, link, model or version."""
+    async with bench.crew(small(1.0), [small()], timeout=7.0, apply_copy=True) as crew:
+        for scheme in (crew.sender, crew.workers[0].scheme):
+            scheme.strict = False
+            for other in (bench.twin(scheme), copy.copy(scheme)):
+                assert (other.timeout, other.apply_copy, other.strict) == (7.0, True, False)
+                assert not (other.initialized_on_sender or other.initialized_on_receiver)
+                assert (other.version, other.model) == (0, None)
+                await raises(aiosync.LocalProtocolError, other.connect())
+                await other.aclose()
+        second = bench.twin(bench.twin(crew.sender))
+        crew.workers.append(SimpleNamespace(leave=second.aclose))
+        assert (await crew.send(2.0)).acked == {0}
+
+
+async def check_wrong_order(bench: Bench) -> None:
+    """Calls of the wrong role, or in the wrong order, are LocalProtocolError and harm nothing."""
+    wrong = aiosync.LocalProtocolError
+    async with bench.make() as scheme:
+        for call in (scheme.connect, scheme.send, scheme.receive):
+            assert "init_on" in str(await raises(wrong, call()))
+        scheme.init_on_sender(model=small())
+        for call in (scheme.send, scheme.receive):
+            assert "connect" in str(await raises(wrong, call())) or call == scheme.receive
+        refuses(wrong, scheme.send_nowait)
+        refuses(wrong, lambda: scheme.init_on_receiver(model=small()))
+        refuses(wrong, lambda: scheme.init_on_sender(model=small()))
+    async with bench.crew(small(1.0), [small()]) as crew:
+        worker = crew.workers[0].scheme
+        for end in (crew.sender, worker):
+            await raises(wrong, end.connect())
+        await raises(wrong, worker.send())
+        await raises(wrong, crew.sender.receive())
+        refuses(wrong, crew.sender.apply_pending)
+        for end in (crew.sender, worker):  # on the loop of another thread
+            await raises(wrong, asyncio.to_thread(asyncio.run, end.aclose()))
+        assert (await crew.send(2.0)).acked == {0}
+
+
+async def check_wrong_options(bench: Bench) -> None:
+    """An option or argument that makes no sense is a ConfigError, given or assigned."""
+    wrong = aiosync.ConfigError
+    for name, value in (
+        ("apply", "later"),
+        ("guard", None),
+        ("strict", "no"),
+        ("require", 0),
+        ("require", 1.5),
+        ("timeout", -1.0),
+        ("timeout", math.nan),
+    ):
+        refuses(wrong, lambda name=name, value=value: bench.make(**{name: value}))
+        async with bench.make() as scheme:
+            before = getattr(scheme, name)
+            refuses(wrong, lambda name=name, value=value: setattr(scheme, name, value))
+            assert getattr(scheme, name) == before
+    both = {"model": small(), "weights": {}}
+    refuses(wrong, lambda: bench.make().init_on_receiver(**both))
+    refuses(wrong, lambda: bench.make().init_on_receiver(weights={}))  # nothing guards it
+    async with bench.crew(small(1.0), [small()]) as crew:
+        await raises(wrong, crew.sender.send(timeout=math.nan))
+        await raises(wrong, crew.sender.send({0: small()}))  # without per_worker_weights
+        await raises(wrong, crew.sender.send({"layers.0": object}))
+        assert (await crew.send(2.0)).acked == {0}
+
+
+async def check_close_in_each_state(bench: Bench) -> None:
+    """aclose() ends a scheme in whatever state it is, at once and as often as it is called."""
+    fresh = bench.make()
+    sender = bench.make()
+    sender.init_on_sender(model=small())
+    receiver = bench.twin(sender)
+    receiver.init_on_receiver(model=small())
+    for scheme in (fresh, receiver, sender):
+        for _ in range(2):
+            await asyncio.wait_for(scheme.aclose(), PATIENCE)
+        await raises(aiosync.TransportClosed, scheme.connect())
+    for ends in ((0, 1), (1, 0)):
+        async with bench.crew(small(1.0), [small()]) as crew:
+            both = (crew.sender, crew.workers[0].scheme)
+            for idx in (*ends, *ends):
+                await asyncio.wait_for(both[idx].aclose(), PATIENCE)
+            await raises(aiosync.TransportClosed, crew.sender.send())
+            await raises(aiosync.TransportClosed, both[1].receive())
+            refuses(aiosync.TransportClosed, both[1].apply_pending)
+            assert crew.workers[0].model() == (1.0, 1.0)
+    async with bench.crew(small(1.0), [small()]) as crew:
+        crew.sender.abort()
+        crew.sender.abort()
+        await raises(aiosync.TransportClosed, crew.sender.send())
+        await crew.sender.aclose()
+
+
+async def check_close_wakes(bench: Bench) -> None:
+    """What waits in a scheme that is closed raises TransportClosed, each call of it."""
+    async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
+        worker = crew.hire(small(), 0)
+        async with background(crew.sender.connect(), worker.connect()) as joining:
+            await until(joining[1].done)
+            waits = (worker.scheme.receive(), worker.scheme.wait_for_version(5))
+            async with background(*waits) as waiting:
+                await worker.leave()
+                for task in waiting:
+                    await raises(aiosync.TransportClosed, asyncio.wait_for(task, PATIENCE))
+            await crew.sender.aclose()
+            await raises(aiosync.TransportClosed, asyncio.wait_for(joining[0], PATIENCE))
+    early = bench.twin(bench.make(**bench.hooks.address()))
+    early.init_on_receiver(model=small())
+    async with background(early.connect()) as [joining]:  # to nobody
+        await asyncio.wait([joining], timeout=0.05)
+        await early.aclose()
+        await asyncio.wait({joining}, timeout=PATIENCE)
+        assert isinstance(joining.exception(), aiosync.TransportClosed)
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        handle = crew.send_nowait(2.0)
+        async with background(crew.send(3.0), crew.sender.wait_for_version(9)) as waiting:
+            await crew.sender.aclose()
+            for task in (handle, *waiting):
+                await raises(aiosync.TransportClosed, asyncio.wait_for(task, PATIENCE))
+
+
+async def check_memory_stays(bench: Bench) -> None:
+    """However many versions are sent, memory holds a few of them, also where one worker is slow."""
+    async with bench.sender(large(1.0), {"num_workers": 2}) as crew:
+        slow, quick = crew.hire(large(), 0, apply="manual"), crew.hire(large(), 1)
+        await asyncio.gather(crew.sender.connect(), slow.connect(), quick.connect())
+        sizes, handles = [], []
+        for number in range(2, 22):
+            handles.append(crew.send_nowait(float(number)))
+            await quick.wait(number)
+            sizes.append(mapped_nbytes())
+        assert sizes[-1] <= sizes[8] + crew.source.layers[0].nbytes
+        await slow.wait(21)
+        assert ((await handles[-1]).acked, await crew.values()) == ({0, 1}, [21.0, 21.0])
+
+
+def mapped_nbytes() -> int:
+    """Bytes that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = (line.split(maxsplit=1)[0].split("-") for line in lines)
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+async def check_nothing_is_left(bench: Bench) -> None:
+    """Models, senders and workers that came and went are not kept, nor their memory."""
+    gone = []
+    async with bench.crew(small(1.0), [small()], init={"num_workers": None}) as crew:
+        for number in range(2, 8):
+            late = await crew.join(small())
+            await crew.send(float(number))
+            crew.workers.remove(late)
+            await late.leave()
+            gone += [weakref.ref(late.model), weakref.ref(late.scheme)]
+            del late
+        gone += [weakref.ref(crew.sender), weakref.ref(crew.source)]
+    del crew
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+CHECKS = (
+    check_cut_link,
+    check_other_trainer,
+    check_worker_before_trainer,
+    check_worker_comes_again,
+    check_restarted_trainer,
+    check_replaced_model,
+    check_late_model,
+    check_context,
+    check_plain_weights,
+    check_pickling,
+    check_wrong_order,
+    check_wrong_options,
+    check_close_in_each_state,
+    check_close_wakes,
+    check_memory_stays,
+    check_nothing_is_left,
+)

@@ -1,0 +1,284 @@
+"""How a worker waits for updates, and when they are applied. Imports neither pytest nor a
+private name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import aiosync
+from tests.contract.bench import (
+    PATIENCE,
+    Bench,
+    background,
+    needs,
+    raises,
+    refuses,
+    small,
+    until,
+)
+
+
+async def check_receive(bench: Bench) -> None:
+    """receive() returns each update that is applied, the newest once, and None when none came."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        assert await worker.scheme.receive(timeout=0) is None  # the initial weights are no news
+        assert await worker.scheme.receive(timeout=0.01) is None
+        async with background(worker.scheme.receive()) as [waiting]:
+            report = await crew.send(2.0)
+            update = await asyncio.wait_for(waiting, PATIENCE)
+        assert (update.epoch, update.version) == (report.epoch, report.version)
+        assert (update.model_id, update.weights["layers"]["0"].unique().tolist()) == (
+            "policy",
+            [2.0],
+        )
+        await crew.send(3.0)
+        await crew.send(4.0)
+        assert (await worker.scheme.receive()).version == 4
+        assert await worker.scheme.receive(timeout=0) is None
+
+
+async def check_wait_for_version(bench: Bench) -> None:
+    """wait_for_version() takes past and future versions on both sides, and times out."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        worker = crew.workers[0].scheme
+        assert await worker.wait_for_version(1) == await crew.sender.wait_for_version(1) == 1
+        async with background(worker.wait_for_version(3), crew.sender.wait_for_version(3)) as tasks:
+            await crew.send(2.0)
+            assert not any(task.done() for task in tasks)
+            handle = crew.send_nowait(3.0)
+            assert await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE) == [3, 3]
+            assert (await handle).acked == {0, 1}
+        assert await worker.wait_for_version(2) == 3
+        for scheme in (worker, crew.sender):
+            error = await raises(aiosync.RecvTimeout, scheme.wait_for_version(9, timeout=0.01))
+            assert "9" in str(error)
+        assert crew.sender.worker_versions == {0: 3, 1: 3}
+
+
+async def check_ready(bench: Bench) -> None:
+    """ready is set once there is a complete version, on each side."""
+    async with bench.crew(None, [small()]) as crew:
+        worker = crew.workers[0].scheme
+        assert not worker.ready
+        await raises(aiosync.RecvTimeout, worker.ready.wait(timeout=0.01))
+        async with background(worker.ready.wait(), crew.sender.ready.wait()) as waiting:
+            await crew.sender.send(small(2.0))
+            await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE)
+        assert worker.ready
+        assert crew.sender.ready.is_set()
+
+
+async def check_manual_apply(bench: Bench) -> None:
+    """With apply="manual" an update waits for apply_pending(), or for a call that waits for it."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        [worker] = crew.workers
+        assert await worker.value() == 1.0  # connect() is such a call
+        assert worker.scheme.apply_pending() is None
+        handles = [crew.send_nowait(2.0), crew.send_nowait(3.0)]
+        await worker.scheme.wait_staged(3)
+        assert (await worker.version(), await worker.value(), worker.scheme.lag) == (1, 1.0, 2)
+        with worker.scheme.reading():
+            refuses(aiosync.LocalProtocolError, worker.scheme.apply_pending)
+        assert worker.scheme.apply_pending() == 3
+        assert (await worker.version(), await worker.value(), worker.scheme.lag) == (3, 3.0, 0)
+        reports = [await handle for handle in handles]
+        assert [report.acked for report in reports] == [set(), {0}]
+        assert reports[0].skipped == {0: 3}
+        assert (await worker.scheme.receive()).version == 3  # the same, as news
+        async with background(crew.send(4.0)) as [sending]:
+            assert (await worker.scheme.receive()).version == 4
+            assert (await asyncio.wait_for(sending, PATIENCE)).acked == {0}
+        assert await worker.value() == 4.0
+
+
+async def check_refused_by_manual_apply(bench: Bench) -> None:
+    """With apply="manual" a version that does not fit is an error of apply_pending()."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        [worker] = crew.workers
+        async with background(
+            raises(aiosync.PartialSyncError, crew.sender.send({"layers.0": small().layers[0]}))
+        ) as [sending]:
+            await worker.scheme.wait_staged(2)
+            error = refuses(aiosync.ApplyError, worker.scheme.apply_pending)
+            assert (error.version, error.remote_type) == (2, "ManifestMismatch")
+            await asyncio.wait_for(sending, PATIENCE)
+        assert (await worker.version(), await worker.value()) == (1, 1.0)
+
+
+async def check_update_waits_for_reader(bench: Bench) -> None:
+    """An update that comes while somebody reads, or computes, is seen by the next read."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        version = 1
+        for asynchronous in (True, False):
+            async with background() as tasks:
+                reading = worker.scheme.reading()
+                if asynchronous:
+                    await reading.__aenter__()
+                else:
+                    reading.__enter__()
+                before = version
+                for _ in range(4):
+                    version += 1
+                    tasks.append(asyncio.ensure_future(crew.send(float(version))))
+                    await asyncio.wait(tasks, timeout=0.02)
+                    assert worker.model() == (before, before)
+                    assert await worker.version() == before
+                if asynchronous:
+                    await reading.__aexit__(None, None, None)
+                else:
+                    reading.__exit__(None, None, None)
+                reports = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
+                assert reports[-1].acked == {0}
+            assert (await worker.value(), await worker.version()) == (version, version)
+
+
+class Pausing(type(small())):  # type: ignore[misc]
+    """Its forward waits in the middle."""
+
+    def forward(self) -> tuple[float, float]:
+        first = self.layers[0].mean().item()
+        self.entered.set()
+        assert self.leave.wait(PATIENCE)
+        return first, self.layers[-1].mean().item()
+
+
+async def check_update_waits_for_forward(bench: Bench) -> None:
+    """A forward of another thread that began before an update computes with one version."""
+    target = Pausing(-1.0, 5)
+    target.entered, target.leave = threading.Event(), threading.Event()
+    async with bench.crew(small(1.0), [target]) as crew:
+        async with background(asyncio.to_thread(target)) as [forward]:
+            await until(target.entered.is_set)
+            handle = crew.send_nowait(2.0)
+            await asyncio.wait([forward], timeout=0.05)
+            target.leave.set()
+            assert await asyncio.wait_for(forward, PATIENCE) == (1.0, 1.0)
+            assert (await handle).acked == {0}
+        assert target() == (2.0, 2.0)
+
+
+class Slow(Pausing):
+    """Its extra state comes after its weights, and lets somebody look at both before it is set."""
+
+    def get_extra_state(self) -> float:
+        return self.layers[0].mean().item()
+
+    def set_extra_state(self, state: float) -> None:
+        self.entered.set()
+        self.leave.wait(0.1)
+        self.state = state
+
+    def forward(self) -> tuple[float, float]:
+        return self.layers[0].mean().item(), self.state
+
+
+async def check_read_waits_for_update(bench: Bench) -> None:
+    """A forward that begins while an update is being applied computes with all of it."""
+    target = Slow(-1.0, 5)
+    target.entered, target.leave = threading.Event(), threading.Event()
+    async with bench.crew(Slow(1.0, 5), [target]) as crew:
+        target.entered.clear()
+
+        def read() -> tuple[float, float]:
+            assert target.entered.wait(PATIENCE)
+            seen = target()
+            target.leave.set()
+            return seen
+
+        async with background(asyncio.to_thread(read)) as [reading]:
+            assert (await crew.send(2.0)).acked == {0}
+            assert await asyncio.wait_for(reading, PATIENCE) == (2.0, 2.0)
+
+
+async def check_waiting_inside_a_read(bench: Bench) -> None:
+    """What waits for an update inside of a read, which keeps it away, is an error at once."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        worker = crew.workers[0].scheme
+        async with worker.reading():
+            await raises(aiosync.LocalProtocolError, worker.wait_for_version(2))
+            assert await worker.wait_for_version(1) == 1
+        assert (await crew.send(2.0)).acked == {0}
+
+
+def forwards(worker: Any, seen: list[tuple[float, float]], ended: threading.Event) -> None:
+    """Forwards in a thread, every other inside of ``reading()`` beside a look at the version."""
+    while not ended.is_set():
+        seen.append(worker.model())
+        with worker.scheme.reading():
+            seen.append((worker.scheme.version, worker.model()[1]))
+
+
+async def check_torn_reads(bench: Bench) -> None:
+    """No forward, in a thread or on the loop, mixes versions or goes back to an older one."""
+    for options in ({}, {"apply_copy": True}):
+        async with bench.crew(small(1.0), [small(), small()], **options) as crew:
+            threaded, looping = crew.workers
+            seen: tuple[list[tuple[float, float]], ...] = ([], [])
+            ended = threading.Event()
+            thread = asyncio.to_thread(forwards, threaded, seen[0], ended)
+            async with background(thread) as [task]:
+                try:
+                    for number in range(2, 200):
+                        assert (await crew.send(float(number))).acked == {0, 1}
+                        seen[1].append(looping.model())
+                        assert seen[1][-1] == (number, number)
+                        if number % 20 == 0:
+                            await asyncio.sleep(0.002)
+                finally:
+                    ended.set()
+                await asyncio.wait_for(task, PATIENCE)
+            assert all(first == last for first, last in (*seen[0], *seen[1]))
+            assert seen[0] == sorted(seen[0])
+            assert len(set(seen[0])) > 8, "hardly anything was sent meanwhile"
+
+
+@needs("pulls")
+async def check_pull(bench: Bench) -> None:
+    """A worker that only pulls gets the newest version when it asks, and a later one if it must."""
+    assert bench.hooks.pulls is not None
+    init = {"num_workers": None}
+    async with bench.crew(small(1.0), [small()], init=init, **bench.hooks.pulls) as crew:
+        [worker] = crew.workers
+        assert await worker.scheme.pull() == 1
+        for number in (2.0, 3.0):
+            assert (await crew.send(number)).acked == set()
+        assert (await worker.version(), await worker.value()) == (1, 1.0)
+        assert await worker.scheme.pull() == 3
+        assert await worker.value() == 3.0
+        async with background(worker.scheme.pull(min_version=4)) as [pulling]:
+            await asyncio.wait([pulling], timeout=0.1)
+            await crew.send(4.0)
+            assert await asyncio.wait_for(pulling, PATIENCE) == 4
+        assert await worker.value() == 4.0
+        await raises(aiosync.RecvTimeout, worker.scheme.pull(min_version=9, timeout=0.05))
+
+
+async def check_pull_of_a_subscriber(bench: Bench) -> None:
+    """pull() of a worker that gets every update returns once it has the newest."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        worker = crew.workers[0].scheme
+        assert await worker.pull() == 1
+        handle = crew.send_nowait(2.0)
+        assert await worker.pull(min_version=2) == 2
+        assert (await handle).acked == {0}
+        assert await crew.values() == [2.0]
+
+
+CHECKS = (
+    check_receive,
+    check_wait_for_version,
+    check_ready,
+    check_manual_apply,
+    check_refused_by_manual_apply,
+    check_update_waits_for_reader,
+    check_update_waits_for_forward,
+    check_read_waits_for_update,
+    check_waiting_inside_a_read,
+    check_torn_reads,
+    check_pull,
+    check_pull_of_a_subscriber,
+)

@@ -1,0 +1,89 @@
+"""Workers in other processes, which the tests, RPC or Ray reach."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from tests.contract import bench
+from tests.schemes import _harness as harness
+
+held: dict[int, bench.Worker] = {}
+"""In the worker's process: the workers that are there."""
+_keys = itertools.count()
+
+
+async def act(key: int, name: str, data: bytes) -> Any:
+    """In the worker's process: make a worker, or call it."""
+    args = pickle.loads(data)
+    if name == "hire":
+        held[key] = bench.hire(*args)
+        return None
+    return await getattr(held[key], name)(*args)
+
+
+class Remote:
+    """A worker elsewhere, with the coroutines of :class:`tests.contract.bench.Worker`.
+
+    Args:
+        scheme: Its scheme.
+        init: Arguments of its ``init_on_receiver()``.
+        call: Runs :func:`act` where the worker is.
+        end: Ends the process that it has for itself, if it has one.
+    """
+
+    def __init__(
+        self,
+        scheme: Any,
+        init: dict[str, Any],
+        call: Callable[..., Awaitable[Any]],
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._key, self._call, self._end = next(_keys), call, end
+        self._made = pickle.dumps((scheme, init))
+        self._gone = False
+
+    async def connect(self) -> None:
+        await self._call(self._key, "hire", self._made)
+        await self._call(self._key, "connect", pickle.dumps(()))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._call(self._key, name, pickle.dumps(args))
+
+    async def leave(self) -> None:
+        if not self._gone:
+            with contextlib.suppress(KeyError):  # it never came
+                await self._call(self._key, "leave", pickle.dumps(()))
+        await self._ended()
+
+    async def die(self) -> None:
+        if self._end is None:
+            await self._call(self._key, "die", pickle.dumps(()))
+        await self._ended()
+
+    async def _ended(self) -> None:
+        if self._end is not None and not self._gone:
+            self._end()
+        self._gone = True
+
+
+class Hired(Remote):
+    """A worker in a process of its own."""
+
+    def __init__(self, scheme: Any, init: dict[str, Any]) -> None:
+        worker = harness.start(None, None)
+        super().__init__(scheme, init, partial(worker.call, _acting), partial(_end, worker))
+        self.pid, self.stop, self.cont = worker.pid, worker.stop, worker.cont
+
+
+async def _acting(state: harness.State, *args: Any) -> Any:
+    return await act(*args)
+
+
+def _end(worker: harness.Worker) -> None:
+    worker.kill()
+    worker.end()

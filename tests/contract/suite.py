@@ -1,0 +1,34 @@
+"""The list of checks. Imports neither pytest nor a private name."""
+
+from __future__ import annotations
+
+from tests.contract import cancelling, delivery, failures, lifetime, reading
+from tests.contract.bench import Bench, Check, Hooks, SchemeFactory, as_check
+
+__all__ = ["ANYWHERE", "CONTRACT_CHECKS", "Bench", "Check", "Hooks", "SchemeFactory"]
+
+CONTRACT_CHECKS: tuple[Check, ...] = tuple(
+    as_check(body)
+    for module in (delivery, failures, reading, lifetime, cancelling)
+    for body in module.CHECKS
+)
+"""Every check of the suite, in the order in which to read it."""
+
+ANYWHERE = tuple(
+    check
+    for check in CONTRACT_CHECKS
+    if check.body
+    in (
+        delivery.check_first_weights,
+        delivery.check_send_applies,
+        delivery.check_several_workers,
+        delivery.check_late_joiner,
+        delivery.check_late_joiner_gets_what_was_sent,
+        delivery.check_no_first_weights,
+        delivery.check_forms_of_weights,
+        delivery.check_worker_ids,
+        failures.check_dead_worker,
+        lifetime.check_worker_comes_again,
+    )
+)
+"""Those that ask for nothing of a worker but the coroutines of ``Worker``."""

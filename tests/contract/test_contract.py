@@ -1,0 +1,85 @@
+"""Every check of the contract over shared memory, pipes and TCP.
+
+Without ``--heavy`` each of them runs on one of the loops, but every scheme and every check meet
+both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import aiosync
+from aiosync.testing import FaultProxy
+from tests.contract.bench import PATIENCE
+from tests.contract.remote import Hired
+from tests.contract.suite import CONTRACT_CHECKS, Check, Hooks
+
+SCHEMES = {
+    "shm": aiosync.SharedMemWeightSyncScheme,
+    "pipe": aiosync.MultiProcessWeightSyncScheme,
+    "tcp": aiosync.TCPWeightSyncScheme,
+}
+
+
+@contextlib.asynccontextmanager
+async def relay(scheme: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
+    async with FaultProxy(scheme.address) as proxy:
+
+        def lead_to(other: Any) -> None:
+            proxy.upstream = other.address
+
+        yield aiosync.TCPWeightSyncScheme(proxy.url, timeout=PATIENCE), proxy.reset, lead_to
+
+
+def address() -> dict[str, Any]:
+    """A port that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return {"address": f"tcp://127.0.0.1:{sock.getsockname()[1]}"}
+
+
+HOOKS = {
+    "shm": Hooks(process=Hired),
+    "pipe": Hooks(process=Hired),
+    "tcp": Hooks(
+        process=Hired,
+        relay=relay,
+        address=address,
+        final={"reconnect": 0},
+        pulls={"subscribe": False},
+    ),
+}
+
+
+SLOW = (
+    "cancel_send",
+    "changed_source",
+    "killed_worker",
+    "memory_stays",
+    "nothing_is_aliased",
+    "several_workers",
+    "stopped_worker",
+    "torn_reads",
+)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else [])
+        for each in CONTRACT_CHECKS
+    ],
+)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_contract(name: str, check: Check, forkserver: None) -> None:
+    hooks = HOOKS[name]
+    reason = check.skip_reason(hooks)
+    if reason is not None:
+        pytest.skip(reason)
+    await check.run(SCHEMES[name], hooks)

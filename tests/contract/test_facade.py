@@ -1,0 +1,73 @@
+"""Checks of the contract through the blocking API, whose calls wait in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+
+import aiosync.sync
+from tests.contract import delivery, failures, lifetime, reading
+from tests.contract.bench import Hooks, as_check
+
+WAIT = {"connect", "send", "receive", "wait_for_version", "wait_staged", "pull"}
+SCHEMES = (
+    aiosync.sync.SharedMemWeightSyncScheme,
+    aiosync.sync.MultiProcessWeightSyncScheme,
+    partial(aiosync.sync.TCPWeightSyncScheme, reconnect=0),
+)
+BODIES = (
+    delivery.check_first_weights,
+    delivery.check_send_applies,
+    delivery.check_several_workers,
+    delivery.check_late_joiner,
+    delivery.check_worker_ids,
+    delivery.check_per_worker_weights,
+    delivery.check_parts_for_a_late_joiner,
+    failures.check_refused_shape,
+    failures.check_dead_worker,
+    failures.check_dead_trainer,
+    reading.check_receive,
+    reading.check_torn_reads,
+    lifetime.check_replaced_model,
+    lifetime.check_context,
+    lifetime.check_restarted_trainer,
+    lifetime.check_worker_comes_again,
+)
+
+
+class Awaited:
+    """A blocking scheme with the coroutines of the async one."""
+
+    def __init__(self, scheme: Any) -> None:
+        vars(self)["scheme"] = scheme
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.scheme, name)
+        return partial(asyncio.to_thread, found) if name in WAIT else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.scheme, name, value)
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self.scheme.shutdown)
+
+    async def __aenter__(self) -> Awaited:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __reduce__(self) -> Any:
+        return Awaited, (copy.copy(self.scheme),)
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)), ids=lambda n: as_check(BODIES[n]).name)
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_through_the_facade(number: int) -> None:
+    make = SCHEMES[number % len(SCHEMES)]
+    await as_check(BODIES[number]).run(lambda **options: Awaited(make(**options)), Hooks())
