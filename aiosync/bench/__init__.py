@@ -1,14 +1,73 @@
-"""The benchmark behind ``aiosync bench``: aiosync, its peers and the machine's limits.
+"""The benchmark behind ``aiosync bench``: aiosync beside the least that the machine must do.
 
-Each contender has a trainer process of its own (``_trainer``) with real worker processes
-(``_worker``); the benchmark's process (``_run``) lets them take turns, block by block, on the work
-that ``_plan`` lists. ``_limits`` are contenders too: the least that the machine must do for the
-same bytes. ``_figures`` measures what is not a latency. ``_results`` is what comes out; ``_table``
-and ``_plots`` show it, and ``_targets`` compares it with what aiosync wants to reach.
-
-No public names: the command is the interface, and its JSON.
+Each contender has a trainer process of its own with real worker processes; the benchmark's process
+(:func:`run`) lets them take turns, block by block, on the cases of a :class:`Plan`. The command is
+the interface, and its JSON. The names here are for benchmarks that compare more: they
+:func:`register` contenders, and look at processes by :meth:`TrainerProcess.call`.
 """
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from aiosync.bench._aiosync import AsyncTrainer, FacadeTrainer
+from aiosync.bench._contenders import (
+    CONTENDERS,
+    Contender,
+    Plan,
+    cases_of,
+    choose,
+    profiles,
+    register,
+)
+from aiosync.bench._limits import Limit, wake_up
+from aiosync.bench._results import LIMIT, Case, Figure, Machine, Missing, Results, Timing, machine
+from aiosync.bench._run import Failed, TrainerProcess, run
+from aiosync.bench._table import limit_of, show
+from aiosync.bench._work import (
+    PATIENCE,
+    WORKLOADS,
+    Crew,
+    Desk,
+    Handle,
+    Workload,
+    ask_all,
+    fill,
+    work_async,
+    work_facade,
+)
+
+__all__ = [
+    "CONTENDERS",
+    "LIMIT",
+    "PATIENCE",
+    "WORKLOADS",
+    "AsyncTrainer",
+    "Case",
+    "Contender",
+    "Crew",
+    "Desk",
+    "FacadeTrainer",
+    "Failed",
+    "Figure",
+    "Handle",
+    "Limit",
+    "Machine",
+    "Missing",
+    "Plan",
+    "Results",
+    "Timing",
+    "TrainerProcess",
+    "Workload",
+    "ask_all",
+    "cases_of",
+    "choose",
+    "fill",
+    "limit_of",
+    "machine",
+    "profiles",
+    "register",
+    "run",
+    "show",
+    "wake_up",
+    "work_async",
+    "work_facade",
+]

@@ -1,20 +1,19 @@
-"""Who takes part, by transport. Names only: a trainer's process imports what it needs.
-
-Must not import torch, aiosync's schemes, torchrl, ray, typer or rich.
-"""
+"""Who takes part, by transport, and in which cases."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aiosync.bench._results import LIMIT
+from aiosync.bench._results import LIMIT, Case
+from aiosync.bench._work import WORKLOADS
+from aiosync.errors import ConfigError
 
-__all__ = ["CONTENDERS", "TRANSPORTS", "Contender", "Loop"]
+__all__ = ["CONTENDERS", "Contender", "Plan", "cases_of", "choose", "profiles", "register"]
 
-Loop = Literal["uvloop", "asyncio", "blocking"]
-"""What drives the trainer: an event loop, or nothing, where calls block."""
+_CLUSTERS = ("gloo", "rpc", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +21,24 @@ class Contender:
     """One way to move weights over one transport.
 
     Attributes:
-        name: ``"aiosync"``, ``"aiosync/asyncio"``, ``"aiosync/facade"``, ``"aiosync/network"``,
-            ``"torchrl"``, ``"torchrl/aliased"``, or that of a limit: it begins with ``"limit/"``.
+        name: Such as ``"aiosync/facade"``; that of a limit begins with ``"limit/"``.
         loop: What drives its trainer, and its workers if they are async.
-        factory: ``"module:name"`` of what makes its trainer's half.
+        factory: ``"module:name"`` of what makes its trainer's half, in the trainer's process: an
+            object with ``open(case)``, which returns a handle for each worker, ``send()``,
+            ``close()`` and ``model``. Unless the loop is ``"blocking"``, the methods are
+            coroutine functions.
+        args: For the factory.
         needs: Packages that must be installed.
+        surface: Another face of the same thing: left out where there are many contenders.
         lasting: Its trainer's process serves one case after another; otherwise one only.
     """
 
     name: str
-    loop: Loop
+    loop: Literal["uvloop", "asyncio", "blocking"]
     factory: str
+    args: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    surface: bool = False
     lasting: bool = True
 
     def missing(self) -> list[str]:
@@ -41,85 +46,152 @@ class Contender:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
-def _ours(transport: str, module: str, needs: tuple[str, ...] = ()) -> list[Contender]:
-    factory = f"aiosync.bench.{module}:{transport}"
+CONTENDERS: dict[str, list[Contender]] = {}
+"""By transport, in the order in which they take turns."""
+
+
+def register(transport: str, *contenders: Contender) -> None:
+    """Let more take part. The limits stay last."""
+    there = [*CONTENDERS.get(transport, ()), *contenders]
+    there.sort(key=lambda each: each.name.startswith(LIMIT))
+    CONTENDERS[transport] = there
+
+
+def _register_own() -> None:
+    def limit(name: str, function: str, *args: str) -> Contender:
+        return Contender(f"{LIMIT}{name}", "blocking", f"aiosync.bench._limits:{function}", args)
+
+    copies = [limit("memcpy", "Memcpy"), limit("memcpy all threads", "memcpy_all_threads")]
+    limits = {
+        "shm": copies,
+        "pipe": [limit("raw unix socket", "Stream")],
+        "tcp": [limit("raw socket", "Stream", "tcp")],
+        "unix": [limit("raw unix socket", "Stream")],
+        "gloo": copies,
+    }
+    half = "aiosync.bench._aiosync:{}Trainer".format
+    for transport, its in limits.items():
+        name = (transport,)
+        register(
+            transport,
+            Contender("aiosync", "uvloop", half("Async"), name, ("uvloop",)),
+            Contender("aiosync/asyncio", "asyncio", half("Async"), name, surface=True),
+            Contender("aiosync/facade", "blocking", half("Facade"), name, surface=True),
+            limit("round trip", "wake_up"),
+            *its,
+        )
+
+
+_register_own()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Cases, and how thoroughly to measure each.
+
+    Attributes:
+        name: Of the profile.
+        cases: In order, those of one transport together.
+        blocks: Timed blocks of each contender on each case; contenders take turns.
+        scale: Factor on the sends of a block.
+        contenders: Names of those that take part, limits included; ``None`` for all.
+        surfaces_upto: Workers up to which other surfaces take part; 0 leaves them out. With 512 MiB
+            it is 1 at most: contenders are open together, and everybody has to fit into memory.
+    """
+
+    name: str
+    cases: Sequence[Case]
+    blocks: int
+    scale: float = 1.0
+    contenders: Collection[str] | None = None
+    surfaces_upto: int = 8
+
+    def sends(self, case: Case) -> int:
+        """Return the sends of one block."""
+        return max(2, round(WORKLOADS[case.workload].sends * self.scale))
+
+    def takes(self, case: Case, contender: Contender) -> bool:
+        """Whether a contender takes part in a case."""
+        if self.contenders is not None and contender.name not in self.contenders:
+            return False
+        if contender.name.startswith(LIMIT):
+            return not case.busy
+        upto = min(self.surfaces_upto, 1) if case.workload == "512MiB" else self.surfaces_upto
+        return not contender.surface or case.workers <= upto
+
+
+def cases_of(
+    transports: Sequence[str], work: Mapping[str, Sequence[int]], busy: bool = False
+) -> list[Case]:
+    """Return the cases of each transport, workload and number of workers, in this order."""
     return [
-        Contender("aiosync", "uvloop", factory, ("uvloop", *needs)),
-        Contender("aiosync/asyncio", "asyncio", factory, needs),
-        Contender("aiosync/facade", "blocking", f"{factory}_facade", needs),
+        Case(transport, workload, count, busy)
+        for transport in transports
+        for workload, counts in work.items()
+        for count in counts
     ]
 
 
-def _network(transport: str, module: str, needs: tuple[str, ...] = ()) -> Contender:
-    """Workers as if on other hosts, where a scheme treats those of its own differently."""
-    factory = f"aiosync.bench.{module}:{transport}_network"
-    return Contender("aiosync/network", "uvloop", factory, ("uvloop", *needs))
+def profiles() -> dict[str, Plan]:
+    """By name: what a run measures unless options say otherwise."""
+    few = [
+        *cases_of(("shm",), {"4x2": (1, 4), "1000x4KiB": (1,), "64MiB": (1,)}),
+        *cases_of(("pipe",), {"4x2": (1,), "1000x4KiB": (1,)}),
+        *cases_of(("tcp",), {"4x2": (1,), "64MiB": (1,)}),
+    ]
+    pair = (1, 4)
+    work = {"4x2": (1, 2, 4, 8), "1MB": pair, "1000x4KiB": pair, "64MiB": pair, "512MiB": pair}
+    names = list(CONTENDERS)
+    every = [
+        *cases_of(names, work),
+        *cases_of(("shm",), {"1000-layers": pair}),
+        *cases_of([name for name in names if name in _CLUSTERS], {"1000-layers": (1,)}),
+        *cases_of(("shm", "pipe", "tcp", "gloo"), {"4x2": (1,), "1000x4KiB": (1,)}, busy=True),
+    ]
+    every.sort(key=lambda case: names.index(case.transport))
+    return {
+        "quick": Plan("quick", few, blocks=2, scale=0.5, surfaces_upto=1),
+        "full": Plan("full", every, blocks=5),
+    }
 
 
-def _theirs(factory: str, name: str = "torchrl", needs: tuple[str, ...] = ()) -> Contender:
-    return Contender(name, "blocking", f"aiosync.bench.{factory}", ("torchrl", *needs))
+def choose(
+    plan: Plan,
+    *,
+    transports: Collection[str] = (),
+    workloads: Collection[str] = (),
+    workers: Collection[int] = (),
+    contenders: Collection[str] = (),
+) -> Plan:
+    """Return what is left of a plan; an empty collection chooses everything.
+
+    Raises:
+        ConfigError: There is no such name, or no case is left.
+    """
+    names = dict.fromkeys(each.name for all_ in CONTENDERS.values() for each in all_)
+    _known("--transport", transports, CONTENDERS)
+    _known("--workload", workloads, WORKLOADS)
+    _known("--contender", contenders, [*names, "limits"])
+    if contenders:
+        limits = [name for name in names if name.startswith(LIMIT) and "limits" in contenders]
+        plan = replace(plan, contenders=frozenset((*contenders, *limits)))
+    cases = [
+        case
+        for case in plan.cases
+        if (not transports or case.transport in transports)
+        and (not workloads or case.workload in workloads)
+        and (not workers or case.workers in workers)
+        and any(plan.takes(case, each) for each in CONTENDERS[case.transport])
+    ]
+    if not cases:
+        there = "; ".join(map(str, plan.cases))
+        raise ConfigError(
+            f"these options select nothing in the profile {plan.name}, which contains: {there}"
+        )
+    return replace(plan, cases=cases)
 
 
-def _limit(name: str, needs: tuple[str, ...] = ()) -> Contender:
-    """Names such as ``"memcpy all threads"``; made by a function such as memcpy_all_threads."""
-    function = name.replace(" ", "_").replace("+", "_")
-    return Contender(f"{LIMIT}{name}", "blocking", f"aiosync.bench._limits:{function}", needs)
-
-
-_GLOO = "_torchrl_local:gloo"
-_WAKE_UP = _limit("round trip")
-_COPIES = [_limit("memcpy"), _limit("memcpy all threads")]
-CONTENDERS: dict[str, list[Contender]] = {
-    "shm": [
-        *_ours("shm", "_aiosync_local"),
-        _theirs("_torchrl_local:shm"),
-        _theirs("_torchrl_local:shm_aliased", "torchrl/aliased"),
-        _WAKE_UP,
-        *_COPIES,
-    ],
-    "pipe": [
-        *_ours("pipe", "_aiosync_local"),
-        _theirs("_torchrl_local:pipe"),
-        _theirs("_torchrl_local:pipe_aliased", "torchrl/aliased"),
-        _WAKE_UP,
-        _limit("raw unix socket"),
-    ],
-    # TorchRL has no streams: what it offers between machines is Gloo.
-    "tcp": [
-        *_ours("tcp", "_aiosync_local"),
-        _theirs(_GLOO),
-        _WAKE_UP,
-        _limit("raw socket"),
-    ],
-    "unix": [
-        *_ours("unix", "_aiosync_local"),
-        _theirs(_GLOO),
-        _WAKE_UP,
-        _limit("raw unix socket"),
-    ],
-    "gloo": [
-        *_ours("gloo", "_aiosync_local"),
-        _network("gloo", "_aiosync_local"),
-        _theirs(_GLOO),
-        _WAKE_UP,
-        _limit("gloo broadcast"),
-    ],
-    "rpc": [
-        *_ours("rpc", "_aiosync_rpc"),
-        _network("rpc", "_aiosync_rpc"),
-        # References of torch's RPC belong to the first group that a process joins.
-        replace(_theirs("_torchrl_rpc:rpc"), lasting=False),
-        _WAKE_UP,
-        _limit("gloo broadcast"),
-    ],
-    "ray": [
-        *_ours("ray", "_aiosync_ray", ("ray",)),
-        _network("ray", "_aiosync_ray", ("ray",)),
-        _theirs("_torchrl_ray:ray", needs=("ray",)),
-        _limit("ray put+get", ("ray",)),
-    ],
-}
-"""By transport, in the order in which they take turns."""
-
-TRANSPORTS = tuple(CONTENDERS)
-"""Names of the transports."""
+def _known(option: str, given: Collection[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{option}: there is no {name}; there is: {', '.join(known)}")

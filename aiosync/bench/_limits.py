@@ -1,169 +1,239 @@
 """What the machine needs for the same bytes: the contenders whose names begin with ``limit/``.
 
 Each does the least that could move a model's bytes in its way; nothing is named, checked or
-applied. Here are the copies and the wake-up; streams are in ``_limits_sockets``, process groups
-and Ray in ``_limits_groups``. Must not import aiosync's schemes, torchrl, typer or rich, nor ray
-before :func:`ray_put_get` is called.
+applied.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import select
+import socket
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aiosync._cores import usable_cores
-from aiosync.bench._contender import Handle
-from aiosync.bench._limits_base import Answers, Copy, Limit, Stub, simplex
 from aiosync.bench._results import Case
+from aiosync.bench._work import PATIENCE, WORKLOADS, Crew, Desk, Handle, fill
 
-__all__ = [
-    "gloo_broadcast",
-    "memcpy",
-    "memcpy_all_threads",
-    "raw_socket",
-    "raw_unix_socket",
-    "ray_put_get",
-    "round_trip",
-]
+if TYPE_CHECKING:
+    from torch import nn
 
-_WORTH_THREADS = 2**20  # handing less than this to another thread costs more than copying it
+__all__ = ["Limit", "Memcpy", "Stream", "memcpy_all_threads", "wake_up"]
+
+_Bytes = NDArray[np.uint8]
+
+_SMALL = 2**16  # bytes up to which a memoryview's copy costs less than a call of numpy
+_WINDOW = 2**20
+_IOV_MAX = 1024
+_UNIX_BUFFER = 4 * 2**20
 
 
-class _Memcpy(Limit):
-    """One copy into memory that has been written before; however many workers would look at it."""
+class Limit:
+    """The trainer's half of a limit, for subclasses.
 
-    def __init__(self, threads: int) -> None:
-        super().__init__()
-        self._threads = threads
-        self._shares: list[Copy] = []
-        self._pool: ThreadPoolExecutor | None = None
+    Attributes:
+        model: What is sent.
+        sources: The memory of its parameters.
+        crew: Worker processes, where some take part.
+    """
+
+    model: nn.Module
+
+    def __init__(self) -> None:
+        self.sources: list[_Bytes] = []
+        self.crew: Crew = Crew()
+
+    def open(self, case: Case) -> Sequence[Handle]:
+        """Build the model and start what takes part."""
+        self.model = WORKLOADS[case.workload].build()
+        fill(self.model, 1.0)
+        self.sources = [
+            parameter.detach().view(-1).numpy().view(np.uint8)
+            for parameter in self.model.parameters()
+        ]
+        return self.start(case)
 
     def start(self, case: Case) -> Sequence[Handle]:
-        nbytes = sum(map(len, self.sources))
-        block = np.zeros(nbytes, np.uint8)
-        block.fill(1)  # zeros alone would be memory that is not there yet
-        threads = self._threads if nbytes >= _WORTH_THREADS else 1
-        bounds = [nbytes * thread // threads for thread in range(threads + 1)]
-        self._shares = [
-            Copy(self.sources, block, low, high) for low, high in itertools.pairwise(bounds)
-        ]
-        if threads > 1:
-            self._pool = ThreadPoolExecutor(threads - 1)
+        """Start workers, if there are any, and return their handles."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Move the bytes; return when they are where they should be."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers and let go of the memory."""
+        self.crew.stop()
+        self.sources = []
+
+
+class Memcpy(Limit):
+    """One copy into memory that has been written before; however many workers would look at it.
+
+    Args:
+        threads: How many copy.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(threads)
+        self._small: list[tuple[memoryview, memoryview]] = []
+        self._shares: list[list[tuple[_Bytes, _Bytes]]] = [[] for _ in range(threads)]
+
+    def start(self, case: Case) -> Sequence[Handle]:
+        """Divide the copies of large tensors among the threads."""
+        for source in self.sources:
+            target = _written(len(source))
+            if len(source) <= _SMALL:
+                self._small.append((_view(target), _view(source)))
+            else:
+                bounds = np.linspace(0, len(source), len(self._shares) + 1, dtype=int)
+                for share, (low, high) in zip(
+                    self._shares, itertools.pairwise(bounds), strict=True
+                ):
+                    share.append((target[low:high], source[low:high]))
         return []
 
     def send(self) -> None:
+        """Copy."""
         first, *others = self._shares
-        if self._pool is None:
-            first.run()
-            return
-        running = [self._pool.submit(share.run) for share in others]
-        first.run()
+        running = [self._pool.submit(_copy, share) for share in others if share]
+        for target, source in self._small:
+            target[:] = source
+        _copy(first)
         for share in running:
             share.result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-        self._shares = []
+        """Let go of the memory."""
         super().close()
+        self._small.clear()
+        for share in self._shares:
+            share.clear()
 
 
-class _RoundTrip(Limit):
-    """One byte to each of N sleeping processes, and one back."""
+def memcpy_all_threads() -> Memcpy:
+    """One copy by as many threads as there are cores to use."""
+    return Memcpy(usable_cores())
 
-    def __init__(self) -> None:
+
+def _copy(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)  # without the GIL
+
+
+def _written(nbytes: int) -> _Bytes:
+    return np.ones(nbytes, np.uint8)  # zeros alone would be memory that is not there yet
+
+
+def _view(memory: _Bytes) -> memoryview:
+    return memoryview(memory)  # type: ignore[arg-type]  # Buffer is only known from 3.12 on
+
+
+class Stream(Limit):
+    """All tensors to one worker after the other through blocking sockets; then a byte from each.
+
+    Args:
+        family: ``"tcp"`` or ``"unix"``.
+        wake_up: Send a byte instead of the tensors.
+    """
+
+    def __init__(self, family: str = "unix", *, wake_up: bool = False) -> None:
         super().__init__()
-        self._wake: list[Connection] = []
-        self._answers = Answers()
+        self._family = family
+        self._wake_up = wake_up
+        self._sockets: list[socket.socket] = []
+        self._pieces: list[list[memoryview]] = []
 
     def start(self, case: Case) -> Sequence[Handle]:
+        """Connect to as many processes as there are workers."""
+        views = [memoryview(b"x")] if self._wake_up else [_view(each) for each in self.sources]
+        self._pieces = _cut(views)
         handles: Sequence[Handle] = []
         for _ in range(case.workers):
-            read_wake, wake = simplex()
-            done, write_done = simplex()
-            self._wake.append(wake)
-            self._answers.add(done)
-            handles = self.crew.start(_answer_wake_ups, 1, read_wake, write_done)
-            read_wake.close()
-            write_done.close()
+            ours, theirs = _pair(self._family)
+            self._sockets.append(ours)
+            handles = self.crew.start(_receive, 1, theirs, sum(map(len, views)))
+            theirs.close()
         return handles
 
     def send(self) -> None:
-        for wake in self._wake:
-            os.write(wake.fileno(), b"x")
-        self._answers.wait()
+        """Return when every worker has said that it has everything."""
+        for sock in self._sockets:
+            for views in self._pieces:
+                sent = sock.sendmsg(views)
+                for view in views:  # most often all of it went at once
+                    if sent < len(view):
+                        sock.sendall(view[sent:])
+                    sent = max(0, sent - len(view))
+        for sock in self._sockets:
+            if not sock.recv(1):
+                raise RuntimeError("a worker ended before it answered")
 
     def close(self) -> None:
+        """End the workers and close the sockets."""
         super().close()
-        for wake in self._wake:
-            wake.close()
-        self._wake = []
-        self._answers.close()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets, self._pieces = [], []
 
 
-def _answer_wake_ups(idx: int, pipe: Connection, wake: Connection, done: Connection) -> None:
-    stub = Stub()
-    asked, woken, answer = pipe.fileno(), wake.fileno(), done.fileno()
-    poller = select.poll()  # as quick as epoll for two, and everywhere
-    poller.register(asked, select.POLLIN)
-    poller.register(woken, select.POLLIN)
-    while True:  # without a deadline: it ends with the trainer, whose pipe then says so
-        for fd, _ in poller.poll():
-            if fd == asked:
-                if not stub.serve_one(pipe):
-                    return
-            elif os.read(woken, 1):
-                os.write(answer, b"x")
-            else:
-                return
+def wake_up() -> Stream:
+    """One byte to each worker, which sleeps, and one back."""
+    return Stream(wake_up=True)
 
 
-def memcpy() -> Limit:
-    """One copy by one thread."""
-    return _Memcpy(1)
+def _pair(family: str) -> tuple[socket.socket, socket.socket]:
+    if family == "unix":
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname(), PATIENCE)
+            theirs, _ = server.accept()
+    for sock in (ours, theirs):
+        sock.settimeout(None)  # Python's own timeouts would cost a poll() at every call
+        if family == "unix":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNIX_BUFFER)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
+    return ours, theirs
 
 
-def memcpy_all_threads() -> Limit:
-    """One copy by as many threads as there are cores to use."""
-    return _Memcpy(usable_cores())
+def _cut(views: list[memoryview]) -> list[list[memoryview]]:
+    """Slices of the large tensors, and small ones many at a time, in order."""
+    pieces: list[list[memoryview]] = []
+    many: list[memoryview] = []
+    for view in views:
+        if len(view) > _SMALL:
+            many = []
+            pieces += [[view[at : at + _WINDOW]] for at in range(0, len(view), _WINDOW)]
+        else:
+            if not many or len(many) == _IOV_MAX:
+                many = []
+                pieces.append(many)
+            many.append(view)
+    return pieces
 
 
-def round_trip() -> Limit:
-    """One wake-up there and back, without any weights."""
-    return _RoundTrip()
+def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> None:
+    def take() -> None:
+        block = _view(_written(nbytes))
+        got = 0
+        while count := sock.recv_into(block[got : got + _WINDOW]):  # until the trainer closes it
+            got += count
+            if got == nbytes:
+                got = 0
+                sock.send(b"x")
 
-
-def raw_socket() -> Limit:
-    """A blocking TCP socket to each worker."""
-    from aiosync.bench._limits_sockets import RawSocket
-
-    return RawSocket("tcp")
-
-
-def raw_unix_socket() -> Limit:
-    """A blocking Unix-domain socket to each worker."""
-    from aiosync.bench._limits_sockets import RawSocket
-
-    return RawSocket("unix")
-
-
-def gloo_broadcast() -> Limit:
-    """One broadcast of one flat tensor."""
-    from aiosync.bench._limits_groups import GlooBroadcast
-
-    return GlooBroadcast()
-
-
-def ray_put_get() -> Any:
-    """One put into Ray's object store, and one get in each actor."""
-    from aiosync.bench._limits_groups import RayPutGet
-
-    return RayPutGet()
+    Thread(target=take, daemon=True).start()
+    Desk().serve(pipe)

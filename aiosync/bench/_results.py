@@ -1,21 +1,23 @@
-"""What a run of the benchmark found, as data and as JSON.
-
-Must not import torch, typer or rich.
-"""
+"""What a run of the benchmark found, as data and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import os
+import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LIMIT", "SCHEMA", "Case", "Figure", "Machine", "Missing", "Results", "Timing"]
+from aiosync._cores import usable_cores
+from aiosync._version import __version__
 
-SCHEMA = 1
-"""Version of the JSON; it changes when a name or a meaning does."""
+__all__ = ["LIMIT", "Case", "Figure", "Machine", "Missing", "Results", "Timing", "machine"]
+
+_SCHEMA = 1  # of the JSON; it changes when a name or a meaning does
 
 LIMIT = "limit/"
 """What the names of limits begin with. A limit is a contender that only moves the bytes."""
@@ -75,7 +77,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that is not the latency of a send.
+    """One number that is not the latency of a send; ``aiosync bench`` itself takes none.
 
     Attributes:
         name: What it says, such as ``"loop lag p99"``.
@@ -128,6 +130,19 @@ class Machine:
     versions: dict[str, str]
 
 
+def machine() -> Machine:
+    """Look at this machine. What is not installed has no version."""
+    versions = {"python": platform.python_version(), "aiosync": __version__}
+    for package in ("torch", "uvloop", "torchrl", "ray"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Machine(usable_cores(), round(nbytes / 2**30, 1), system, versions)
+
+
 @dataclass(slots=True)
 class Results:
     """Everything that a run found, in the order in which it was found."""
@@ -146,18 +161,17 @@ class Results:
                 return timing
         return None
 
-    def limits(self, case: Case) -> list[Timing]:
-        """Find what the machine needed for the same bytes, whether or not workers are busy."""
-        quiet = dataclasses.replace(case, busy=False)
-        return [
-            timing
-            for timing in self.timings
-            if timing.case == quiet and timing.contender.startswith(LIMIT)
-        ]
+    @property
+    def failed(self) -> bool:
+        """Whether nothing was measured, or aiosync failed at something; others may."""
+        return not self.timings or any(
+            ", aiosync" in missing.what and not missing.why.startswith("not installed")
+            for missing in self.missing
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON, with medians and percentiles beside the raw seconds."""
-        values = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        values = {"schema": _SCHEMA, **dataclasses.asdict(self)}
         for raw, timing in zip(values["timings"], self.timings, strict=True):
             raw["median"] = timing.median
             raw.update({f"p{percent}": timing.percentile(percent) for percent in (10, 90, 99)})
@@ -171,19 +185,16 @@ class Results:
             ValueError: It is not that, or of another schema.
         """
         values: dict[str, Any] = json.loads(text)
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"results of schema {values.get('schema')!r}; this reads {SCHEMA}")
+        if values.get("schema") != _SCHEMA:
+            raise ValueError(f"results of schema {values.get('schema')!r}; this reads {_SCHEMA}")
         return cls(
             machine=Machine(**values["machine"]),
             profile=values["profile"],
             elapsed=values["elapsed"],
             timings=[
                 Timing(
-                    Case(**raw["case"]),
-                    raw["contender"],
-                    raw["seconds"],
-                    raw["trainer_cpu"],
-                    raw["worker_cpu"],
+                    case=Case(**raw["case"]),
+                    **{name: raw[name] for name in Timing.__slots__ if name != "case"},
                 )
                 for raw in values["timings"]
             ],

@@ -1,34 +1,164 @@
-"""The benchmark's own process: starts trainers and lets them take turns.
-
-Must not import torch, torchrl, ray, typer or rich.
-"""
+"""The benchmark's own process, which lets trainers take turns, and the trainers' processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
-from aiosync.bench._contenders import CONTENDERS, Contender
-from aiosync.bench._figures import figures_of
-from aiosync.bench._plan import Plan
-from aiosync.bench._results import Case, Missing, Results, Timing
+import torch
 
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
-    from aiosync.bench._contender import Usage
-    from aiosync.bench._trainer import Block
+from aiosync._run import new_event_loop
+from aiosync.bench._contenders import CONTENDERS, Contender, Plan
+from aiosync.bench._results import Case, Figure, Missing, Results, Timing
+from aiosync.bench._work import Handle, ask_all, fill
 
 __all__ = ["Failed", "TrainerProcess", "run"]
 
 _PATIENCE = 300.0
 _END_SECONDS = 30.0
+_BLOCK_SECONDS = 1.0  # a block of sends that take longer than that together has fewer of them
+
+
+# -- the trainer's process ----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Block:
+    """What a block of sends found.
+
+    Attributes:
+        seconds: One for each send.
+        trainer_cpu: CPU seconds of the trainer's process, in the sends alone.
+        worker_cpu: CPU seconds of all workers, over the block.
+    """
+
+    seconds: list[float]
+    trainer_cpu: float = 0.0
+    worker_cpu: float = 0.0
+
+
+class _Rounds:
+    """Answers what the benchmark asks a trainer; without awaiting, if its half is blocking."""
+
+    def __init__(self, half: Any, blocking: bool) -> None:
+        self.half = half
+        self._blocking = blocking
+        self._handles: Sequence[Handle] = ()
+        self._busy = False
+        self._value = 1.0
+
+    async def reply(self, question: str, argument: Any) -> tuple[bool, Any]:
+        try:
+            return True, await self._answer(question, argument)
+        except Exception:  # noqa: BLE001  # its reader shows it as the case's error
+            return False, traceback.format_exc()
+
+    async def _answer(self, question: str, argument: Any) -> Any:
+        match question:
+            case "open":
+                self._handles = await self.maybe(self.half.open(argument))
+                self._busy = argument.busy
+                self._value = 1.0
+            case "block":
+                return await self._block(argument)
+            case "call":
+                return await self.maybe(argument(self.half, self._handles))
+            case "close":
+                self._handles = ()
+                await self.maybe(self.half.close())
+        return None
+
+    async def maybe(self, result: Any) -> Any:
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def _block(self, sends: int) -> Block:
+        before = sum(ask_all(self._handles, "cpu"))
+        block = Block([])
+        elapsed = 0.0
+        self._forwards(True)
+        try:
+            # Two sends there are at least.
+            while len(block.seconds) < min(sends, 2) or (
+                len(block.seconds) < sends and elapsed < _BLOCK_SECONDS
+            ):
+                self._value += 1.0
+                fill(self.half.model, self._value)  # every weight changes
+                started, cpu = time.perf_counter(), time.process_time()
+                if self._blocking:
+                    self.half.send()
+                else:
+                    await self.half.send()
+                block.seconds.append(time.perf_counter() - started)
+                elapsed += block.seconds[-1]
+                block.trainer_cpu += time.process_time() - cpu
+        finally:
+            self._forwards(False)
+        block.worker_cpu = sum(ask_all(self._handles, "cpu")) - before
+        ask_all(self._handles, "check", self._value)
+        return block
+
+    def _forwards(self, busy: bool) -> None:
+        """Between its own blocks a contender's workers leave the cores to those of the others."""
+        if self._busy:
+            ask_all(self._handles, "busy", busy)
+
+
+def _trainer_main(contender: Contender, pipe: Connection) -> None:
+    """Answer questions until ``None`` or the end of the pipe."""
+    # A terminal's Ctrl-C reaches every process, and workers inherit this: the benchmark's own ends
+    # the others in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # libraries print; stdout is for the benchmark's results, which may be JSON
+    warnings.simplefilter("ignore")  # of libraries, about their own future
+    torch.set_num_threads(1)
+    module, _, name = contender.factory.partition(":")
+    half = getattr(importlib.import_module(module), name)(*contender.args)
+    rounds = _Rounds(half, contender.loop == "blocking")
+
+    def receive() -> Any:
+        try:
+            return pipe.recv()
+        except EOFError:  # the benchmark's process is gone
+            return None
+
+    async def serve() -> None:
+        try:
+            while message := await asyncio.to_thread(receive):
+                pipe.send(await rounds.reply(*message))
+        finally:
+            await half.close()
+
+    if contender.loop == "blocking":
+        try:
+            while message := receive():
+                pipe.send(_without_loop(rounds.reply(*message)))
+        finally:
+            half.close()
+    else:
+        factory = new_event_loop if contender.loop == "uvloop" else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(serve())
+
+
+def _without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run what awaits nothing, in a thread where no loop runs."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a blocking contender has awaited something")
 
 
 class Failed(RuntimeError):
@@ -39,14 +169,12 @@ class TrainerProcess:
     """A contender's trainer, in a process of its own, asked over a pipe."""
 
     def __init__(self, contender: Contender) -> None:
-        from aiosync.bench._trainer import trainer_main
-
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["aiosync.bench._trainer", "aiosync", "aiosync.sync"])
+        context.set_forkserver_preload([__name__, "aiosync", "aiosync.sync"])
         self.contender = contender
         self._pipe, theirs = context.Pipe()
         # Not a daemon: those may not have workers of their own. close() is always called.
-        self._process: BaseProcess = context.Process(target=trainer_main, args=(contender, theirs))
+        self._process = context.Process(target=_trainer_main, args=(contender, theirs))
         self._process.start()
         theirs.close()
 
@@ -55,63 +183,32 @@ class TrainerProcess:
         """Whether the process is there to be asked."""
         return self._process.is_alive()
 
-    def open(self, case: Case) -> None:
-        """Start workers and join them."""
-        self._ask("open", case)
-
-    def begin_open(self, case: Case) -> None:
-        """Start what :meth:`open` does, without waiting for it; :meth:`end` does that."""
-        self._put("open", case)
-
-    def begin_close(self) -> None:
-        """Start what :meth:`close_case` does, without waiting for it; :meth:`end` does that."""
-        self._put("close", None)
-
-    def end(self) -> None:
-        """Wait for what was begun."""
-        self._take()
-
     def block(self, sends: int) -> Block:
         """Send so many times, or for a second, and have the workers checked."""
-        return cast("Block", self._ask("block", sends))
+        return cast("Block", self.ask("block", sends))
 
-    def usage(self) -> tuple[Usage, list[Usage]]:
-        """Return what the trainer's process and each worker have used so far."""
-        return cast("tuple[Usage, list[Usage]]", self._ask("usage"))
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Return what ``function(half, handles)`` returns there, awaited if it is a coroutine."""
+        return self.ask("call", function)
 
-    def reset_peak(self) -> None:
-        """Let the peaks of resident memory start again, everywhere."""
-        self._ask("reset peak")
+    def ask(self, question: str, argument: Any = None) -> Any:
+        """Ask one of ``"open"`` (a case), ``"block"``, ``"call"`` and ``"close"``.
 
-    def call(self, name: str) -> Any:
-        """Call a method of the contender that is not part of what all have."""
-        return self._ask("call", name)
+        Raises:
+            Failed: It could not do that, or is gone.
+        """
+        self.begin(question, argument)
+        return self.end()
 
-    def close_case(self) -> None:
-        """End the workers."""
-        self._ask("close")
-
-    def close(self) -> None:
-        """End the process; kill it if it does not. Idempotent."""
-        with contextlib.suppress(OSError):  # it is gone already
-            self._pipe.send(None)
-        self._process.join(_END_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._pipe.close()
-
-    def _ask(self, question: str, argument: Any = None) -> Any:
-        self._put(question, argument)
-        return self._take()
-
-    def _put(self, question: str, argument: Any) -> None:
+    def begin(self, question: str, argument: Any = None) -> None:
+        """Ask without waiting; :meth:`end` does that."""
         try:
             self._pipe.send((question, argument))
         except OSError as exc:
             raise self._ended() from exc
 
-    def _take(self) -> Any:
+    def end(self) -> Any:
+        """Wait for what was begun."""
         try:
             if not self._pipe.poll(_PATIENCE):
                 self._process.kill()
@@ -123,30 +220,28 @@ class TrainerProcess:
             raise Failed(value)
         return value
 
+    def close(self) -> None:
+        """End the process; kill it if it does not. Idempotent."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._pipe.send(None)
+        self._process.join(_END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
     def _ended(self) -> Failed:
         self._process.join(_END_SECONDS)
         return Failed(f"the process ended, exit code {self._process.exitcode}")
 
 
-@dataclass(slots=True)
-class _Sum:
-    """The blocks of one contender on one case."""
-
-    seconds: list[float] = field(default_factory=list)
-    trainer_cpu: float = 0.0
-    worker_cpu: float = 0.0
-
-    def add(self, block: Block) -> None:
-        self.seconds += block.seconds
-        self.trainer_cpu += block.trainer_cpu
-        self.worker_cpu += block.worker_cpu
-
+# -- the run ------------------------------------------------------------------------------------
 
 Progress = Callable[[int, int, str], None]
-"""Told how many steps are done, of how many, and what comes next."""
+Look = Callable[[Case, TrainerProcess], Iterable[Figure]]
 
 
-def run(plan: Plan, results: Results, progress: Progress) -> None:
+def run(plan: Plan, results: Results, progress: Progress, look: Look | None = None) -> None:
     """Do everything that a plan lists.
 
     What fails becomes an entry of ``results.missing``; the rest goes on.
@@ -154,119 +249,93 @@ def run(plan: Plan, results: Results, progress: Progress) -> None:
     Args:
         plan: What to do.
         results: Filled in as it goes: what is there is kept if the run is interrupted.
-        progress: Called before each step.
+        progress: Called before each case with how many are done, of how many, and what comes next.
+        look: Called after the blocks of a case with each trainer that is open, for more figures.
     """
     started = time.monotonic()
     # torch's RPC writes a line for every link that closes; trainers and workers inherit this.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    by_transport: dict[str, list[Case]] = {}
-    for case in plan.cases:
-        by_transport.setdefault(case.transport, []).append(case)
-    total, done = len(plan.cases), 0
-    try:
-        for transport, cases in by_transport.items():
-            contenders = [
-                each for each in CONTENDERS[transport] if _wanted(each, transport, plan, results)
-            ]
-            with ExitStack() as stack:
-                trainers: dict[str, TrainerProcess] = {}
-                for case in cases:
-                    results.elapsed = time.monotonic() - started
-                    progress(done, total, str(case))
-                    for each in contenders:
-                        there = trainers.get(each.name)
-                        if plan.takes(case, each.name) and (there is None or not there.alive):
-                            trainers[each.name] = TrainerProcess(each)
-                            stack.callback(trainers[each.name].close)
-                    chosen = {
-                        name: trainer
-                        for name, trainer in trainers.items()
-                        if plan.takes(case, name)
-                    }
-                    _measure(case, chosen, plan, results)
-                    for each in contenders:
-                        if not each.lasting and each.name in trainers:
-                            trainers.pop(each.name).close()
-                    done += 1
-    finally:
-        results.elapsed = time.monotonic() - started
-    progress(done, total, "done")
+    wanted: dict[str, list[Contender]] = {}
+    trainers: dict[str, TrainerProcess] = {}
+    with ExitStack() as stack:
+        for done, case in enumerate(plan.cases):
+            progress(done, len(plan.cases), str(case))
+            if case.transport not in wanted:
+                stack.pop_all().close()
+                trainers.clear()
+                wanted[case.transport] = _wanted(case.transport, plan, results)
+            taking = [each for each in wanted[case.transport] if plan.takes(case, each)]
+            for each in taking:
+                if each.name not in trainers or not trainers[each.name].alive:
+                    trainers[each.name] = TrainerProcess(each)
+                    stack.callback(trainers[each.name].close)
+            _measure(case, {each.name: trainers[each.name] for each in taking}, plan, results, look)
+            for each in taking:
+                if not each.lasting:
+                    trainers.pop(each.name).close()
+            results.elapsed = time.monotonic() - started
+    progress(len(plan.cases), len(plan.cases), "done")
 
 
-def _wanted(contender: Contender, transport: str, plan: Plan, results: Results) -> bool:
-    if not any(
-        case.transport == transport and plan.takes(case, contender.name) for case in plan.cases
-    ):
-        return False
-    missing = contender.missing()
-    if missing:
-        what = f"{transport}, {contender.name}"
-        results.missing.append(Missing(what, f"not installed: {', '.join(missing)}"))
-    return not missing
+def _wanted(transport: str, plan: Plan, results: Results) -> list[Contender]:
+    cases = [case for case in plan.cases if case.transport == transport]
+    found = []
+    for each in CONTENDERS[transport]:
+        if any(plan.takes(case, each) for case in cases):
+            missing = each.missing()
+            if missing:
+                why = f"not installed: {', '.join(missing)}"
+                results.missing.append(Missing(f"{transport}, {each.name}", why))
+            else:
+                found.append(each)
+    return found
 
 
 def _measure(
-    case: Case, trainers: Mapping[str, TrainerProcess], plan: Plan, results: Results
+    case: Case,
+    trainers: Mapping[str, TrainerProcess],
+    plan: Plan,
+    results: Results,
+    look: Look | None,
 ) -> None:
     """One case: every contender is opened, takes its turns, and is closed."""
+    opened = dict(trainers)
 
-    def failed(name: str, error: Failed) -> None:
-        results.missing.append(Missing(f"{case}, {name}", str(error).strip()))
+    @contextmanager
+    def noting(name: str, what: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Failed as exc:
+            results.missing.append(Missing(f"{case}, {name}{what}", str(exc).strip()))
+            if not what:
+                opened.pop(name, None)
 
-    sums: dict[str, _Sum] = {}
-    with _opened(case, trainers, failed) as opened:
+    def all_at_once(question: str) -> None:
+        begun = []
+        for name, trainer in trainers.items():
+            with noting(name):
+                if question == "open" or trainer.alive:
+                    trainer.begin(question, case)
+                    begun.append(name)
+        for name in begun:
+            with noting(name):
+                trainers[name].end()
+
+    sums: dict[str, list[Block]] = {name: [] for name in trainers}
+    try:
+        all_at_once("open")  # most of it is imports and processes that start
         for turn in range(plan.blocks + 1):  # the first one warms up and does not count
             for name in list(opened):
-                try:
-                    block = opened[name].block(plan.sends(case) if turn else 2)
-                except Failed as exc:
-                    failed(name, exc)
-                    del opened[name]
-                    sums.pop(name, None)
-                    continue
-                if turn:
-                    sums.setdefault(name, _Sum()).add(block)
-        for name, total in sums.items():
-            results.timings.append(
-                Timing(case, name, total.seconds, total.trainer_cpu, total.worker_cpu)
-            )
-        if plan.figures:
-            for name, trainer in opened.items():
-                try:
-                    results.figures.extend(figures_of(case, name, trainer))
-                except Failed as exc:
-                    failed(f"{name}, figures", exc)
-
-
-@contextmanager
-def _opened(
-    case: Case, trainers: Mapping[str, TrainerProcess], failed: Callable[[str, Failed], None]
-) -> Iterator[dict[str, TrainerProcess]]:
-    opened: dict[str, TrainerProcess] = {}
-    try:
-        # All at the same time: most of it is imports and processes that start.
-        _together(trainers, lambda trainer: trainer.begin_open(case), opened, failed)
-        yield opened
+                with noting(name):
+                    sums[name].append(opened[name].block(plan.sends(case) if turn else 2))
+        for name in opened:
+            blocks = sums[name][1:]
+            seconds = [each for block in blocks for each in block.seconds]
+            cpus = [sum(b.trainer_cpu for b in blocks), sum(b.worker_cpu for b in blocks)]
+            results.timings.append(Timing(case, name, seconds, *cpus))
+        if look is not None:
+            for name in list(opened):
+                with noting(name, ", figures"):
+                    results.figures.extend(look(case, opened[name]))
     finally:
-        _together(trainers, TrainerProcess.begin_close, {}, failed)
-
-
-def _together(
-    trainers: Mapping[str, TrainerProcess],
-    begin: Callable[[TrainerProcess], None],
-    good: dict[str, TrainerProcess],
-    failed: Callable[[str, Failed], None],
-) -> None:
-    begun = {}
-    for name, trainer in trainers.items():
-        try:
-            begin(trainer)
-            begun[name] = trainer
-        except Failed as exc:
-            failed(name, exc)
-    for name, trainer in begun.items():
-        try:
-            trainer.end()
-            good[name] = trainer
-        except Failed as exc:
-            failed(name, exc)
+        all_at_once("close")

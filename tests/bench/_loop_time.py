@@ -1,4 +1,4 @@
-"""What an event loop spends its time with: late timers, aiosync's own part, single callbacks.
+"""What an event loop spends its time with: late timers, and single callbacks.
 
 For the benchmark ``asgi_under_load``; runs in the server. Times are milliseconds: *wall* by the
 clock, *busy* by the processor time of the loop's thread, which leaves most of what other
@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
-
-from aiosync.schemes._answering import Answering
-from aiosync.schemes._tasks import TaskOwner
-from aiosync.transports._reader import FrameReader
-from aiosync.transports._writer import FrameWriter
 
 BOUNDS_MS = (1, 2, 3, 5, 10, 20, 50, 100, 1000)
 LIMIT_MS = 5.0
@@ -83,54 +78,6 @@ def _row(spans: list[tuple[float, float]]) -> dict[str, Any]:
         "busy": summary(busy),
         "busy_over_limit": sum(each > LIMIT_MS for each in busy),
     }
-
-
-class Timed(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are measured."""
-
-    def __init__(self, inner: Any, spans: Spans) -> None:
-        self.inner = inner
-        self.spans = spans
-
-    def send(self, value: Any) -> Any:
-        return self.spans.measure(self.inner.__qualname__, self.inner.send, value)
-
-    def throw(self, *args: Any) -> Any:
-        return self.inner.throw(*args)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __await__(self) -> Any:
-        return self.inner.__await__()
-
-
-def watch_aiosync() -> Spans:
-    """Measure what aiosync does on a loop: its callbacks and the steps of its tasks."""
-    spans = Spans()
-    for owner, names in (
-        (FrameReader, ("_on_event", "_on_unread", "_advance")),
-        (FrameWriter, ("_on_writable",)),
-        (Answering, ("_leave",)),
-    ):
-        for name in names:
-            setattr(owner, name, _measured(getattr(owner, name), spans))
-    start = TaskOwner.start
-
-    def start_timed(self: TaskOwner, coroutine: Any, name: str) -> Any:
-        return start(self, Timed(coroutine, spans), name)
-
-    TaskOwner.start = start_timed  # type: ignore[method-assign]
-    return spans
-
-
-def _measured(function: Any, spans: Spans) -> Any:
-    name = function.__qualname__
-
-    def measured(*args: Any) -> Any:
-        return spans.measure(name, function, *args)
-
-    return measured
 
 
 def watch_everything() -> Spans:

@@ -11,10 +11,8 @@ from then. Half of the requests are answered by one forward, half by two forward
 all of them are the version that the header names.
 
 *Lag* is how much later than asked a timer of 1 ms in the server fires. It includes what requests
-and other processes do, which is why it is measured without updates, too. What aiosync itself does
-on the server's loop, in callbacks and in steps of its tasks, is timed each time: *wall* by the
-clock, *busy* by the processor time of the thread. ``--loop asyncio --blame`` times every callback
-of the loop instead.
+and other processes do, which is why it is measured without updates, too. ``--loop asyncio --blame``
+times every callback of the loop: *wall* by the clock, *busy* by the processor time of the thread.
 
 ``--mode immediate`` shows that the check can fail: there, an answer of two forwards may be mixed.
 
@@ -43,7 +41,7 @@ from torch import nn
 
 import aiosync
 from aiosync.serving import AdmissionGate, WeightFeed
-from tests.bench._loop_time import Ticker, summary, watch_aiosync, watch_everything
+from tests.bench._loop_time import Spans, Ticker, summary, watch_everything
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "policy_server.py"
 SPAWN = multiprocessing.get_context("spawn")
@@ -130,7 +128,7 @@ def serve(sock: socket.socket, address: str, args: Any) -> None:
     feed = WeightFeed(
         aiosync.TCPWeightSyncScheme(address), model=policy, gate=AdmissionGate(mode=args.mode)
     )
-    ticker, spans = Ticker(), watch_everything() if args.blame else watch_aiosync()
+    ticker, spans = Ticker(), watch_everything() if args.blame else Spans()
     ticking: list[asyncio.Task[None]] = []
 
     async def twice(request: Any) -> Any:
@@ -145,7 +143,7 @@ def serve(sock: socket.socket, address: str, args: Any) -> None:
             ticking.append(asyncio.ensure_future(ticker.run()))
         found = {
             "lag_ms": ticker.take(),
-            "callbacks_ms" if args.blame else "aiosync_ms": spans.take(),
+            "callbacks_ms": spans.take(),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "feed": feed.status.as_dict(),
         }
@@ -337,14 +335,13 @@ def show(found: dict[str, Any]) -> None:
         print(row.format(*cells))
         for example in part["examples"]:
             print(f"  {example}")
-    for name, what in (("aiosync_ms", "aiosync holds the loop"), ("callbacks_ms", "all callbacks")):
-        held = found["with"]["server"].get(name)
-        if held is not None:
-            print(f"{what}, {held['share']:.0%} of the time:")
-            for each in ({"what": "together", **held}, *held["parts"]):
-                cells = [each["what"], each["count"]]
-                cells += [each[key][part] for key in ("wall", "busy") for part in PERCENTILES]
-                print(SPAN.format(*cells))
+    held = found["with"]["server"]["callbacks_ms"]
+    if held["count"]:
+        print(f"all callbacks, {held['share']:.0%} of the time:")
+        for each in ({"what": "together", **held}, *held["parts"]):
+            cells = [each["what"], each["count"]]
+            cells += [each[key][part] for key in ("wall", "busy") for part in PERCENTILES]
+            print(SPAN.format(*cells))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

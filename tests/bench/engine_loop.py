@@ -22,24 +22,24 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import uvloop
 
-from aiosync.bench import _aiosync_local, _aiosync_ray, _aiosync_rpc
-from aiosync.bench._contender import ask_all
-from aiosync.bench._lag import Tick, Ticker
-from aiosync.bench._results import Case
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import WORKLOADS, AsyncTrainer, Case, ask_all, fill
+from tests.bench.compare import aiosync_ray, aiosync_rpc
+from tests.bench.compare.figures import start_ticking, stop_ticking
+from tests.bench.compare.lag import Tick, Ticker
 
 ENGINES = {
-    "gloo": _aiosync_local.gloo,
-    "gloo/network": _aiosync_local.gloo_network,
-    "rpc": _aiosync_rpc.rpc,
-    "rpc/network": _aiosync_rpc.rpc_network,
-    "ray": _aiosync_ray.ray,
-    "ray/network": _aiosync_ray.ray_network,
+    "gloo": partial(AsyncTrainer, "gloo"),
+    "gloo/network": partial(AsyncTrainer, "gloo_network"),
+    "rpc": aiosync_rpc.rpc,
+    "rpc/network": aiosync_rpc.rpc_network,
+    "ray": aiosync_ray.ray,
+    "ray/network": aiosync_ray.ray_network,
 }
 TICK_SECONDS = 0.005
 PAUSE_SECONDS = 0.003
@@ -96,7 +96,7 @@ async def measure(engine: str, case: Case, sends: int, pipe: Connection) -> dict
         handles = await trainer.open(case)
         for number in range(sends):
             fill(trainer.model, float(number))
-            await asyncio.to_thread(ask_all, handles, "lag start")
+            await asyncio.to_thread(ask_all, handles, "call", start_ticking)
             ticker = Ticker(TICK_SECONDS)
             ticker.start()
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ async def measure(engine: str, case: Case, sends: int, pipe: Connection) -> dict
             await trainer.send()
             seconds.append((time.perf_counter() - began) * 1e3)
             ticks += ticker.stop()
-            for each in await asyncio.to_thread(ask_all, handles, "lag stop"):
+            for each in await asyncio.to_thread(ask_all, handles, "call", stop_ticking):
                 theirs += each
     finally:
         await trainer.close()

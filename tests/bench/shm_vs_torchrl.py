@@ -2,8 +2,8 @@
 
 To one worker, with applied acknowledgements, TorchRL's trainer with memory of its own: one linear
 layer of 4x2, and 1,000 tensors of 4 KiB, in as many modules as models have them and in one. It is
-``aiosync bench`` for these cases alone. Ends with status 1 if aiosync is not at least 3 times as
-fast for 4x2, and 50 times for 1,000 modules.
+``python -m tests.bench`` for these cases alone. Ends with status 1 if aiosync is not at least 3
+times as fast for 4x2, and 50 times for 1,000 modules.
 
     python -m tests.bench.shm_vs_torchrl
 """
@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from aiosync.bench._results import Case, Results
-from aiosync.bench._targets import ratio
+from aiosync.bench import Case, Results
+from tests.bench.compare.targets import ratio
 
 _WANTED = {"4x2": 3, "1000-layers": 50, "1000x4KiB": None}
 
@@ -29,7 +29,7 @@ def main() -> None:
         chosen = [f"--workload={name}" for name in _WANTED]
         only = ["--profile=targets", "--transport=shm", "--workers=1", "--json", str(path)]
         contenders = ["--contender=aiosync", "--contender=torchrl"]
-        command = [sys.executable, "-m", "aiosync", "bench", *only, *chosen, *contenders]
+        command = [sys.executable, "-m", "tests.bench", "--no-figures", *only, *chosen, *contenders]
         subprocess.run(command, check=True, stdout=sys.stderr)
         results = Results.from_json(path.read_text(encoding="utf-8"))
     good, found = True, {}

@@ -1,22 +1,16 @@
-"""What aiosync wants to reach, as data, and what a run says about it.
-
-Must not import torchrl, ray, typer or rich.
-"""
+"""What aiosync wants to reach, as data, and what a run says about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from aiosync.bench._plan import ALL_CASES
-from aiosync.bench._results import LIMIT, Case, Results, Timing
-from aiosync.bench._workloads import WORKLOADS
+from aiosync.bench import LIMIT, WORKLOADS, Case, Results, Timing, cases_of
 
 __all__ = [
     "TARGETS",
     "Verdict",
     "judge",
-    "limit_of",
     "ratio",
     "share_of_limit",
     "show_ratio",
@@ -40,18 +34,6 @@ def ratio(
 def show_ratio(value: float) -> str:
     """Three digits at least, and never an exponent."""
     return f"{value:.0f}x" if value >= 100 else f"{value:.3g}x"
-
-
-def limit_of(results: Results, case: Case) -> Timing | None:
-    """Find the limit that a case is compared with: the one that takes longest.
-
-    Each of them is work that cannot be left out. A copy by one thread is no limit where a copy by
-    all of them was measured.
-    """
-    limits = results.limits(case)
-    if any(limit.contender == f"{LIMIT}memcpy all threads" for limit in limits):
-        limits = [limit for limit in limits if limit.contender != f"{LIMIT}memcpy"]
-    return max(limits, key=lambda limit: limit.median, default=None)
 
 
 def share_of_limit(results: Results, case: Case, limit: Timing | None) -> float | None:
@@ -196,6 +178,7 @@ def _faster(
         yield _Faster(Case(transport, workload, workers), least, contender, note)
 
 
+BUSY_CASES = cases_of(("shm", "pipe", "tcp", "gloo"), {"4x2": (1,), "1000x4KiB": (1,)}, busy=True)
 _GLOO = "over Gloo"
 _NETWORK = "aiosync/network"
 _MEMCPY = ("memcpy all threads", "memcpy")
@@ -233,7 +216,7 @@ _SPEED = (
 _BUSY = tuple(
     replace(target, case=busy, times=target.times / 2)
     for target in _SPEED
-    if (busy := replace(target.case, busy=True)) in ALL_CASES
+    if (busy := replace(target.case, busy=True)) in BUSY_CASES
 )
 TARGETS: tuple[_Target, ...] = (
     *_SPEED,

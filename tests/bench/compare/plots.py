@@ -1,7 +1,4 @@
-"""Results as pictures, one for each question. Needs matplotlib, and draws without a display.
-
-Must not import torch, torchrl, ray, typer or rich.
-"""
+"""Results as pictures, one for each question. Needs matplotlib, and draws without a display."""
 
 from __future__ import annotations
 
@@ -9,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiosync.bench._results import LIMIT, Case, Results, Timing
-from aiosync.bench._targets import limit_of, ratio, show_ratio
-from aiosync.bench._workloads import WORKLOADS
+from aiosync.bench import LIMIT, WORKLOADS, Case, Results, Timing, limit_of
+from tests.bench.compare.targets import ratio, show_ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

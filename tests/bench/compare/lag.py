@@ -1,7 +1,4 @@
-"""How late the timers of a worker's event loop come while weights arrive.
-
-Must not import torch, aiosync's schemes, torchrl, ray, typer or rich.
-"""
+"""How late the timers of a worker's event loop come while weights arrive."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 All trainers' processes of one run share one cluster on this host, as an idle one costs a few per
 cent of a core. The first that asks starts it, and it ends with that process; the benchmark's
 process ends trainers in the reverse order of their start. Ray itself is imported when it is needed.
-Must not import aiosync's schemes, torchrl, typer or rich.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from multiprocessing import util
 from typing import Any
 
-from aiosync.bench._contender import PATIENCE
+from aiosync.bench import PATIENCE
 
 __all__ = ["ActorHandle", "end_actors", "join_cluster", "leave_cluster", "start_actors"]
 

@@ -2,8 +2,7 @@
 
 A trainer's process can do this for one case only: torch's references to remote objects (RRef),
 by which TorchRL signals, keep to the first RPC group that a process joins. Without them TorchRL
-would look quicker than it is. Imports torchrl when a case is opened, not before. Must not import
-aiosync's schemes, ray, typer or rich.
+would look quicker than it is. Imports torchrl when a case is opened, not before.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import rpc as torch_rpc
 
-from aiosync.bench._contender import PATIENCE, Desk, Handle, ask_all
-from aiosync.bench._results import Case
-from aiosync.bench._torchrl_local import PRELOAD, Context, free_port, greeted, leave_group
-from aiosync.bench._worker import Crew
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import PATIENCE, WORKLOADS, Case, Crew, Desk, Handle, ask_all, fill
+from tests.bench.compare.torchrl_local import PRELOAD, Context, free_port, greeted, leave_group
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +124,7 @@ class RPCTrainer:
         greeted(handles)
         self._joined = self._used = True
         _join(0, case.workers, ports)
-        ask_all(handles, "usage")  # who answers has joined
+        ask_all(handles, "cpu")  # who answers has joined
         names = [_name(idx + 1) for idx in range(case.workers)]
         self._context = _Collectors(self.model, names)
         self._scheme = RPCWeightSyncScheme()

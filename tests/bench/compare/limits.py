@@ -1,11 +1,9 @@
-"""The limits of a Gloo group and of Ray's object store: one flat array, moved once.
-
-Must not import aiosync's schemes, torchrl, typer or rich, nor ray at its top.
-"""
+"""The limits of a Gloo group and of Ray's object store: one flat array, moved once."""
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Sequence
@@ -16,14 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented all the same
+from torch.distributed import TCPStore
 
-from aiosync.bench._cluster import ActorHandle, end_actors, join_cluster, start_actors
-from aiosync.bench._contender import PATIENCE, Handle
-from aiosync.bench._limits_base import Answers, Bytes, Copy, Limit, Stub, simplex
-from aiosync.bench._results import Case
-
-__all__ = ["GlooBroadcast", "RayPutGet"]
+from aiosync.bench import PATIENCE, Case, Desk, Handle, Limit
+from tests.bench.compare.cluster import ActorHandle, end_actors, join_cluster, start_actors
 
 _HOST = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=PATIENCE)
@@ -40,21 +34,19 @@ class GlooBroadcast(Limit):
 
     def __init__(self) -> None:
         super().__init__()
-        self._answers = Answers()
+        self._answers: list[Connection] = []
         self._flat = torch.empty(0, dtype=torch.uint8)
-        self._copy: Copy | None = None
 
     def start(self, case: Case) -> Sequence[Handle]:
         """Make a group with new processes."""
         nbytes = sum(map(len, self.sources))
         self._flat = torch.ones(nbytes, dtype=torch.uint8)
-        self._copy = Copy(self.sources, self._flat.numpy())
         size = 1 + case.workers
         store = TCPStore(_HOST, 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
         handles: Sequence[Handle] = []
         for rank in range(1, size):
-            done, write_done = simplex()
-            self._answers.add(done)
+            done, write_done = multiprocessing.Pipe(duplex=False)
+            self._answers.append(done)
             handles = self.crew.start(
                 _take_broadcasts, 1, write_done, rank, size, store.port, nbytes
             )
@@ -64,25 +56,27 @@ class GlooBroadcast(Limit):
 
     def send(self) -> None:
         """Return when every worker has said that it has everything."""
-        assert self._copy is not None
-        self._copy.run()
+        np.concatenate(self.sources, out=self._flat.numpy())
         dist.broadcast(self._flat, 0)
-        self._answers.wait()
+        for done in self._answers:
+            if not os.read(done.fileno(), 1):
+                raise RuntimeError("a worker ended before it answered")
 
     def close(self) -> None:
         """End the workers and the group."""
         super().close()
-        self._answers.close()
+        for done in self._answers:
+            done.close()
+        self._answers = []
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._copy = None
         self._flat = torch.empty(0, dtype=torch.uint8)
 
 
 def _take_broadcasts(
     idx: int, pipe: Connection, done: Connection, rank: int, size: int, port: int, nbytes: int
 ) -> None:
-    stub = Stub()
+    stub = Desk()
     store = TCPStore(_HOST, port, size, is_master=False, timeout=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_QUIET)
     flat = torch.ones(nbytes, dtype=torch.uint8)
@@ -105,7 +99,7 @@ class _Actor:
     """Takes arrays out of the object store."""
 
     def __init__(self, idx: int) -> None:
-        self._stub = Stub()
+        self._stub = Desk()
 
     def take(self, refs: Sequence[Any]) -> int:
         ray: Any = importlib.import_module("ray")
@@ -122,27 +116,23 @@ class RayPutGet(Limit):
         super().__init__()
         self._actors: list[Any] = []
         self._ray: Any = None
-        self._flat: Bytes = np.empty(0, np.uint8)
-        self._copy: Copy | None = None
+        self._flat = np.empty(0, np.uint8)
 
     def start(self, case: Case) -> Sequence[Handle]:
         """Start actors."""
         self._ray = join_cluster()
         self._flat = np.ones(sum(map(len, self.sources)), np.uint8)
-        self._copy = Copy(self.sources, self._flat)
         self._actors = start_actors(_Actor, case.workers)
         return [ActorHandle(actor) for actor in self._actors]
 
     def send(self) -> None:
         """Return when every actor has said that it has the array."""
-        assert self._copy is not None
-        self._copy.run()
+        np.concatenate(self.sources, out=self._flat)
         ref = self._ray.put(self._flat)
         self._ray.get([actor.take.remote([ref]) for actor in self._actors], timeout=PATIENCE)
 
     def close(self) -> None:
         """End the actors; the cluster stays until this process ends."""
         end_actors(self._actors)
-        self._copy = None
         self._flat = np.empty(0, np.uint8)
         super().close()

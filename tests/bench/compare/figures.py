@@ -1,30 +1,46 @@
 """Figures that are not latencies: memory, CPU, wake-ups, lag.
 
 They are taken after the timed blocks of a case, from one contender at a time while the others are
-quiet. Must not import torch, torchrl, ray, typer or rich.
+quiet.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
+import os
+import resource
 import statistics
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
-from aiosync.bench._results import LIMIT, Case, Figure
+import torch
+import uvloop
 
-if TYPE_CHECKING:
-    from aiosync.bench._contender import Usage
-    from aiosync.bench._lag import Tick
-    from aiosync.bench._run import TrainerProcess
-
-__all__ = ["figures_of"]
+from aiosync.bench import (
+    LIMIT,
+    WORKLOADS,
+    Case,
+    Desk,
+    Figure,
+    Handle,
+    TrainerProcess,
+    ask_all,
+    fill,
+    work_async,
+)
+from tests.bench.compare.lag import Tick, Ticker
 
 _NBYTES = {"64MiB": 64 * 2**20, "512MiB": 512 * 2**20}
 """Of the models that are large enough for figures of memory and bandwidth."""
 
+_LAG_NBYTES = 2**30
+_LARGE_NBYTES = 2**28
+_DELIVERIES = 9
 _SENDS = 3  # in a block here; odd, as workers may look at one of two memories at each
 _SMALLEST = "4x2"
 _IDLE_SECONDS = 2.0
@@ -34,7 +50,189 @@ _ASKED = 3
 _SAME_AS_OTHERS = ("aiosync/asyncio",)
 
 
-def figures_of(case: Case, contender: str, trainer: TrainerProcess) -> Iterator[Figure]:
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has used so far.
+
+    Attributes:
+        cpu: CPU seconds of all its threads.
+        switches: Voluntary context switches of all its threads: each ended a time awake.
+        peak_rss: Most resident memory since the last reset, in bytes.
+        pss: Its share of resident memory now, in bytes: what several processes map is divided.
+        rss: Resident memory now, in bytes.
+    """
+
+    cpu: float
+    switches: int
+    peak_rss: int
+    pss: int
+    rss: int
+
+
+def usage(desk: Desk | None = None) -> Usage:
+    """Look at what this process has used so far."""
+    status = _fields("/proc/self/status")
+    return Usage(
+        cpu=time.process_time(),
+        # The others only say that somebody else had the core.
+        switches=resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw,
+        peak_rss=status.get("VmHWM", 0),
+        pss=_fields("/proc/self/smaps_rollup").get("Pss", 0),
+        rss=status.get("VmRSS", 0),
+    )
+
+
+def reset_peak(desk: Desk | None = None) -> None:
+    """Let the peak of resident memory start again from what it is now. Linux only."""
+    if os.path.exists("/proc/self/clear_refs"):
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+
+
+def _fields(path: str) -> dict[str, int]:
+    """The fields in kB of a file of /proc, in bytes; none where there is no such file."""
+    found = {}
+    if os.path.exists(path):
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                name, _, rest = line.partition(":")
+                words = rest.split()
+                if words[1:] == ["kB"]:
+                    found[name] = int(words[0]) * 1024
+    return found
+
+
+# -- what a trainer's process is asked ------------------------------------------------------------
+
+
+def usages(half: Any, handles: Sequence[Handle]) -> tuple[Usage, list[Usage]]:
+    """What the trainer's process and each worker have used so far."""
+    return usage(), ask_all(handles, "call", usage)
+
+
+def reset_peaks(half: Any, handles: Sequence[Handle]) -> None:
+    """Let the peaks of resident memory start again, everywhere."""
+    reset_peak()
+    ask_all(handles, "call", reset_peak)
+
+
+async def critical_section(half: Any, handles: Sequence[Handle]) -> list[float]:
+    """How long the trainer may not touch its parameters, in seconds, a few times."""
+    seconds = []
+    for _ in range(5 if _nbytes(half.model) < _LARGE_NBYTES else 3):
+        started = time.perf_counter()
+        handle = half.scheme.send_nowait()
+        seconds.append(time.perf_counter() - started)
+        await handle
+    return seconds
+
+
+async def delivery(half: Any, handles: Sequence[Handle]) -> list[float]:
+    """How long updates take until every worker said that it has them, in seconds.
+
+    A send over a stream returns later: it then copies, for workers to come.
+    """
+    seconds = []
+    for number in range(_DELIVERIES):
+        fill(half.model, -1.0 - number)
+        seconds.append((await half.scheme.send()).elapsed)
+    return seconds
+
+
+async def loop_lag(half: Any, handles: Sequence[Handle]) -> list[Tick]:
+    """Send until 1 GiB has arrived, and return what a ticker of a worker's loop found.
+
+    Only while updates are under way: an optimizer's step is none of that.
+    """
+    ticks: list[Tick] = []
+    for send in range(-(-_LAG_NBYTES // _nbytes(half.model))):
+        fill(half.model, -1.0 - send)
+        await asyncio.to_thread(ask_all, handles, "call", start_ticking)
+        await half.send()
+        for each in await asyncio.to_thread(ask_all, handles, "call", stop_ticking):
+            ticks += each
+    return ticks
+
+
+async def first_version(half: Any, handles: Sequence[Handle]) -> float:
+    """Let another worker take the place of all there are, and ask how long its weights took.
+
+    In seconds, from its call of connect() to its having the current version. Nothing can be
+    measured on this case afterwards.
+    """
+    await half.send()
+    await asyncio.to_thread(half.crew.stop)
+    nbytes = _nbytes(half.model)
+    (workload,) = (name for name, each in WORKLOADS.items() if each.nbytes == nbytes)
+    loop = asyncio.new_event_loop
+    if isinstance(asyncio.get_running_loop(), uvloop.Loop):
+        loop = uvloop.new_event_loop
+    late = half.crew.start(work_late, 1, half.scheme, workload, loop)
+    await asyncio.to_thread(late[0].answer)  # its imports are done
+    await asyncio.to_thread(ask_all, late, "join")
+    value = float(next(half.model.parameters()).flatten()[0])
+    took = (await asyncio.to_thread(ask_all, late, "call", joined))[0]
+    await asyncio.to_thread(ask_all, late, "check", value)
+    return took
+
+
+class _Late:
+    """A scheme that says how long it took to connect."""
+
+    seconds = 0.0
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheme, name)
+
+    async def __aenter__(self) -> None:
+        await self._scheme.__aenter__()
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._scheme.__aexit__(*exc)
+
+    async def connect(self) -> None:
+        started = time.perf_counter()
+        await self._scheme.connect()
+        _Late.seconds = time.perf_counter() - started
+
+
+def work_late(idx: int, pipe: Connection, scheme: Any, workload: str, loop: Any) -> None:
+    """A worker that joins a run: waits to be told."""
+    torch.set_num_threads(1)
+    pipe.send((True, None))
+    question, _ = pipe.recv()
+    if question != "end":
+        pipe.send((True, None))
+        work_async(idx, pipe, _Late(scheme), workload, loop)
+
+
+def joined(desk: Desk) -> float:
+    """How long it took until this worker had weights."""
+    return _Late.seconds
+
+
+def start_ticking(desk: Any) -> None:
+    """On a worker's loop."""
+    desk.ticker = Ticker()
+    desk.ticker.start()
+
+
+def stop_ticking(desk: Any) -> list[Tick]:
+    """Return the ticks since the start."""
+    return desk.ticker.stop()
+
+
+def _nbytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def figures_of(case: Case, trainer: TrainerProcess) -> Iterator[Figure]:
     """Measure what a contender that is open on a case costs besides time.
 
     The contender may be opened anew meanwhile, and nothing more can be asked of it afterwards but
@@ -42,7 +240,6 @@ def figures_of(case: Case, contender: str, trainer: TrainerProcess) -> Iterator[
 
     Args:
         case: What it is open on.
-        contender: Its name.
         trainer: Its trainer's process.
 
     Yields:
@@ -51,6 +248,7 @@ def figures_of(case: Case, contender: str, trainer: TrainerProcess) -> Iterator[
     Raises:
         Failed: The contender failed at something that it was asked.
     """
+    contender = trainer.contender.name
     if contender.startswith(LIMIT) or case.busy:
         return
     measure = _Measure(case, contender, trainer)
@@ -93,16 +291,16 @@ class _Measure:
         what a process kept from the cases before.
         """
         trainer = self._trainer
-        trainer.close_case()
-        trainer.open(dataclasses.replace(self._case, workload=_SMALLEST))
+        trainer.ask("close")
+        trainer.ask("open", dataclasses.replace(self._case, workload=_SMALLEST))
         trainer.block(_SENDS)
-        small, small_workers = trainer.usage()
-        trainer.close_case()
-        trainer.open(self._case)
+        small, small_workers = trainer.call(usages)
+        trainer.ask("close")
+        trainer.ask("open", self._case)
         trainer.block(2)  # all memory is there, and has been written once
-        trainer.reset_peak()
+        trainer.call(reset_peaks)
         block = trainer.block(_SENDS)
-        large, large_workers = trainer.usage()
+        large, large_workers = trainer.call(usages)
         delivered = nbytes * self._case.workers * len(block.seconds)
         yield self._figure(
             "CPU per GB",
@@ -162,12 +360,12 @@ class _Measure:
         )
 
     def _worker(self) -> Usage:
-        return self._trainer.usage()[1][0]
+        return self._trainer.call(usages)[1][0]
 
     def critical_section(self, ours_async: bool) -> Figure:
         """How long the trainer may not touch its parameters."""
         if ours_async:
-            seconds = cast("list[float]", self._trainer.call("critical_section"))
+            seconds = self._trainer.call(critical_section)
             note = "send_nowait()"
         else:
             seconds = self._trainer.block(_SENDS if self._case.workload in _NBYTES else 5).seconds
@@ -176,13 +374,13 @@ class _Measure:
 
     def delivery(self) -> Figure:
         """How long an update takes to the workers, without the copy for those to come."""
-        seconds = cast("list[float]", self._trainer.call("delivery"))
+        seconds = self._trainer.call(delivery)
         note = "median, from the call of send() to the worker's word; send() then copies"
         return self._figure("delivery", statistics.median(seconds) * 1e3, "ms", note)
 
     def loop_lag(self) -> Iterator[Figure]:
         """How late timers of a worker's loop come while 1 GiB arrives."""
-        ticks = cast("list[Tick]", self._trainer.call("loop_lag"))
+        ticks = self._trainer.call(loop_lag)
         late = [tick.late * 1e3 for tick in ticks]
         held = [tick.held * 1e3 for tick in ticks]
         yield self._figure(
@@ -200,7 +398,7 @@ class _Measure:
 
     def late_joiner(self) -> Figure:
         """How long a worker that joins a run waits for its weights."""
-        seconds = cast("float", self._trainer.call("first_version"))
+        seconds = self._trainer.call(first_version)
         note = "from its connect() to the weights in its model"
         return self._figure("first version for a late joiner", seconds * 1e3, "ms", note)
 

@@ -3,7 +3,6 @@
 Each is set up as TorchRL's own collectors set it up, as far as that goes with trainer memory and
 worker memory apart. It applies in a thread of each worker and acknowledges from there, so that a
 send returns when the workers have the weights. Imports torchrl when a case is opened, not before.
-Must not import aiosync's schemes, ray, typer or rich.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from aiosync.bench._contender import PATIENCE, Desk, Handle, PipeHandle, ask_all
-from aiosync.bench._results import Case
-from aiosync.bench._worker import Crew
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import PATIENCE, WORKLOADS, Case, Crew, Desk, Handle, ask_all, fill
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,7 +114,7 @@ class QueueTrainer:
         handles = self._crew.start(
             work_queues, case.workers, _for_workers(self._scheme), case.workload
         )
-        ask_all(handles, "usage")  # who answers has joined
+        ask_all(handles, "cpu")  # who answers has joined
         self._watch = _Watch(self._scheme, self._crew)
         self._watch.start()
         return handles
@@ -306,7 +302,7 @@ class GlooTrainer:
             timeout=timedelta(seconds=PATIENCE),
         )
         self._scheme.connect()
-        ask_all(handles, "usage")  # who answers has joined
+        ask_all(handles, "cpu")  # who answers has joined
         return handles
 
     def send(self) -> None:
@@ -322,7 +318,7 @@ class GlooTrainer:
         self._scheme = self._context = self._weights = None
 
 
-def greeted(handles: Sequence[PipeHandle]) -> None:
+def greeted(handles: Sequence[Handle]) -> None:
     """Wait until every worker is about to join: a rendezvous does not notice who is missing."""
     for handle in handles:
         handle.answer()

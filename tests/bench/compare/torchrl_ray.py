@@ -1,7 +1,4 @@
-"""TorchRL's scheme for Ray actors, which moves weights over Gloo and signals by calls of actors.
-
-Must not import aiosync's schemes, typer or rich.
-"""
+"""TorchRL's scheme for Ray actors, which moves weights over Gloo and signals by calls of actors."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiosync.bench._cluster import ActorHandle, end_actors, join_cluster, start_actors
-from aiosync.bench._contender import PATIENCE, Desk, Handle
-from aiosync.bench._results import Case
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import PATIENCE, WORKLOADS, Case, Desk, Handle, fill
+from tests.bench.compare.cluster import ActorHandle, end_actors, join_cluster, start_actors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,4 @@
-"""aiosync to Ray actors.
-
-Must not import torchrl, typer or rich.
-"""
+"""aiosync to Ray actors."""
 
 from __future__ import annotations
 
@@ -14,12 +11,8 @@ import torch
 
 import aiosync
 import aiosync.sync
-from aiosync.bench._aiosync_local import AsyncTrainer
-from aiosync.bench._cluster import ActorHandle, end_actors, join_cluster, start_actors
-from aiosync.bench._contender import PATIENCE, Desk, Handle
-from aiosync.bench._results import Case
-from aiosync.bench._worker import LoopDesk
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import PATIENCE, WORKLOADS, AsyncTrainer, Case, Desk, Handle, fill
+from tests.bench.compare.cluster import ActorHandle, end_actors, join_cluster, start_actors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +26,7 @@ class _AsyncActor:
     def __init__(self, idx: int, workload: str) -> None:
         torch.set_num_threads(1)
         self._idx = idx
-        self._desk = LoopDesk(WORKLOADS[workload].build())
+        self._desk = Desk(WORKLOADS[workload].build())
 
     async def join(self, scheme: Any) -> None:
         self._scheme = scheme
@@ -66,7 +59,7 @@ class AsyncRayTrainer(AsyncTrainer):
     """The async API in trainer and actors."""
 
     def __init__(self, *, shared_memory: bool = True) -> None:
-        super().__init__(aiosync, "ray")
+        super().__init__("ray")
         self._shared_memory = shared_memory
         self._actors: list[Any] = []
 

@@ -1,7 +1,4 @@
-"""aiosync over ``torch.distributed.rpc``: trainer and workers are one RPC group for each case.
-
-Must not import torchrl, ray, typer or rich.
-"""
+"""aiosync over ``torch.distributed.rpc``: trainer and workers are one RPC group for each case."""
 
 from __future__ import annotations
 
@@ -18,16 +15,22 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+import uvloop
 from torch.distributed import rpc as torch_rpc
 
 import aiosync
 import aiosync.sync
-from aiosync._run import new_event_loop
-from aiosync.bench._aiosync_local import AsyncTrainer
-from aiosync.bench._contender import PATIENCE, Handle
-from aiosync.bench._results import Case
-from aiosync.bench._worker import Crew, work_async, work_facade
-from aiosync.bench._workloads import WORKLOADS, fill
+from aiosync.bench import (
+    PATIENCE,
+    WORKLOADS,
+    AsyncTrainer,
+    Case,
+    Crew,
+    Handle,
+    fill,
+    work_async,
+    work_facade,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,10 +178,10 @@ class AsyncRPCTrainer(AsyncTrainer):
     """The async API in trainer and workers."""
 
     def __init__(self, *, shared_memory: bool = True) -> None:
-        super().__init__(aiosync, "rpc")
+        super().__init__("rpc")
         self._shared_memory = shared_memory
         self._membership = _Membership()
-        self._crew = self._membership.crew
+        self.crew = self._membership.crew
 
     async def open(self, case: Case) -> Sequence[Handle]:
         """Start the workers, on loops of the same kind as this one, and join them."""
@@ -188,13 +191,13 @@ class AsyncRPCTrainer(AsyncTrainer):
             address="tcp://127.0.0.1:0", shared_memory=self._shared_memory
         )
         self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=case.workers)
-        loop: Callable[[], Any] = new_event_loop  # uvloop's, where a trainer runs on it
+        loop: Callable[[], Any] = uvloop.new_event_loop
         if isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop):
             loop = asyncio.new_event_loop
         handles = await asyncio.to_thread(
             self._membership.start, case, work_async, self.scheme, case.workload, loop
         )
-        await self.scheme.connect(processes=self._crew.processes, timeout=PATIENCE)
+        await self.scheme.connect(processes=self.crew.processes, timeout=PATIENCE)
         return handles
 
     async def close(self) -> None:

@@ -1,0 +1,303 @@
+"""The work: models by the number and the sizes of their tensors, and the workers that get them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = [
+    "PATIENCE",
+    "WORKLOADS",
+    "Crew",
+    "Desk",
+    "Handle",
+    "Workload",
+    "ask_all",
+    "fill",
+    "work_async",
+    "work_facade",
+]
+
+PATIENCE = 120.0
+"""Seconds after which something that should be there is taken to have failed."""
+
+# -- models -------------------------------------------------------------------------------------
+
+
+class _Tensors(nn.Module):
+    """``count`` parameters of ``numel`` elements each."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        for index in range(count):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.zeros(numel)))
+
+
+def _mlp() -> nn.Module:
+    """A policy of 1 MB: three layers, six tensors."""
+    return nn.Sequential(
+        nn.Linear(64, 464), nn.ReLU(), nn.Linear(464, 464), nn.ReLU(), nn.Linear(464, 16)
+    )
+
+
+def _layers() -> nn.Module:
+    """As many tensors of 4 KiB in as many modules, as models have them."""
+    return nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(1000)])
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model, in float32.
+
+    Attributes:
+        build: Makes the model; its values do not matter.
+        nbytes: Bytes of all its parameters.
+        sends: Of a block. A block ends after a second of sends in any case; for a quick contender
+            it takes some tenths, as cores that slept need 20 to 50 ms of work to be quick again.
+    """
+
+    build: Callable[[], nn.Module]
+    nbytes: int
+    sends: int
+
+
+WORKLOADS = {
+    "4x2": Workload(lambda: nn.Linear(4, 2), 40, 3000),
+    "1MB": Workload(_mlp, 1_013_440, 1200),
+    "1000x4KiB": Workload(lambda: _Tensors(1000, 1024), 4_096_000, 500),
+    "1000-layers": Workload(_layers, 4_096_000, 500),
+    "64MiB": Workload(lambda: _Tensors(16, 2**20), 2**26, 8),
+    "512MiB": Workload(lambda: _Tensors(16, 2**23), 2**29, 3),
+}
+"""By name, which says the number and the size of the tensors."""
+
+
+def fill(model: nn.Module, value: float) -> None:
+    """Give every element of every parameter that value, in place: an optimizer's step."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def _check(model: nn.Module, value: float) -> None:
+    for name, parameter in model.named_parameters():
+        low, high = torch.aminmax(parameter.detach())
+        if low != value or high != value:  # old weights, or a mix of two versions
+            raise AssertionError(
+                f"{name} has values from {float(low)} to {float(high)}, the trainer sent {value}"
+            )
+
+
+# -- the worker's side --------------------------------------------------------------------------
+
+
+class Desk:
+    """What a worker answers, and the forwards that it computes when it is busy.
+
+    Args:
+        model: The model that receives; ``None`` for a worker without one.
+        reading: Enters the scheme's guard around a forward; a peer that has none needs none.
+
+    Attributes:
+        forwards: How many it has computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        reading: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.busy: bool = False
+        self.forwards: int = 0
+        self._reading = reading
+        self._work = torch.rand(192, 192)
+
+    def forward(self) -> None:
+        """Compute for about a third of a millisecond, and look at the weights."""
+        assert self.model is not None
+        with self._reading():
+            torch.mm(self._work, self._work)
+            next(self.model.parameters()).detach()[:1].sum()
+        self.forwards += 1
+
+    def reply(self, question: str, argument: Any) -> tuple[bool, Any]:
+        """Answer: whether it was good, and the answer or the text of the error.
+
+        ``"check"`` (a value) looks at every element, ``"busy"`` turns forwards on or off, ``"cpu"``
+        is this process's CPU time in seconds, ``"call"`` what a function returns for this desk.
+        """
+        try:
+            match question:
+                case "check" if self.model is not None:
+                    _check(self.model, argument)
+                case "busy":
+                    self.busy = argument
+                case "cpu":
+                    return True, time.process_time()
+                case "call":
+                    return True, argument(self)
+        except Exception as exc:  # noqa: BLE001  # raised again in the trainer, by answer()
+            return False, f"{type(exc).__name__}: {exc}"
+        return True, None
+
+    def serve(self, pipe: Connection) -> None:
+        """Answer what comes through a pipe, with forwards meanwhile if busy, until it says end.
+
+        For workers whose weights are applied by another thread; blocks.
+        """
+        while True:
+            while self.busy and not pipe.poll():
+                self.forward()
+            if not self.serve_one(pipe):
+                return
+
+    def serve_one(self, pipe: Connection) -> bool:
+        """Answer one question; whether there will be more."""
+        try:
+            question, argument = pipe.recv()
+        except EOFError:  # the trainer is gone
+            return False
+        if question != "end":
+            pipe.send(self.reply(question, argument))
+        return bool(question != "end")
+
+
+def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
+    """A worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
+    torch.set_num_threads(1)
+    model = WORKLOADS[workload].build()
+    with scheme:
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        scheme.connect()
+        Desk(model, scheme.reading).serve(pipe)
+
+
+def work_async(
+    idx: int, pipe: Connection, scheme: Any, workload: str, loop: Callable[[], Any]
+) -> None:
+    """A worker with an event loop, on which updates arrive and forwards are computed."""
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(_work(idx, pipe, scheme, WORKLOADS[workload].build()))
+
+
+async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> None:
+    async with scheme:
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        await scheme.connect()
+        desk = Desk(model)
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+        loop.add_reader(pipe.fileno(), asked.set)
+        try:
+            while True:
+                while desk.busy and not asked.is_set():
+                    desk.forward()
+                    await asyncio.sleep(0)
+                await asked.wait()
+                asked.clear()
+                # One question may wake up asyncio's own loop twice.
+                if pipe.poll() and not desk.serve_one(pipe):
+                    return
+        finally:
+            loop.remove_reader(pipe.fileno())
+
+
+# -- the trainer's side -------------------------------------------------------------------------
+
+
+class Handle(Protocol):
+    """How the trainer asks one worker."""
+
+    def ask(self, question: str, argument: Any = None) -> None:
+        """Put a question; see :meth:`Desk.reply`. Does not wait."""
+
+    def answer(self) -> Any:
+        """Wait for the answer to it, at most :data:`PATIENCE`.
+
+        Raises:
+            RuntimeError: The worker answered with an error, is gone, or says nothing.
+        """
+
+
+class _PipeHandle:
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def ask(self, question: str, argument: Any = None) -> None:
+        self._pipe.send((question, argument))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(PATIENCE):
+            raise RuntimeError(f"a worker gave no answer in {PATIENCE:g} s")
+        try:
+            good, value = self._pipe.recv()
+        except (EOFError, OSError) as exc:
+            raise RuntimeError("a worker ended before it answered") from exc
+        if not good:
+            raise RuntimeError(f"a worker: {value}")
+        return value
+
+
+def ask_all(handles: Sequence[Handle], question: str, argument: Any = None) -> list[Any]:
+    """Ask every worker the same, at the same time, and return their answers in order."""
+    for handle in handles:
+        handle.ask(question, argument)
+    return [handle.answer() for handle in handles]
+
+
+class Crew:
+    """Worker processes and the pipes to ask them.
+
+    They come from a fork server that has imported torch once, so that eight of them start as
+    quickly as one.
+
+    Args:
+        preload: Modules that the fork server imports before the first worker, besides aiosync.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self.processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, "aiosync", "aiosync.sync", *preload])
+
+    def start(self, target: Callable[..., None], workers: int, *args: Any) -> list[Handle]:
+        """Start processes that run ``target(worker_idx, pipe, *args)``; return all handles."""
+        for idx in range(workers):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=target, args=(idx, theirs, *args), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        return [_PipeHandle(pipe) for pipe in self._pipes]
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ask every process to end, wait for that, and kill those that do not."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(("end", None))
+            except OSError:  # it is gone already
+                continue
+        for process in self.processes:
+            process.join(timeout)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes.clear()
+        self._pipes.clear()
