@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,7 +21,6 @@ from rich.table import Table
 
 from aiosync.cli._bench import bench
 from aiosync.cli._options import (
-    INTERRUPTED,
     Connection,
     ModelId,
     Timeout,
@@ -36,10 +35,6 @@ from aiosync.cli._options import (
     read_token,
     tls_of,
 )
-from aiosync.errors import AiosyncError, ConfigError
-
-if TYPE_CHECKING:
-    from aiosync.cli._demo import DemoOptions
 
 __all__ = ["app", "bench", "demo", "doctor", "pull", "push", "run_app", "serve", "status"]
 
@@ -116,61 +111,10 @@ def demo(
     """
     if importlib.util.find_spec("gymnasium") is None:
         raise ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
-    from aiosync.cli._demo import DemoOptions
+    from aiosync.cli._demo import DemoOptions, run_demo
 
-    options = DemoOptions(
-        transport=transport.value, num_workers=workers, sync=sync, seconds=seconds, seed=seed
-    )
-    raise typer.Exit(_run_demo(options, plot=plot, json_to=json_to))
-
-
-def _run_demo(options: DemoOptions, *, plot: Path | None, json_to: str | None) -> int:
-    from aiosync.cli._demo import run_demo
-    from aiosync.cli._pool import WorkerDied
-    from aiosync.cli._view import check_plot_path, final_line, save_plot, showing
-
-    errors = errors_to()
-    console = errors if json_to == "-" else Console(highlight=False, soft_wrap=True)
-    title = (
-        f"aiosync demo: CartPole-v1, {options.num_workers} workers, {options.transport}, "
-        f"{'aiosync.sync' if options.sync else 'aiosync'}"
-    )
-    try:
-        if plot is not None:
-            check_plot_path(plot)
-        if json_to not in (None, "-"):
-            folder = Path(json_to).absolute().parent
-            if not folder.is_dir():
-                raise ConfigError(f"--json: there is no folder {folder}")
-        with showing(console, title) as show:
-            progress = run_demo(options, show)
-    except ConfigError as exc:
-        errors.print(f"[red]aiosync demo:[/red] {escape(str(exc))}")
-        return 2
-    except (AiosyncError, WorkerDied) as exc:
-        name = type(exc).__name__
-        errors.print(f"[red]aiosync demo failed:[/red] {name}: {escape(str(exc))}")
-        return 1
-    except KeyboardInterrupt:
-        errors.print("Stopped by Ctrl-C; every worker has ended.")
-        return INTERRUPTED
-    console.print(final_line(progress))
-    if plot is not None:
-        save_plot(progress, plot, title)
-        console.print(f"Picture: {plot}", markup=False)
-    if json_to is not None:
-        summary = {
-            "transport": options.transport,
-            "sync": options.sync,
-            "num_workers": options.num_workers,
-            **progress.summary(),
-        }
-        text = json.dumps(summary, indent=2) + "\n"
-        if json_to == "-":
-            sys.stdout.write(text)
-        else:
-            Path(json_to).write_text(text, encoding="utf-8")
-    return 0 if progress.risen else 1
+    options = DemoOptions(transport.value, workers, sync, seconds, seed, plot, json_to)
+    raise typer.Exit(run_demo(options))
 
 
 app.command()(bench)
@@ -244,7 +188,6 @@ def serve(
     with failing("serve", errors):
         check_model_ids(model_id or [])
         import aiosync
-        from aiosync.cli._reporting import Reporter
         from aiosync.cli._serve import run_server
         from aiosync.server import WeightServer
 
@@ -261,8 +204,7 @@ def serve(
                 max_connections=max_connections,
             )
 
-        with Reporter(Console(highlight=False)) as reporter, failing("serve", errors):
-            raise typer.Exit(aiosync.run(run_server(make, reporter)))
+        raise typer.Exit(aiosync.run(run_server(make, errors)))
 
 
 def _needs_safetensors(path: Path) -> None:
@@ -345,8 +287,8 @@ def pull(
         certificates = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
         connection = Connection(url, token, certificates)
         connection.check()
-        from aiosync.cli._files import check_target
         from aiosync.cli._transfer import pull_file, transfer_bar
+        from aiosync.cli.files import check_target
 
         check_target(file)
         status[0] = 1

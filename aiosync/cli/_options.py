@@ -5,10 +5,8 @@ Must not import torch, nor, but inside a function, what imports it: ``--help`` h
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,8 +48,6 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 _MAX_TOKEN_NBYTES = 65536
-_NO_PASSWORD = "pass TLS(password=...)", "the command needs a key without a password"
-_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 
 TokenFile = Annotated[
     Path | None,
@@ -231,20 +227,9 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
     except AiosyncError as exc:
         usage = isinstance(exc, ConfigError) and status[0] == 2
         name = "" if isinstance(exc, ConfigError) else f"{type(exc).__name__}: "
-        text = escape(plain(f"{name}{exc}".replace(*_NO_PASSWORD), 2000))
+        text = escape(plain(f"{name}{exc}", 2000))
         console.print(f"[red]aiosync {command}:[/red] {text}")
         raise typer.Exit(2 if usage else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # nobody reads what is printed: Python would try again at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except OSError as exc:
-        if exc.errno not in _NO_DESCRIPTORS:
-            raise
-        console.print(
-            f"[red]aiosync {command}:[/red] {exc.strerror}: this process may open too few; raise "
-            "the limit (ulimit -n)"
-        )
-        raise typer.Exit(1) from None

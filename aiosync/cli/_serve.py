@@ -6,18 +6,19 @@ Must not import typer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from aiosync.cli._options import INTERRUPTED, plain
-from aiosync.cli._reporting import Reporter
 from aiosync.cli._status import models_table, refusal_line, version_line
 from aiosync.server import WeightServer
 
@@ -31,16 +32,15 @@ __all__ = ["run_server"]
 _LOOK_SECONDS = 0.25
 
 
-async def run_server(make: Callable[[], WeightServer], reporter: Reporter) -> int:
+async def run_server(make: Callable[[], WeightServer], errors: Console) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
-    Prints the address, and nothing else, as the first line of stdout: scripts wait for it. What
-    comes after it goes through the reporter, so that serving does not wait for who reads it.
+    Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
 
     Args:
         make: Makes the server, on this loop.
-        reporter: For the table on a terminal, for one line for each new version where there is
-            none, and for one for each version that could not be stored.
+        errors: On stderr, for one line for each new version where stdout is no terminal, and for
+            one for each version that could not be stored.
 
     Returns:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
@@ -50,8 +50,7 @@ async def run_server(make: Callable[[], WeightServer], reporter: Reporter) -> in
         ConfigError: See :class:`aiosync.server.WeightServer`.
         StoreError: A file of the store is damaged.
     """
-    refusals = _Refusals()
-    late: list[str] = []
+    log = _Log()
     with _Signals() as signals:
         try:
             server = make()
@@ -59,16 +58,16 @@ async def run_server(make: Callable[[], WeightServer], reporter: Reporter) -> in
                 async with server:
                     sys.stdout.write(f"{server.url}\n")
                     sys.stdout.flush()
-                    await _watch(server, reporter, refusals)
+                    await _watch(server, errors, log)
             finally:
-                late = refusals.new(server.status())  # of what was written last
+                late = log.refused(server.status())  # of what was written last
         except asyncio.CancelledError:
             if signals.first is None:
                 raise
     for line in late:
-        reporter.say(line)
+        errors.print(line, markup=False)
     if signals.first == signal.SIGINT:
-        reporter.say("Stopped by Ctrl-C.")
+        errors.print("Stopped by Ctrl-C.")
     if late:
         return 1
     return INTERRUPTED if signals.first == signal.SIGINT else 0
@@ -97,36 +96,35 @@ class _Signals:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.first is not None:
-            if sys.stdout.isatty() and select.select([], [1], [], 0)[1]:  # not a paused one
-                os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
             os._exit(128 + number)
         self.first = number
         assert self._task is not None
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-async def _watch(server: WeightServer, reporter: Reporter, refusals: _Refusals) -> None:
+async def _watch(server: WeightServer, errors: Console, log: _Log) -> None:
     """Show what the server has, until it ends."""
-    log = _Log(reporter)
+    console = Console(highlight=False)
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
-    def show(*, last: bool = False) -> None:
+    def show() -> None:
         status = server.status()
-        if not reporter.drawing:
-            log(status)
-        for line in refusals.new(status):
-            reporter.say(line)
-        if reporter.drawing:
-            reporter.draw(_render(status), last=last)
+        if live is not None:
+            live.update(_render(status), refresh=True)
+        lines = log.refused(status) if live is not None else log.changed(status)
+        for line in lines:
+            errors.print(line, markup=False)
 
     ended = asyncio.ensure_future(server.wait_closed())
-    try:
-        while not ended.done():
+    with live or contextlib.nullcontext():
+        try:
+            while not ended.done():
+                show()
+                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+            await ended
+        finally:
+            ended.cancel()
             show()
-            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-        await ended
-    finally:
-        ended.cancel()
-        show(last=True)
 
 
 def _render(status: Mapping[str, Any]) -> RenderableType:
@@ -138,34 +136,31 @@ def _render(status: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-class _Refusals:
-    """What could not be stored, one line for each look that finds something new."""
+class _Log:
+    """One line for each change that is seen; at most one for each look."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], Any] = {}
 
-    def new(self, status: Mapping[str, Any]) -> list[str]:
-        """Return the lines about what was refused since the last call."""
-        lines = []
-        for model in status["models"]:
-            model_id, refused = model["model_id"], model["refused"]
-            before, self._seen[model_id] = self._seen.get(model_id, 0), refused
-            if refused > before:
-                lines.append(f"{time.strftime('%H:%M:%S')} {refusal_line(model)}")
-        return lines
+    def refused(self, status: Mapping[str, Any]) -> list[str]:
+        """Lines about what could not be stored since the last call."""
+        return [
+            f"{time.strftime('%H:%M:%S')} {refusal_line(model)}"
+            for model in status["models"]
+            if self._is_new(model, "refused", model["refused"]) and model["refused"]
+        ]
 
+    def changed(self, status: Mapping[str, Any]) -> list[str]:
+        """Lines about new versions, and about what could not be stored, since the last call."""
+        versions = [
+            f"{time.strftime('%H:%M:%S')} {version_line(model)}"
+            for model in status["models"]
+            if self._is_new(model, "version", (model["epoch"], model["version"]))
+            and model["version"]
+        ]
+        return versions + self.refused(status)
 
-class _Log:
-    """One line for each change of a version that is seen; at most one for each look."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
-        self._seen: dict[str, tuple[int, int]] = {}
-
-    def __call__(self, status: Mapping[str, Any]) -> None:
-        for model in status["models"]:
-            now = model["epoch"], model["version"]
-            if not model["version"] or self._seen.get(model["model_id"]) == now:
-                continue
-            self._seen[model["model_id"]] = now
-            self._reporter.say(f"{time.strftime('%H:%M:%S')} {version_line(model)}")
+    def _is_new(self, model: Mapping[str, Any], name: str, value: Any) -> bool:
+        key = model["model_id"], name
+        before, self._seen[key] = self._seen.get(key), value
+        return bool(before != value)

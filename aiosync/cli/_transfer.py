@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiosync
-from aiosync.cli._files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
 from aiosync.cli._options import plain
 from aiosync.cli._status import show_nbytes
+from aiosync.cli.files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -277,7 +277,7 @@ def pull_file(
     """Get the newest version of a model and write it to a file, in one step.
 
     Args:
-        path: See :func:`aiosync.cli._files.save_weights`.
+        path: See :func:`aiosync.cli.files.save_weights`.
         connection: A weight server, or a trainer that listens.
         model_id: Name of the model there.
         min_version: The lowest acceptable version.

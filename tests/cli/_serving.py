@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import aiosync.cli
-from aiosync.cli._files import load_weights
+from aiosync.cli.files import load_weights
 from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE
 

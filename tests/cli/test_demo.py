@@ -1,11 +1,9 @@
-"""The ``aiosync`` command, run as a user runs it, and the parts of the demo on their own."""
+"""The ``aiosync`` command and its demo, run as a user runs them."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import math
 import os
 import re
 import signal
@@ -14,22 +12,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("gymnasium")
 
-import torch
-from rich.console import Console
-
 import aiosync.cli
-from aiosync.cli._pool import WorkerDied, Workers
-from aiosync.cli._ppo import PPO, Fragment, Policy
-from aiosync.cli._progress import Progress
-from aiosync.cli._view import final_line, render, showing
-from aiosync.cli._worker import Collector, WorkerSpec
-from aiosync.types import SendReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,199 +33,42 @@ def run(*args: str, timeout: float = 50.0) -> subprocess.CompletedProcess[str]:
     )
 
 
+def on_a_terminal(*args: str) -> str:
+    """Run it with a terminal for its output; return what it wrote."""
+    leader, terminal = os.openpty()
+    with subprocess.Popen(
+        command(*args), stdout=terminal, env={**os.environ, "TERM": "xterm"}
+    ) as it:
+        os.close(terminal)
+        text = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while block := os.read(leader, 65536):
+                text += block
+    os.close(leader)
+    assert it.returncode in (0, 1)
+    return text.decode()
+
+
 def demo_args(transport: str, sync: bool) -> list[str]:
     return ["demo", "--transport", transport, *(["--sync"] if sync else [])]
-
-
-# -- the parts --------------------------------------------------------------------------------
-
-
-def fragment(
-    *, worker_idx: int = 0, versions: tuple[int, ...] = (1,), returns: tuple[float, ...] = ()
-) -> Fragment:
-    num_steps = len(versions)
-    return Fragment(
-        worker_idx=worker_idx,
-        obs=np.zeros((num_steps, 2, 4), np.float32),
-        next_obs=np.zeros((num_steps, 2, 4), np.float32),
-        actions=np.zeros((num_steps, 2), np.int64),
-        log_probs=np.full((num_steps, 2), math.log(0.5), np.float32),
-        rewards=np.ones((num_steps, 2), np.float32),
-        terminated=np.zeros((num_steps, 2), np.bool_),
-        done=np.zeros((num_steps, 2), np.bool_),
-        versions=np.array(versions, np.int64),
-        returns=returns,
-    )
-
-
-def test_a_collected_fragment_says_what_happened() -> None:
-    torch.manual_seed(0)
-    policy = Policy()
-    collector = Collector(policy, WorkerSpec(worker_idx=1, seed=3, num_envs=2, num_steps=64))
-    for version in range(64):
-        collector.act(version)
-        collector.advance()
-    got = collector.take()
-    assert got.worker_idx == 1
-    assert got.num_steps == 128
-    assert got.obs.shape == (64, 2, 4)
-    assert got.versions.tolist() == list(range(64))
-    assert len(got.returns) == got.done.sum() > 0  # an untrained policy falls within 64 steps
-    assert np.array_equal(got.done, got.terminated)  # and far from the time limit
-    goes_on = ~got.done[:-1]
-    assert np.array_equal(got.obs[1:][goes_on], got.next_obs[:-1][goes_on])
-    assert not np.array_equal(got.obs[1:][~goes_on], got.next_obs[:-1][~goes_on])
-    with torch.no_grad():
-        logits = policy(torch.from_numpy(got.obs))
-    expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(got.actions)[..., None])
-    np.testing.assert_allclose(got.log_probs, expected.squeeze(-1).numpy(), atol=1e-5)
-
-
-def test_the_next_fragment_goes_on_where_the_last_one_ended() -> None:
-    collector = Collector(Policy(), WorkerSpec(worker_idx=0, seed=0, num_envs=1, num_steps=3))
-    parts = []
-    for _ in range(2):
-        for _ in range(3):
-            collector.act(1)
-            collector.advance()
-        parts.append(collector.take())
-    assert np.array_equal(parts[0].next_obs[-1], parts[1].obs[0])
-
-
-def test_ppo_learns_which_action_is_rewarded() -> None:
-    torch.manual_seed(0)
-    policy = Policy(hidden=16)
-    learner = PPO(policy, lr=1e-2, num_epochs=4)
-    generator = np.random.default_rng(0)
-    obs = torch.zeros(4)
-    before = policy(obs).softmax(-1)[1].item()
-    for _ in range(3):
-        batch = fragment(versions=(1,) * 64)
-        batch.actions[:] = generator.integers(2, size=(64, 2))
-        batch.rewards[:] = batch.actions
-        batch.terminated[:] = batch.done[:] = True  # every step is an episode
-        with torch.no_grad():
-            log_probs = policy(torch.from_numpy(batch.obs)).log_softmax(-1)
-        chosen = log_probs.gather(-1, torch.from_numpy(batch.actions)[..., None])
-        batch.log_probs[:] = chosen.squeeze(-1).numpy()
-        assert math.isfinite(learner.update([batch]))
-    assert policy(obs).softmax(-1)[1].item() > before + 0.1
-
-
-def progress_with(returns: list[float]) -> Progress:
-    progress = Progress(num_workers=2, seconds=60.0)
-    progress.start()
-    progress.collected([fragment(versions=(3, 4), returns=tuple(returns))], version=5)
-    return progress
-
-
-def test_progress_counts_steps_versions_and_lag() -> None:
-    progress = progress_with([10.0, 20.0])
-    progress.collected([fragment(worker_idx=1, versions=(5, 5))], version=5)
-    for elapsed in (0.001, 0.002, 0.003):
-        progress.sent(SendReport(epoch=1, version=6, acked=frozenset({0, 1}), elapsed=elapsed))
-    summary = progress.summary()
-    assert summary["steps"] == 8
-    assert summary["episodes"] == 2
-    assert summary["versions"] == 6
-    assert [worker["version"] for worker in summary["workers"]] == [4, 5]
-    assert [worker["lag"] for worker in summary["workers"]] == [1, 0]
-    assert summary["mean_lag"] == pytest.approx(0.75)  # (1.5 + 0) / 2
-    assert summary["send_latency_p50"] == pytest.approx(0.002)
-    assert not progress.finished
-
-
-@pytest.mark.parametrize(
-    ("returns", "risen", "solved"),
-    [
-        ([], False, False),
-        ([20.0] * 60, False, False),
-        ([20.0] * 39, False, False),
-        ([20.0] * 20 + [39.0] * 20, False, False),
-        ([20.0] * 20 + [41.0] * 20, True, False),
-        ([20.0] * 20 + [500.0] * 37, True, False),
-        ([20.0] * 20 + [500.0] * 40, True, True),
-    ],
-)
-def test_risen_and_solved(returns: list[float], risen: bool, solved: bool) -> None:
-    progress = progress_with(returns)
-    assert (progress.risen, progress.solved) == (risen, solved)
-    assert progress.finished is solved
-    assert ("did not rise" in final_line(progress)) is not risen
-
-
-def test_a_summary_of_nothing_is_valid_json() -> None:
-    progress = Progress(num_workers=1, seconds=1.0)
-    assert json.loads(json.dumps(progress.summary(), allow_nan=False))["final_return"] is None
-
-
-def test_the_table_shows_every_worker() -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(progress_with([20.0] * 30), "the title"))
-    lines = console.export_text().splitlines()
-    assert lines[0].startswith("the title")
-    assert any(
-        line.split() == ["│", "0", "│", "4", "│", "1", "│", "4", "│", "30", "│"] for line in lines
-    )
-    assert any(line.split()[:3] == ["│", "trainer", "│"] for line in lines)
-    assert any("20.0" in line and "▁" in line for line in lines)
-
-
-def test_without_a_terminal_it_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with showing(Console(soft_wrap=True), "the title") as show:
-        show(progress_with([7.0]))
-        show(progress_with([8.0]))  # too soon for another line
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "the title"
-    assert "return    7.0" in second
-    assert "worker 0: version 4 lag 1" in second
-    assert "\x1b" not in second
-
-
-@pytest.mark.slow
-def test_a_worker_that_raises_sends_its_traceback() -> None:
-    with Workers(None, num_workers=1, seed=0, sync=True) as workers:  # None is no scheme
-        (process,) = workers.processes
-        pid = process.pid
-        assert pid is not None
-        with pytest.raises(WorkerDied, match=r"(?s)worker 0 raised:.*work_sync.*AttributeError"):
-            workers.receive()
-    assert not alive(pid)
 
 
 # -- the command ------------------------------------------------------------------------------
 
 
-LACKING = """
-import os, sys
-import torch  # once for all; nothing of aiosync, whose imports are under test
-for package in sys.argv[1:]:
-    if os.fork() == 0:
-        sys.modules[package] = None
-        from aiosync.cli import main
-        sys.exit(main(["demo"]))
-    _, status = os.wait()
-    print(f"status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
-"""
-
-
-@pytest.mark.heavy
-def test_a_missing_package_ends_in_advice() -> None:
-    packages = ["typer", "rich", "gymnasium"]
-    done = subprocess.run(
-        [sys.executable, "-c", LACKING, *packages],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    *shown, rest = done.stderr.split("status 1\n")
-    assert rest == ""
-    for package, text in zip(packages, shown, strict=True):
-        assert "pip install 'aiosync[demo]'" in text
-        assert package in text
+@pytest.mark.parametrize("package", ["typer", "rich", "gymnasium"])
+def test_a_missing_package_ends_in_advice(
+    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [package, *sys.modules]:
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+        elif name.startswith("aiosync.cli."):
+            monkeypatch.delitem(sys.modules, name)
+    assert aiosync.cli.main(["demo"]) == 1
+    shown = capsys.readouterr().err
+    assert "pip install 'aiosync[demo]'" in shown
+    assert package in shown
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +133,15 @@ def test_the_return_rises(transport: str, sync: bool, tmp_path: Path) -> None:
         assert worker["steps"] > 0
         assert worker["version"] > 10  # the worker was kept fresh while it collected
     assert plot.read_bytes().startswith(b"\x89PNG")
+    # It says how it goes, line by line, on what is no terminal.
+    assert re.search(r"return +[0-9.]+  version \d+  worker 0: version \d+ lag \d", done.stderr)
+    assert "Solved" in done.stderr or "The return rose" in done.stderr
+
+
+@pytest.mark.heavy
+def test_a_terminal_gets_a_table() -> None:
+    shown = on_a_terminal("demo", "--seconds", "2")
+    assert "worker_idx" in shown and "episodes" in shown and "\x1b" in shown
 
 
 @contextlib.contextmanager
@@ -354,7 +194,7 @@ def kill_one_worker(process: subprocess.Popen[str], workers: set[int]) -> None:
 
 
 INTERRUPTED = (interrupt, 130, "Stopped by Ctrl-C")
-KILLED = (kill_one_worker, 1, "was killed by SIGKILL")
+KILLED = (kill_one_worker, 1, "worker")
 SHM, PIPE_SYNC = ("shm", False), ("pipe", True)
 heavy = [pytest.mark.heavy]
 
