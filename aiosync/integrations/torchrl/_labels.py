@@ -48,19 +48,18 @@ class Labels:
         if sees_forwards:
             self._watch(collector)
 
-    def flipped(self, epoch: int, version: int, *, initial: bool) -> None:
+    def flipped(self, epoch: int, version: int) -> None:
         """The policy has another version now. Called under the guard, on any thread.
 
         Args:
             epoch: Of the trainer.
-            version: What the policy has.
-            initial: Whether these are the weights to begin with.
+            version: What the policy has. The first one is what it begins with.
         """
         collector = self._collector()
         tracker = getattr(collector, "policy_version_tracker", None)
         if tracker is None:
             return
-        if initial:
+        if not self._version:
             self._epoch, self._version = epoch, version
             return
         restarted = self._epoch is not None and epoch != self._epoch
