@@ -11,25 +11,17 @@ saw.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
-import gc
 import importlib.util
 import os
-import re
-import select
 import signal
-import sys
-import threading
-import time
 import weakref
 import zlib
-from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+from aiosync.testing import LeakError, assert_no_leaks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -169,115 +161,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # -- leaks ------------------------------------------------------------------------------------
 
 
-def _threads() -> dict[Any, str]:
-    return {
-        thread: thread.name
-        for thread in threading.enumerate()
-        if not isinstance(thread, threading._DummyThread)  # a native thread that ran Python once
-    }
-
-
-def _fds() -> dict[tuple[int, str], str]:
-    """Open descriptors with what they refer to, but for those of multiprocessing's helpers."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this listing is gone by now
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if not target.startswith("/dev/nvidia"):
-                found[int(name), target] = f"{name} -> {target}"
-    helpers = (
-        resource_tracker._resource_tracker._fd,
-        forkserver._forkserver._forkserver_alive_fd,
-        getattr(forkserver._forkserver, "_forkserver_authkey_fd", None),
-    )
-    return {key: text for key, text in found.items() if key[0] not in helpers}
-
-
-def _children() -> dict[int, str]:
-    """Child processes, zombies included, but for multiprocessing's helpers."""
-    helpers = (
-        resource_tracker._resource_tracker._pid,
-        forkserver._forkserver._forkserver_pid,
-    )
-    pids: set[int] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # that thread has just ended
-            pids.update(map(int, path.read_text().split()))
-    found = {}
-    for pid in pids.difference(helpers):
-        with contextlib.suppress(OSError):  # that process has just ended
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-            found[pid] = f"{pid} {command.decode(errors='replace')[:120]}"
-    return found
-
-
-def _shm_entries() -> dict[str, str]:
-    """Entries of /dev/shm, but for those that name another living process as their owner."""
-    found = {}
-    with contextlib.suppress(OSError):  # no /dev/shm on this machine
-        for name in os.listdir("/dev/shm"):
-            if name.startswith("sem.mp-"):
-                continue  # semaphores of multiprocessing queues, of any process; never aiosync's
-            owner = re.match(r"torch_(\d+)_", name)
-            if owner and int(owner[1]) != os.getpid() and Path(f"/proc/{owner[1]}").exists():
-                continue
-            found[name] = name
-    return found
-
-
-def _memfd_mappings() -> dict[str, str]:
-    maps = Path("/proc/self/maps").read_bytes()  # long; decoded only where there is one
-    if b"/memfd:" not in maps:
-        return {}
-    lines = [line for line in maps.decode().splitlines() if "/memfd:" in line]
-    # Neighbouring mappings of one file merge and split; the file is what counts.
-    return {" ".join(line.split()[3:]): line for line in lines}
-
-
-@dataclasses.dataclass
-class _Resources:
-    threads: dict[Any, str]
-    fds: dict[Any, str]
-    children: dict[Any, str]
-    shm_entries: dict[Any, str]
-    memfd_mappings: dict[Any, str]
-
-    @classmethod
-    def now(cls) -> _Resources:
-        return cls(_threads(), _fds(), _children(), _shm_entries(), _memfd_mappings())
-
-    def since(self, before: _Resources) -> _Resources:
-        new = {}
-        for field in dataclasses.fields(self):
-            old = getattr(before, field.name)
-            mine = getattr(self, field.name)
-            new[field.name] = {key: text for key, text in mine.items() if key not in old}
-        return _Resources(**new)
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in dataclasses.fields(self))
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"  {field.name}: {', '.join(getattr(self, field.name).values())}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name)
-        )
-
-    def wait(self, deadline: float) -> None:
-        """Give threads and processes that are ending the time to end."""
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        for pid in self.children:
-            with contextlib.suppress(ProcessLookupError):  # gone already
-                fd = os.pidfd_open(pid)
-                try:
-                    left = max(0.0, deadline - time.monotonic())
-                    select.select([fd], [], [], left)
-                finally:
-                    os.close(fd)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
@@ -299,24 +182,14 @@ def _warm_up() -> None:
 def no_leaks(request: pytest.FixtureRequest, _warm_up: None) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
     _loop_errors.clear()
-    if not sys.platform.startswith("linux"):
-        yield
-        return
-    before = _Resources.now()
+    checking = assert_no_leaks(grace=GRACE)
+    checking.__enter__()
     yield
     if request.node.stash.get(_failed, False):
         return  # the failure is the news; what it left behind would only bury it
-    left = _Resources.now().since(before)
-    if left:
-        gc.collect()
-        left = _Resources.now().since(before)
-    if left:
-        left.wait(time.monotonic() + GRACE)
-        gc.collect()
-        left = _Resources.now().since(before)
-    if left:
-        pytest.fail(f"left behind by the test:\n{left}", pytrace=False)
+    try:
+        checking.__exit__(None)
+    except LeakError as error:
+        pytest.fail(f"{error}", pytrace=False)
     if _loop_errors:
-        listed = "\n".join(f"  {text}" for text in _loop_errors)
-        _loop_errors.clear()
-        pytest.fail(f"only the event loop saw these errors:\n{listed}", pytrace=False)
+        pytest.fail(f"only the event loop saw these errors: {_loop_errors}", pytrace=False)

@@ -12,11 +12,10 @@ This package must never import pytest, torch or schemes.
 
 from __future__ import annotations
 
-from aiosync.testing.cancellation import CancelOutcome, CancelWhen, cancel_at_every_await
-from aiosync.testing.clock import VirtualClock, VirtualClockEventLoop
+from aiosync.testing.cancellation import CancelOutcome, cancel_at_every_await
+from aiosync.testing.clock import VirtualClock
 from aiosync.testing.conformance import (
     CONFORMANCE_CHECKS,
-    Bench,
     Check,
     ConformanceError,
     ConformanceReport,
@@ -25,21 +24,18 @@ from aiosync.testing.conformance import (
     TransportFactory,
     check_transport,
 )
-from aiosync.testing.faults import Fault, FaultKind, FaultyTransport
+from aiosync.testing.faults import Fault, FaultyTransport
 from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
 from aiosync.testing.proxy import FaultProxy, Faults, Plan, PlanSource
 
 __all__ = [
     "CONFORMANCE_CHECKS",
     "LEAK_KINDS",
-    "Bench",
     "CancelOutcome",
-    "CancelWhen",
     "Check",
     "ConformanceError",
     "ConformanceReport",
     "Fault",
-    "FaultKind",
     "FaultProxy",
     "Faults",
     "FaultyTransport",
@@ -50,7 +46,6 @@ __all__ = [
     "RawPeer",
     "TransportFactory",
     "VirtualClock",
-    "VirtualClockEventLoop",
     "assert_no_leaks",
     "cancel_at_every_await",
     "check_transport",

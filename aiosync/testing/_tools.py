@@ -1,4 +1,4 @@
-"""What the conformance checks are written with: expectations, bounded waits, payloads.
+"""What the conformance checks are written with: links, expectations, bounded waits, payloads.
 
 This module must never import pytest or torch.
 """
@@ -6,63 +6,36 @@ This module must never import pytest or torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from aiosync.errors import AiosyncError, PeerClosed, TransportBroken, TransportClosed
+from aiosync.errors import PeerClosed, TransportBroken, TransportClosed
+from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
+from aiosync.transports.base import Lender, Received, Transport
+from aiosync.types import Capabilities, Limits
 from aiosync.wire import Message, Update
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Buffer
-
-    from aiosync.transports.base import Lender, Received, Transport
-
-__all__ = [
-    "CLOG_NBYTES",
-    "EPOCH",
-    "KIB",
-    "MIB",
-    "ConformanceError",
-    "Tasks",
-    "arrives",
-    "broken_or_closed",
-    "cancel",
-    "clog",
-    "deliver",
-    "drain",
-    "drain_until_error",
-    "expect",
-    "gets_cut",
-    "is_blocked",
-    "lend_after",
-    "lend_into",
-    "lend_new",
-    "pattern",
-    "require",
-    "settle",
-    "stays_broken",
-    "text_of",
-    "update",
-    "verify",
-    "within",
-]
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
+Pair: TypeAlias = tuple[Transport, Transport]
 
 EPOCH = 0x5EED
 KIB = 1024
 MIB = 1024 * KIB
-PATIENCE = 5.0
-"""Seconds after which something that should happen at once counts as hung."""
+ENDED = (PeerClosed, TransportBroken)
+"""What tells that a link is over, where either will do."""
 
 CLOG_NBYTES = 2 * MIB
 """Size of the payloads that :func:`clog` sends: more than a kernel buffer usually takes."""
 
-_CYCLE = bytes(range(251))  # a prime length, so that a shift by any power of two shows
 _CLOG_LIMIT_NBYTES = 64 * MIB
+_patience = ContextVar("patience", default=5.0)
 
 
 class ConformanceError(AssertionError):
@@ -75,20 +48,182 @@ def require(condition: bool, text: str) -> None:
         raise ConformanceError(text)
 
 
-def text_of(error: BaseException) -> str:
-    """Describe an exception in one line."""
-    return f"{type(error).__name__}: {error}"
+# -- what a transport's author hands to the suite, and what a check gets ---------------------------
 
 
-def pattern(nbytes: int, seed: int = 0) -> bytes:
-    """Make ``nbytes`` bytes that differ between seeds and between positions."""
-    shift = seed % len(_CYCLE)
-    return (_CYCLE * ((nbytes + shift) // len(_CYCLE) + 1))[shift : shift + nbytes]
+class TransportFactory(Protocol):
+    """Makes one link: ``async with factory() as (sender, receiver)``.
+
+    Both ends live on the running loop. Leaving the context must close both, whatever state the
+    check left them in, and everything that was opened to make them.
+    """
+
+    def __call__(self) -> AbstractAsyncContextManager[Pair]: ...
 
 
-def update(version: int) -> Update:
-    """Make a message that carries a payload in real use."""
-    return Update(epoch=EPOCH, version=version, digest=version.to_bytes(16, "little"))
+class RawPeer(Protocol):
+    """The far end of a link without a transport on it: raw bytes, for hostile frames."""
+
+    async def write(self, data: bytes) -> None:
+        """Write all of ``data``; raises ``OSError`` when the other end has gone."""
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What a transport's author can offer beyond the factory; checks that lack theirs are skipped.
+
+    Attributes:
+        cut: Severs the raw link beneath one end at once, from outside, as the death of that
+            end's process would: nothing is flushed and no farewell is said.
+        limited: Makes a link whose ends have these limits (sender's, receiver's).
+        raw: Makes a link whose far end is raw: ``async with raw() as (peer, transport)``. For
+            transports that move frames of ``aiosync.wire`` over a byte stream.
+        raw_payload_nbytes: The largest payload, in bytes, that the transport itself would put
+            into that stream; at least 2.
+    """
+
+    cut: Callable[[Transport], None] | None = None
+    limited: Callable[[Limits, Limits], AbstractAsyncContextManager[Pair]] | None = None
+    raw: Callable[[], AbstractAsyncContextManager[tuple[RawPeer, Transport]]] | None = None
+    raw_payload_nbytes: int = 2**20
+
+
+class Tasks(AbstractAsyncContextManager["Tasks"]):
+    """Background tasks of one check; cancels and awaits what is left of them at its end."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Future[Any]] = []
+
+    def start(self, awaitable: Coroutine[Any, Any, _T] | asyncio.Future[_T]) -> asyncio.Future[_T]:
+        """Start a coroutine in the background."""
+        task = asyncio.ensure_future(awaitable)
+        self._tasks.append(task)
+        return task
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        # Takes their errors, too: the check has looked at those that matter.
+        ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait({ended}, timeout=_patience.get())
+
+
+Link: TypeAlias = tuple[Transport, Transport, Tasks]
+"""Sender, receiver, and the background tasks that end with the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a check works with.
+
+    Attributes:
+        pair: Makes a link.
+        hooks: What else the author offers; a check uses those that it says it needs.
+    """
+
+    pair: TransportFactory
+    hooks: Hooks
+
+    @asynccontextmanager
+    async def link(
+        self, limits: tuple[Limits, Limits] | None = None, *, flipped: bool = False
+    ) -> AsyncGenerator[Link, None]:
+        """Make a link, with these limits (sender's, receiver's) or the other way round."""
+        limited = self.hooks.limited
+        made = self.pair() if limits is None or limited is None else limited(*limits)
+        async with made as (left, right), Tasks() as tasks:
+            yield (right, left, tasks) if flipped else (left, right, tasks)
+
+    @asynccontextmanager
+    async def raw(self) -> AsyncGenerator[tuple[RawPeer, Transport, Tasks], None]:
+        """Make a link with a raw far end."""
+        assert self.hooks.raw is not None
+        async with self.hooks.raw() as (peer, transport), Tasks() as tasks:
+            yield peer, transport, tasks
+
+    def cut(self, transport: Transport) -> None:
+        """Sever the link beneath ``transport``."""
+        assert self.hooks.cut is not None
+        self.hooks.cut(transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One statement of the transport contract, as a test.
+
+    Attributes:
+        name: Stable name; what ``Capabilities.exceptions`` refers to.
+        description: The statement, in one sentence.
+        needs: Names of the :class:`Hooks` that it uses.
+        body: The coroutine function.
+    """
+
+    name: str
+    description: str
+    needs: frozenset[str]
+    body: Callable[[Bench], Coroutine[Any, Any, None]]
+
+    def skip_reason(
+        self, hooks: Hooks | None = None, capabilities: Capabilities | None = None
+    ) -> str | None:
+        """Why this check cannot or need not run, or ``None`` when it must."""
+        if capabilities is not None and self.name in capabilities.exceptions:
+            return f"declared exception: {capabilities.exceptions[self.name]}"
+        missing = sorted(need for need in self.needs if getattr(hooks, need, None) is None)
+        return f"needs the hook {', '.join(missing)}" if missing else None
+
+    async def run(
+        self,
+        pair_factory: TransportFactory,
+        *,
+        hooks: Hooks | None = None,
+        leaks: tuple[str, ...] = LEAK_KINDS,
+        patience: float = 5.0,
+    ) -> None:
+        """Run the check on fresh links.
+
+        Args:
+            pair_factory: Makes a link for the check.
+            hooks: What else the author offers.
+            leaks: Kinds of leaks to look for after the check; see
+                :data:`aiosync.testing.LEAK_KINDS`.
+            patience: Seconds after which something that should happen at once counts as hung.
+
+        Raises:
+            ConformanceError: The statement does not hold, or the check hangs.
+            LeakError: The statement holds, and something was left behind.
+        """
+
+        async def body() -> None:
+            _patience.set(patience)  # of the task that within() makes
+            await self.body(Bench(pair_factory, hooks or Hooks()))
+
+        try:
+            async with assert_no_leaks(kinds=leaks):
+                await within(body(), self.name, 30.0)
+        except (ConformanceError, LeakError) as exc:
+            exc.add_note(f"conformance check {self.name}: {self.description}")
+            raise
+
+
+def check(*needs: str) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Check]:
+    """Make a check of a ``check_*`` coroutine function; its docstring is the statement.
+
+    Args:
+        needs: Names of the hooks that it uses.
+    """
+
+    def make(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> Check:
+        name = body.__name__.removeprefix("check_")
+        return Check(name, (body.__doc__ or "").splitlines()[0], frozenset(needs), body)
+
+    return make
+
+
+# -- waiting and expecting -------------------------------------------------------------------------
 
 
 async def settle(turns: int = 10) -> None:
@@ -97,18 +232,19 @@ async def settle(turns: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-async def within(awaitable: Coroutine[Any, Any, _T] | asyncio.Future[_T], what: str) -> _T:
+async def within(
+    awaitable: Coroutine[Any, Any, _T] | asyncio.Future[_T],
+    what: str,
+    seconds: float | None = None,
+) -> _T:
     """Await something that should happen at once; a hang is a :class:`ConformanceError`."""
-    task = asyncio.ensure_future(awaitable)
-    try:
-        await asyncio.wait({task}, timeout=PATIENCE)
-        if not task.done():
-            raise ConformanceError(f"{what} hangs: not finished after {PATIENCE:g} s")
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=PATIENCE)
-    return task.result()
+    limit = _patience.get() if seconds is None else seconds
+    async with Tasks() as tasks:
+        task = tasks.start(awaitable)
+        await asyncio.wait({task}, timeout=limit)
+        require(task.done(), f"{what} hangs: not finished after {limit:g} s")
+        require(not task.cancelled(), f"{what} ended with CancelledError")
+        return task.result()
 
 
 async def expect(
@@ -117,217 +253,195 @@ async def expect(
     what: str,
 ) -> _E:
     """Await something that should raise one of ``kinds``; returns the exception."""
-    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
-    names = " or ".join(kind.__name__ for kind in wanted)
     try:
         result = await within(awaitable, what)
-    except wanted as exc:
+    except kinds as exc:
         return exc
-    except ConformanceError:
-        raise
-    except asyncio.CancelledError as exc:
-        current = asyncio.current_task()
-        if current is not None and getattr(current, "cancelling", int)():
-            raise
-        raise ConformanceError(f"{what}: expected {names}, got CancelledError") from exc
     except Exception as exc:  # reported to the caller as the wrong exception
-        raise ConformanceError(f"{what}: expected {names}, got {text_of(exc)}") from exc
-    raise ConformanceError(f"{what}: expected {names}, but it returned {type(result).__name__}")
+        raise ConformanceError(f"{what}: expected {kinds}, got {exc!r}") from exc
+    raise ConformanceError(f"{what}: expected {kinds}, but it returned {type(result).__name__}")
 
 
-async def broken_or_closed(operation: Callable[[], Coroutine[Any, Any, Any]], what: str) -> None:
+async def ends_soon(operation: Callable[[], Coroutine[Any, Any, Any]], what: str) -> None:
     """Repeat an operation until it raises ``PeerClosed`` or ``TransportBroken``.
 
     The kernel may take some data before it tells that the peer has gone.
     """
-    for _ in range(100):
-        try:
-            await within(operation(), what)
-        except (PeerClosed, TransportBroken):
-            return
-        except AiosyncError as exc:
-            raise ConformanceError(
-                f"{what}: expected PeerClosed or TransportBroken, got {text_of(exc)}"
-            ) from exc
-    raise ConformanceError(f"{what}: 100 operations succeeded although the link has ended")
+
+    async def repeat() -> None:
+        for _ in range(100):
+            await operation()
+
+    await expect(ENDED, repeat(), what)
 
 
 async def is_blocked(task: asyncio.Future[Any], seconds: float = 0.03) -> bool:
     """Whether a task still waits after the loop had every chance to move it on."""
-    for _ in range(20):
-        if task.done():
-            return False
-        await asyncio.sleep(0)
+    await settle(20)
     await asyncio.wait({task}, timeout=seconds)
     return not task.done()
 
 
-async def cancel(task: asyncio.Task[Any], what: str) -> None:
+async def cancel(task: asyncio.Future[Any], what: str) -> None:
     """Cancel a task and check that it ends so."""
     task.cancel()
-    await asyncio.wait({task}, timeout=PATIENCE)
-    require(task.done(), f"{what} ignores its cancellation")
-    require(task.cancelled(), f"{what} swallowed its cancellation")
+    await asyncio.wait({task}, timeout=_patience.get())
+    require(task.cancelled(), f"{what} ignores or swallows its cancellation")
 
 
-class Tasks:
-    """Background tasks of one check; cancels and awaits what is left of them at its end."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, coro: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Start a coroutine in the background."""
-        task = asyncio.ensure_future(coro)
-        self._tasks.append(task)
-        return task
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        left = [task for task in self._tasks if not task.done()]
-        for task in left:
-            task.cancel()
-        if left:
-            _, hung = await asyncio.wait(left, timeout=PATIENCE)
-            if hung and exc is None:
-                raise ConformanceError(f"tasks ignore their cancellation: {hung}")
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved: the check has looked at those that matter
+# -- payloads and messages -------------------------------------------------------------------------
 
 
-def lend_into(*buffers: bytearray) -> Lender:
-    """Make a lender that lends these buffers for a payload, and nothing for an empty one."""
-
-    def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
-        return buffers if nbytes else ()
-
-    return lend
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """Make ``nbytes`` bytes that differ between seeds and between positions."""
+    shift = seed % 251  # a prime, so that a shift by any power of two shows
+    return (bytes(range(251)) * (nbytes // 251 + 2))[shift : shift + nbytes]
 
 
-def lend_new(message: Message, nbytes: int) -> Sequence[Buffer]:
-    """A lender that lends new memory."""
-    return [bytearray(nbytes)] if nbytes else []
+def update(version: int) -> Update:
+    """Make a message that carries a payload in real use."""
+    return Update(epoch=EPOCH, version=version, digest=version.to_bytes(16, "little"))
 
 
-def lend_after(action: Callable[[], object]) -> Lender:
-    """Make a lender that does something before it lends new memory."""
+class Lending:
+    """A lender of these buffers, or of new memory, that notes its calls.
 
-    def lend(message: Message, nbytes: int) -> Sequence[Buffer]:
-        action()
-        return lend_new(message, nbytes)
+    Args:
+        buffers: What to lend for a payload that is not empty.
+        first: What to do before.
+    """
 
-    return lend
+    def __init__(self, *buffers: bytearray, first: Callable[[], object] = bool) -> None:
+        self.calls: list[tuple[Message, int]] = []
+        self._buffers = buffers
+        self._first = first
+
+    def __call__(self, message: Message, nbytes: int) -> Sequence[Buffer]:
+        """Lend; a :data:`~aiosync.transports.base.Lender`."""
+        self.calls.append((message, nbytes))
+        self._first()
+        return (self._buffers or [bytearray(nbytes)]) if nbytes else []
 
 
-def verify(received: Received, version: int, payload: bytes) -> None:
+async def send(
+    transport: Transport, version: int, *payload: Buffer, timeout: float | None = None
+) -> None:
+    """Send the update ``version``."""
+    await transport.send(update(version), payload, timeout=timeout)
+
+
+def verify(received: Received, version: int, *payload: Buffer) -> None:
     """Check that a message is the update ``version`` with exactly this payload."""
+    sent = b"".join(payload)
+    arrived = b"".join(received.payload)
     require(
-        received.message == update(version),
-        f"expected update {version}, got {received.message!r:.200}",
-    )
-    require(
-        received.nbytes == len(payload),
-        f"update {version}: nbytes is {received.nbytes}, {len(payload)} bytes were sent",
-    )
-    require(
-        b"".join(received.payload) == payload,
-        f"update {version}: the payload of {len(payload)} bytes did not arrive as it was sent",
+        (received.message, received.nbytes, arrived) == (update(version), len(sent), sent),
+        f"expected update {version} with {len(sent)} bytes as they were sent, "
+        f"got {received.message!r:.200} with {received.nbytes} bytes",
     )
 
 
 async def arrives(
     receiving: Coroutine[Any, Any, Received] | asyncio.Future[Received],
-    what: str,
     version: int,
-    payload: bytes,
-) -> None:
-    """Await a ``recv()``, check that it gets the update ``version``, and release it."""
-    received = await within(receiving, what)
-    verify(received, version, payload)
+    *payload: Buffer,
+) -> Received:
+    """Await a ``recv()``, check that it gets the update ``version``, and release it twice."""
+    received = await within(receiving, f"recv() of update {version}")
+    verify(received, version, *payload)
     received.release()
+    received.release()  # is idempotent
+    return received
 
 
 async def deliver(
-    sender: Transport, receiver: Transport, version: int, payload: bytes = b""
-) -> None:
+    sender: Transport,
+    receiver: Transport,
+    version: int,
+    *payload: Buffer,
+    into: Lender | None = None,
+    timeout: float | None = None,
+) -> Received:
     """Send one update and check that it arrives."""
     async with Tasks() as tasks:
-        sending = tasks.start(sender.send(update(version), [payload] if payload else []))
-        received = await within(receiver.recv(), f"recv() of update {version}")
+        sending = tasks.start(send(sender, version, *payload, timeout=timeout))
+        received = await arrives(receiver.recv(into=into), version, *payload)
         await within(sending, f"send() of update {version}")
-    verify(received, version, payload)
-    received.release()
+        return received
+
+
+async def send_all(sender: Transport, payloads: Iterable[bytes], pause: float = 0.0) -> None:
+    """Send the updates 1, 2, ... with these payloads, and so many seconds after each."""
+    for version, payload in enumerate(payloads, 1):
+        await send(sender, version, payload)
+        await asyncio.sleep(pause)
+
+
+async def receive_all(receiver: Transport, payloads: Iterable[bytes]) -> None:
+    """Receive and check the updates 1, 2, ... with these payloads."""
+    for version, payload in enumerate(payloads, 1):
+        await arrives(receiver.recv(), version, payload)
+
+
+async def gets(transport: Transport, *messages: Message) -> None:
+    """Check that these messages come, without payload, and none between or before them."""
+    for message in messages:
+        received = await within(transport.recv(), f"recv() of {message!r:.200}")
+        require(
+            received.message == message and received.nbytes == 0,
+            f"sent {message!r:.200}, got {received.message!r:.200}, {received.nbytes} bytes",
+        )
+
+
+# -- links that are full, broken or cut ------------------------------------------------------------
 
 
 async def clog(
-    tasks: Tasks, sender: Transport, *, nbytes: int = CLOG_NBYTES
-) -> tuple[int, asyncio.Task[None]]:
-    """Send updates 1, 2, ... of ``nbytes`` bytes until one blocks.
+    tasks: Tasks, sender: Transport, *, nbytes: int = CLOG_NBYTES, timeout: float | None = None
+) -> tuple[int, asyncio.Future[None]]:
+    """Send updates 1, 2, ... of ``nbytes`` bytes until one blocks or fails.
 
     Returns:
         The version that blocks, and its task.
     """
-    version = 0
-    while version * nbytes <= _CLOG_LIMIT_NBYTES:
-        version += 1
-        task = tasks.start(sender.send(update(version), [pattern(nbytes, version)]))
-        if await is_blocked(task):
+    for version in range(1, _CLOG_LIMIT_NBYTES // nbytes):
+        task = tasks.start(send(sender, version, pattern(nbytes, version), timeout=timeout))
+        if await is_blocked(task) or task.exception() is not None:
             return version, task
-        task.result()
     raise ConformanceError(
-        f"the link took {version} messages of {nbytes} bytes that nobody read: "
+        f"the link took {_CLOG_LIMIT_NBYTES} bytes in messages of {nbytes} that nobody read: "
         "there is no backpressure"
     )
 
 
-async def drain(receiver: Transport, first: int, last: int, *, nbytes: int = CLOG_NBYTES) -> None:
-    """Receive and check the updates ``first`` to ``last`` that :func:`clog` sent."""
-    for version in range(first, last + 1):
-        await arrives(
-            receiver.recv(),
-            f"recv() of update {version} of {last}",
-            version,
-            pattern(nbytes, version),
-        )
-
-
-async def drain_until_error(receiver: Transport, *, nbytes: int = CLOG_NBYTES) -> AiosyncError:
-    """Receive the updates 1, 2, ... that :func:`clog` sent, until the link ends.
-
-    Each must be whole and in order; how many arrive is not checked. Returns the error.
-    """
-    version = 0
-    while True:
-        version += 1
-        try:
-            received = await within(receiver.recv(), f"recv() of update {version}")
-        except AiosyncError as exc:
-            return exc
-        verify(received, version, pattern(nbytes, version))
-        received.release()
-
-
-async def gets_cut(receiver: Transport) -> None:
-    """Check that the link ends with ``TransportBroken``, after whole messages of :func:`clog`."""
-    error = await drain_until_error(receiver)
-    require(
-        isinstance(error, TransportBroken),
-        f"the receiver of a cut message expected TransportBroken, got {text_of(error)}",
-    )
+async def drain(receiver: Transport, last: int = 10**6, *, nbytes: int = CLOG_NBYTES) -> None:
+    """Receive and check the updates 1 to ``last`` that :func:`clog` sent."""
+    await receive_all(receiver, (pattern(nbytes, version) for version in range(1, last + 1)))
 
 
 async def stays_broken(transport: Transport, what: str) -> None:
     """Check that a broken link stays so for every operation, until this side closes it."""
-    await expect(TransportBroken, transport.recv(), f"recv() after {what}")
-    await expect(TransportBroken, transport.send(update(999)), f"send() after {what}")
-    await expect(TransportBroken, transport.recv(timeout=0), f"second recv() after {what}")
+    for timeout in (None, 0):
+        await expect(TransportBroken, transport.recv(timeout=timeout), f"recv() after {what}")
+        await expect(TransportBroken, send(transport, 999), f"send() after {what}")
     await within(transport.aclose(), f"aclose() after {what}")
     await expect(TransportClosed, transport.recv(), f"recv() after {what} and aclose()")
+
+
+async def intact_or_cut(link: Link, version: int, what: str) -> bool:
+    """Check what follows a send() of :func:`clog` that failed; whether the link is intact.
+
+    Either nothing of the message was written and the link works, or it is broken for good and the
+    peer gets whole messages until it is told so.
+    """
+    sender, receiver, tasks = link
+    after = tasks.start(send(sender, version, pattern(CLOG_NBYTES, version)))
+    if await is_blocked(after) or after.exception() is None:
+        await drain(receiver, version)
+        await within(after, f"send() after {what}, while the peer reads")
+        await deliver(sender, receiver, version + 1, b"after")
+        return True
+    await expect(TransportBroken, after, f"send() after {what}")
+    await expect(TransportBroken, drain(receiver), f"the receiver after {what}")
+    await stays_broken(sender, what)
+    return False

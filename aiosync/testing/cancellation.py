@@ -10,27 +10,16 @@ This module must never import pytest, torch or the rest of aiosync.
 from __future__ import annotations
 
 import asyncio
-import enum
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Generic, TypeVar
 
-__all__ = ["CancelOutcome", "CancelWhen", "cancel_at_every_await"]
+__all__ = ["CancelOutcome", "cancel_at_every_await"]
 
 _T = TypeVar("_T")
-
-
-class CancelWhen(enum.Enum):
-    """When the cancellation arrives, seen from the await point."""
-
-    EARLY = "early"
-    """As the operation is suspended: what it waits for has not happened."""
-    LATE = "late"
-    """What it waits for has happened, but the operation has not run again yet.
-
-    This is where messages get lost: the result is there and nobody takes it.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +28,25 @@ class CancelOutcome(Generic[_T]):
 
     Attributes:
         point: Number of the await point, from 1.
-        when: When the cancellation arrived there.
+        late: When the cancellation arrived there. Early is as the operation is suspended: what it
+            waits for has not happened. Late is when that has happened, but the operation has not
+            run again yet; this is where messages get lost: the result is there and nobody takes it.
         delivered: The cancellation was requested. False in the last run of each series, in which
             the operation finished before it came to this point.
-        finished: The operation returned normally.
         result: What it returned, or ``None``.
         error: What it raised, or ``None``; usually ``asyncio.CancelledError``.
     """
 
     point: int
-    when: CancelWhen
+    late: bool
     delivered: bool
-    finished: bool
-    result: _T | None
-    error: BaseException | None
+    result: _T | None = None
+    error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """The operation returned normally."""
+        return self.error is None
 
     @property
     def cancelled(self) -> bool:
@@ -60,93 +54,60 @@ class CancelOutcome(Generic[_T]):
         return isinstance(self.error, asyncio.CancelledError)
 
 
-class _Driver(Generic[_T]):
-    """Awaits a coroutine and cancels the running task at the n-th suspension."""
+async def _run_once(
+    operation: Callable[[], Coroutine[Any, Any, _T]], point: int, late: bool
+) -> CancelOutcome[_T]:
+    outcomes: list[CancelOutcome[_T]] = []
+    delivered = False
 
-    def __init__(self, coro: Coroutine[Any, Any, _T], point: int, when: CancelWhen) -> None:
-        self._coro = coro
-        self._point = point
-        self._when = when
-        self.delivered = False
+    def cancel(_: object = None) -> None:
+        nonlocal delivered
+        delivered = task.cancel()
 
-    def __await__(self) -> Generator[Any, Any, _T]:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("cancel_at_every_await() needs asyncio")
-        steps = 0
+    @types.coroutine
+    def stepwise(coro: Coroutine[Any, Any, _T]) -> Generator[Any, Any, _T]:
         thrown: BaseException | None = None
-        while True:
+        for number in count(1):
             try:
-                if thrown is None:
-                    waiter = self._coro.send(None)
-                else:
-                    error, thrown = thrown, None
-                    waiter = self._coro.throw(error)
+                waiter = coro.send(None) if thrown is None else coro.throw(thrown)
             except StopIteration as stop:
-                result: _T = stop.value
-                return result
-            steps += 1
-            if steps == self._point:
-                self._arm(task, waiter)
+                return stop.value  # type: ignore[no-any-return]
+            if number == point and late and asyncio.isfuture(waiter):
+                # Added before the task adds its own wake-up, so it runs just before that.
+                waiter.add_done_callback(cancel)
+            elif number == point:
+                cancel()
             try:
                 yield waiter
+                thrown = None
             except BaseException as exc:  # noqa: BLE001  # handed on to the coroutine, whole
                 thrown = exc
-
-    def _arm(self, task: asyncio.Task[Any], waiter: Any) -> None:
-        if self._when is CancelWhen.EARLY or not asyncio.isfuture(waiter):
-            self._cancel(task)
-        else:
-            # Added before the task adds its own wake-up, so it runs just before that.
-            waiter.add_done_callback(lambda _: self._cancel(task))
-
-    def _cancel(self, task: asyncio.Task[Any]) -> None:
-        self.delivered = True
-        task.cancel()
-
-
-async def _run_once(
-    operation: Callable[[], Coroutine[Any, Any, _T]], point: int, when: CancelWhen
-) -> CancelOutcome[_T]:
-    driver = _Driver(operation(), point, when)
-    box: list[_T] = []
+        raise AssertionError
 
     async def body() -> None:
-        box.append(await driver)
+        try:
+            result = await stepwise(operation())
+            outcomes.append(CancelOutcome(point, late, delivered, result))
+        except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # for the check
+            outcomes.append(CancelOutcome(point, late, delivered, error=exc))
 
     task = asyncio.ensure_future(body())
     try:
         await asyncio.wait({task})
     finally:
-        if not task.done():
-            task.cancel()
-    error: BaseException | None
-    if box:
-        error = None  # a cancellation that came too late cancels the task, not the operation
-    elif task.cancelled():
-        error = asyncio.CancelledError()
-    else:
-        error = task.exception()
-    return CancelOutcome(
-        point=point,
-        when=when,
-        delivered=driver.delivered,
-        finished=bool(box),
-        result=box[0] if box else None,
-        error=error,
-    )
+        task.cancel()
+    return outcomes[0]
 
 
 async def cancel_at_every_await(
     operation: Callable[[], Coroutine[Any, Any, _T]],
     check: Callable[[CancelOutcome[_T]], Awaitable[object]] | None = None,
     *,
-    around: Callable[[], AbstractAsyncContextManager[object]] | None = None,
-    when: tuple[CancelWhen, ...] = (CancelWhen.EARLY, CancelWhen.LATE),
+    around: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     max_points: int = 1000,
     may_not_wait: bool = False,
 ) -> int:
-    """Cancel an operation at its 1st, 2nd, ... n-th await point, and check after each.
+    """Cancel an operation at its 1st, 2nd, ... n-th await point, early and late, and check each.
 
     An await point is one suspension up to the event loop. Each series ends with the run that
     finished before its point came; ``check`` sees that run too, with ``delivered`` false.
@@ -157,7 +118,6 @@ async def cancel_at_every_await(
             Without it, every error other than ``CancelledError`` is raised.
         around: Makes a context that is entered before each run and left after its check: the
             place for set-up and clean-up.
-        when: Which moments to try at each point; one series for each.
         max_points: Stop a series after this many points, for operations that wait very often.
         may_not_wait: An operation without any await point is in order.
 
@@ -169,10 +129,10 @@ async def cancel_at_every_await(
             ``may_not_wait`` is false.
     """
     deepest = 0
-    for moment in when:
+    for late in (False, True):
         for point in range(1, max_points + 1):
-            async with around() if around is not None else nullcontext():
-                outcome = await _run_once(operation, point, moment)
+            async with around():
+                outcome = await _run_once(operation, point, late)
                 if check is not None:
                     await check(outcome)
                 elif outcome.error is not None and not outcome.cancelled:

@@ -10,21 +10,98 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
+from typing import Final, Self
 
 __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
+
+
+def _read(path: str | Path) -> str:
+    with suppress(OSError):  # that thread or process has ended, or is not ours
+        return Path(path).read_text(errors="replace")
+    return ""
+
+
+def _kept(*names: str) -> set[int | None]:
+    """What multiprocessing keeps for its helper processes until the interpreter exits."""
+    helpers = (resource_tracker._resource_tracker, forkserver._forkserver)
+    return {getattr(helper, name, None) for helper in helpers for name in names}
+
+
+def _tasks() -> dict[object, str]:
+    with suppress(RuntimeError):  # no loop is running
+        return {task: repr(task) for task in asyncio.all_tasks()}
+    return {}
+
+
+def _fds() -> dict[object, str]:
+    found: dict[object, str] = {}
+    kept = _kept("_fd", "_forkserver_alive_fd", "_forkserver_authkey_fd")
+    for path in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the descriptor that listed the folder is gone again
+            target = os.readlink(path)
+            # The driver of the GPU keeps what it has opened.
+            if int(path.name) not in kept and not target.startswith("/dev/nvidia"):
+                found[path.name, target] = f"{path.name} -> {target}"
+    return found
+
+
+def _threads() -> dict[object, str]:
+    # "Dummy": a native thread that ran Python once.
+    threads = threading.enumerate()
+    return {thread: thread.name for thread in threads if not thread.name.startswith("Dummy-")}
+
+
+def _processes() -> dict[object, str]:
+    """Child processes; those that nobody has waited for count, too."""
+    children = map(_read, Path("/proc/self/task").glob("*/children"))
+    pids = {int(pid) for text in children for pid in text.split()}
+    pids.difference_update(_kept("_pid", "_forkserver_pid"))
+    return {pid: f"{pid} {_read(f'/proc/{pid}/cmdline')[:120]!r}" for pid in pids}
+
+
+def _shm() -> dict[object, str]:
+    found: dict[object, str] = {}
+    for path in Path("/dev/shm").glob("*"):
+        with suppress(OSError):
+            status = path.lstat()
+            major, minor = os.major(status.st_dev), os.minor(status.st_dev)
+            # Names of semaphores are multiprocessing's, which removes them.
+            if status.st_uid == os.getuid() and not path.name.startswith("sem.mp-"):
+                found[f"{major:02x}:{minor:02x}", str(status.st_ino)] = path.name
+    return found
+
+
+def _mappings(process: str = "self") -> dict[object, str]:
+    """Mapped memory, by device and inode: neighbouring mappings of one file merge and split."""
+    lines = _read(f"/proc/{process}/maps").splitlines()
+    mapped = (line.split(maxsplit=5) for line in lines if "/memfd:" in line or "/dev/shm/" in line)
+    return {(device, inode): name for _, _, _, device, inode, name in mapped}
+
+
+def _not_of_others(entries: dict[object, str]) -> dict[object, str]:
+    """Drop the entries of ``/dev/shm`` that another process has mapped and this one has not."""
+    own = _mappings()
+    elsewhere: set[object] = set()
+    if not own.keys() >= entries.keys():
+        elsewhere.update(*(_mappings(path.name) for path in Path("/proc").glob("[0-9]*")))
+    return {key: name for key, name in entries.items() if key in own or key not in elsewhere}
+
+
+_LISTERS = {
+    "tasks": _tasks,
+    "fds": _fds,
+    "threads": _threads,
+    "processes": _processes,
+    "shm": _shm,
+    "mappings": _mappings,
+}
 
 LEAK_KINDS: Final = ("tasks", "fds", "threads", "processes", "shm", "mappings")
 """What can be compared.
@@ -63,33 +140,21 @@ class assert_no_leaks:  # reads as the verb that it is
     """
 
     def __init__(self, *, kinds: tuple[str, ...] = LEAK_KINDS, grace: float = 1.0) -> None:
-        unknown = set(kinds) - set(LEAK_KINDS)
-        if unknown:
-            raise ValueError(f"unknown kinds of leaks: {sorted(unknown)}")
-        self._kinds = kinds
+        self._listers = {kind: _LISTERS[kind] for kind in kinds}
         self._grace = grace
         self._before: dict[str, dict[object, str]] = {}
 
     def __enter__(self) -> Self:
-        self._before = _take(self._kinds)
+        self._before = {kind: lister() for kind, lister in self._listers.items()}
         return self
 
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        *_: object,
     ) -> None:
-        if exc_type is not None:
-            return
-        give_up = time.monotonic() + self._grace
-        leaks = self._leaks()
-        while leaks and time.monotonic() < give_up:
-            gc.collect()
-            time.sleep(0.005)
-            leaks = self._leaks()
-        if leaks:
-            raise LeakError(leaks)
+        for pause in self._pauses() if exc_type is None else ():
+            time.sleep(pause)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -97,126 +162,28 @@ class assert_no_leaks:  # reads as the verb that it is
     async def __aexit__(
         self,
         exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        *_: object,
     ) -> None:
-        if exc_type is not None:
-            return
+        for pause in self._pauses() if exc_type is None else ():
+            await asyncio.sleep(pause)
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds to wait before another look; ends when nothing is left."""
         give_up = time.monotonic() + self._grace
         turns = 0
-        leaks = self._leaks()
-        while leaks and time.monotonic() < give_up:
+        while leaks := self._leaks():
+            if time.monotonic() >= give_up:
+                raise LeakError(leaks)
             turns += 1
             if turns > 5:
                 gc.collect()
-            await asyncio.sleep(0 if turns <= 5 else 0.005)
-            leaks = self._leaks()
-        if leaks:
-            raise LeakError(leaks)
+            yield 0.0 if turns <= 5 else 0.005
 
     def _leaks(self) -> dict[str, tuple[str, ...]]:
-        now = _take(self._kinds)
         leaks: dict[str, tuple[str, ...]] = {}
-        for kind, things in now.items():
-            old = self._before[kind]
-            new = {key: text for key, text in things.items() if key not in old}
-            if new and kind == "shm":
-                new = _without_others(new)
+        for kind, lister in self._listers.items():
+            new = {key: text for key, text in lister().items() if key not in self._before[kind]}
+            new = _not_of_others(new) if kind == "shm" else new
             if new:
                 leaks[kind] = tuple(new.values())
         return leaks
-
-
-def _take(kinds: tuple[str, ...]) -> dict[str, dict[object, str]]:
-    return {kind: _LISTERS[kind]() for kind in kinds}
-
-
-def _tasks() -> dict[object, str]:
-    try:
-        return {task: repr(task) for task in asyncio.all_tasks()}
-    except RuntimeError:  # no loop is running
-        return {}
-
-
-def _fds() -> dict[object, str]:
-    found: dict[object, str] = {}
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return {}
-    for name in names:
-        with suppress(OSError):  # the descriptor that listed the folder is gone again
-            target = os.readlink(f"/proc/self/fd/{name}")
-            found[name, target] = f"{name} -> {target}"
-    return found
-
-
-def _threads() -> dict[object, str]:
-    return {thread: thread.name for thread in threading.enumerate()}
-
-
-def _processes() -> dict[object, str]:
-    found: dict[object, str] = {
-        child.pid: f"{child.name} (pid {child.pid})" for child in multiprocessing.active_children()
-    }
-    with suppress(OSError):
-        for path in Path("/proc/self/task").glob("*/children"):
-            with suppress(OSError):  # the thread has ended meanwhile
-                for pid in path.read_text().split():
-                    found.setdefault(int(pid), f"pid {pid}")
-    # multiprocessing keeps this helper of its own until the interpreter exits.
-    found.pop(getattr(resource_tracker._resource_tracker, "_pid", None), None)
-    return found
-
-
-def _shm() -> dict[object, str]:
-    found: dict[object, str] = {}
-    with suppress(OSError), os.scandir("/dev/shm") as entries:
-        for entry in entries:
-            with suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                if status.st_uid == os.getuid():
-                    found[str(status.st_ino)] = entry.name
-    return found
-
-
-def _without_others(entries: dict[object, str]) -> dict[object, str]:
-    """Drop the entries of ``/dev/shm`` that another process has mapped and this one has not."""
-    own = _mapped_inodes(Path("/proc/self/maps"))
-    elsewhere: set[str] = set()
-    if not own.issuperset(map(str, entries)):
-        for path in Path("/proc").glob("[0-9]*/maps"):
-            elsewhere |= _mapped_inodes(path)
-    return {
-        inode: name for inode, name in entries.items() if inode in own or inode not in elsewhere
-    }
-
-
-def _mapped_inodes(maps: Path) -> set[str]:
-    """Inodes of the files of ``/dev/shm`` that a process maps, under whatever name."""
-    found: set[str] = set()
-    with suppress(OSError):  # that process is not ours, or has ended
-        for line in maps.read_text().splitlines():
-            if "/dev/shm/" in line:
-                found.add(line.split(maxsplit=5)[4])
-    return found
-
-
-def _mappings() -> dict[object, str]:
-    found: dict[object, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if "/memfd:" in line or "/dev/shm/" in line:
-                fields = line.split(maxsplit=5)
-                found[fields[0], fields[4]] = f"{fields[5]} at {fields[0]}"
-    return found
-
-
-_LISTERS = {
-    "tasks": _tasks,
-    "fds": _fds,
-    "threads": _threads,
-    "processes": _processes,
-    "shm": _shm,
-    "mappings": _mappings,
-}

@@ -4,32 +4,32 @@
 does to the bytes of each connection what its :class:`Plan` says, exact to the byte. Nothing is
 random, and nothing is known of what the bytes mean.
 
-This module must never import pytest, torch or the rest of aiosync but its errors.
+This module must never import pytest or torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import math
-import os
-import shutil
 import socket
+import struct
 import tempfile
-from collections.abc import Callable, Coroutine
+import termios
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from aiosync.errors import ConfigError
-from aiosync.testing._relay import Connection, End
-from aiosync.testing._sockets import new_socket, parse, readable, resolve, unlink
+from aiosync.transports.address import Address, any_port_of, bind
 
 __all__ = ["FaultProxy", "Faults", "Plan", "PlanSource"]
 
-_MAX_DUPLICATE_NBYTES: Final = 2**17
-_Coro: TypeAlias = Coroutine[Any, Any, None]
+_BLOCK_NBYTES = 2**16
+_KERNEL_NBYTES = 2**17  # asked for; Linux grants twice as much, for its own overhead
+_LINGER_SECONDS = 5.0  # in which the kernel of a peer has to take what it was sent
+_LINGER_0 = struct.pack("ii", 1, 0)  # closing sends a reset
+_TCP_CLOSE = 7  # the kernel's state number of a connection that is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,60 +38,29 @@ class Faults:
 
     Offsets count the bytes that the source sends in this direction, from 0, and a fault "after n
     bytes" happens once the first n were handed to the kernel of the destination, without waiting
-    for another byte; after 0 bytes is when the connection is made. Of ``cut_at``, ``reset_at`` and
-    ``half_close_at`` the one that comes first happens. At one offset a stall comes first and a
-    duplicate before any of them. A stream that ends earlier has none of its faults.
+    for another byte; after 0 bytes is when the connection is made. At one offset a stall comes
+    first, then a reset. A stream that ends earlier has none of its faults.
 
     Attributes:
         cut_at: After this many bytes both sides are closed in order: each peer reads what was
-            delivered to it and then the end of the stream. What it still sends is refused, over
-            TCP from the time when its kernel has all of that.
+            delivered to it and then the end of the stream.
         reset_at: After this many bytes both sides are reset (RST). The bytes before it arrive,
-            unless the destination's kernel takes none of them for 5 s (only Linux waits for
-            it). A Unix socket has no RST; its peers see the end of the stream, or
-            ``ECONNRESET`` if bytes of theirs were not read.
-        half_close_at: After this many bytes the destination reads the end of the stream. What the
-            source still sends is thrown away, and the other direction goes on.
+            unless the destination's kernel does not take them within 5 s. A Unix socket has no
+            RST; its peers see the end of the stream, or ``ECONNRESET`` if bytes of theirs were not
+            read.
         corrupt_at: The byte at this offset is changed.
         corrupt_mask: Its bits that flip, 1 to 255.
-        duplicate: The bytes ``[start, stop)``, 128 KiB at most, are delivered twice, the second
-            time right after the first. With a corrupt byte among them, both copies have it.
-        delay: Seconds of latency. Blocks do not wait for one another, but only 128 KiB can be
-            under way.
-        rate: Bytes per second at most, ``None`` for no limit. After a pause, 20 ms worth of bytes
-            may be caught up at once.
+        delay: Seconds that each block of at most 64 KiB waits, one block after the other.
         stall_at: After this many bytes this direction stalls until
             :meth:`FaultProxy.resume`. It reads no more either, so that the source is held up.
-
-    Raises:
-        ConfigError: If a value makes no sense.
     """
 
     cut_at: int | None = None
     reset_at: int | None = None
-    half_close_at: int | None = None
     corrupt_at: int | None = None
     corrupt_mask: int = 0xFF
-    duplicate: tuple[int, int] | None = None
     delay: float = 0.0
-    rate: float | None = None
     stall_at: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("cut_at", "reset_at", "half_close_at", "corrupt_at", "stall_at"):
-            offset = getattr(self, name)
-            if offset is not None and offset < 0:
-                raise ConfigError(f"{name} must not be negative: {offset}")
-        if not 0 < self.corrupt_mask < 256:
-            raise ConfigError(f"corrupt_mask must be 1 to 255: {self.corrupt_mask}")
-        if self.duplicate is not None:
-            start, stop = self.duplicate
-            if not 0 <= start < stop <= start + _MAX_DUPLICATE_NBYTES:
-                raise ConfigError(f"duplicate must be 1 byte to 128 KiB: {self.duplicate}")
-        if not 0 <= self.delay < math.inf:
-            raise ConfigError(f"delay must be seconds: {self.delay}")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigError(f"rate must be bytes per second: {self.rate}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,192 +85,236 @@ class FaultProxy:
 
     Use it with ``async with``, or with :meth:`start` and :meth:`aclose`; all of it on one loop.
     Without a plan it is transparent: a half-close, and a reset over TCP, arrive on the other side.
-    A dialer whose upstream cannot be reached is reset. It holds at most 256 KiB per direction,
+    A dialer whose upstream cannot be reached is reset. It holds at most 64 KiB per direction,
     beside the kernel's buffers, whose size is fixed for TCP so that backpressure comes soon.
 
     Args:
         upstream: ``tcp://host:port`` or ``unix:///path`` to relay to. Nobody needs to listen there
             before a dialer comes.
-        listen: An address to listen on, of the same two forms, with port 0 for a free one. By
-            default of the upstream's kind: a free port of the loopback interface, or a socket in a
-            new folder.
 
     Attributes:
-        plan: What happens to connections that are accepted from now on. An exception that a
-            callable raises resets its connection and is raised by :meth:`aclose`.
+        url: The address for dialers, of the upstream's kind: a free port of the loopback
+            interface, or a socket in a new folder. Empty before :meth:`start`; stays the same
+            until and after :meth:`aclose`.
+        plan: What happens to connections that are accepted from now on. A function that raises
+            ends its connection, and the loop reports the error.
         upstream: Where connections that are accepted from now on go.
         connections: Connections that were accepted so far.
-        bytes_forward: Bytes written to upstreams so far, duplicates included.
-        bytes_back: Bytes written to dialers so far, duplicates included.
-
-    Raises:
-        ConfigError: If an address has another form.
+        bytes_forward: Bytes written to upstreams so far.
+        bytes_back: Bytes written to dialers so far.
     """
 
-    def __init__(self, upstream: str, *, listen: str | None = None) -> None:
+    def __init__(self, upstream: str) -> None:
+        self.url: str = ""
         self.plan: PlanSource = None
         self.upstream: str = upstream
         self.connections: int = 0
         self.bytes_forward: int = 0
         self.bytes_back: int = 0
-        parse(upstream)
-        self._listen = listen if listen is None else parse(listen)
-        self._listener: socket.socket | None = None
-        self._url: str | None = None
         self._cleanup = contextlib.ExitStack()
-        self._tasks: dict[asyncio.Task[None], Connection | None] = {}
-        self._errors: list[Exception] = []
-        self._closed = False
-
-    @property
-    def url(self) -> str:
-        """The address for dialers; stays the same until and after :meth:`aclose`."""
-        if self._url is None:
-            raise ConfigError("the proxy was not started")
-        return self._url
-
-    @property
-    def live(self) -> int:
-        """Connections that have not ended; one that waits in a stall counts."""
-        return len(self._live())
+        self._live: dict[asyncio.Task[None], _Connection] = {}
 
     async def start(self) -> None:
-        """Listen. Raises ``OSError`` if the address cannot be had, ``ConfigError`` if started."""
-        if self._url is not None or self._closed:
-            raise ConfigError("the proxy was started before")
-        address = self._listen
-        if address is None:
-            address = parse(self.upstream)
-            if isinstance(address, str):
-                folder = tempfile.mkdtemp(prefix="aiosync-proxy-")
-                self._cleanup.callback(shutil.rmtree, folder)
-                address = os.path.join(folder, "socket")
-            else:
-                families = [family for family, _ in await resolve(address)]
-                address = ("::1" if families[0] == socket.AF_INET6 else "127.0.0.1", 0)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._cleanup.close)
-            family, target = (await resolve(address))[0]
-            listener = self._cleanup.enter_context(new_socket(family))
-            if family != socket.AF_UNIX:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            if isinstance(address, str):
-                self._cleanup.callback(unlink, address)
-            listener.listen(256)
-            undo.pop_all()
-        self._listener = listener
-        if isinstance(address, str):
-            self._url = f"unix://{address}"
+        """Listen. Raises ``ConfigError`` if it cannot, or if ``upstream`` has another form."""
+        upstream = Address.parse(self.upstream)
+        if upstream.scheme == "unix":
+            folder = tempfile.TemporaryDirectory(prefix="aiosync-proxy-")
+            address = Address("unix", path=f"{self._cleanup.enter_context(folder)}/socket")
         else:
-            host, port = listener.getsockname()[:2]
-            self._url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self._spawn(self._accept(listener), None)
+            address = any_port_of("::1" if ":" in upstream.host else "127.0.0.1")
+        listener, address = bind(address)
+        self._cleanup.enter_context(_prepare(listener))
+        self.url = str(address)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener, self._accept, listener)
+        self._cleanup.callback(loop.remove_reader, listener)
 
     async def aclose(self) -> None:
         """Stop listening and close every connection; bytes under way are dropped. Idempotent.
 
-        Waits for no peer. The first call raises what went wrong inside the proxy or in a plan, as
-        it was raised or as an ``ExceptionGroup`` of several; errors of relayed sockets are not
-        reported.
+        Waits for no peer.
 
         Cancellation:
-            Everything closes all the same; call again to see the errors.
+            Everything closes all the same.
         """
-        if not self._closed:
-            self._closed = True
-            for task in self._tasks:
-                task.cancel()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        self._cleanup.close()  # last, as the task that accepts looks at the listener
-        errors, self._errors = self._errors, []
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ExceptionGroup("several connections of the proxy failed", errors)
+        self._cleanup.close()
+        for task in self._live:
+            task.cancel()
+        if self._live:
+            await asyncio.wait(self._live)
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            await self.aclose()
-        except Exception as error:  # the caller sees it
-            # Raised, or noted on the cancellation of the block, which it must not replace.
-            if exc is None or isinstance(exc, Exception):
-                raise
-            exc.add_note(f"the proxy failed as well: {error!r}")
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     # -- what happens to live connections now --------------------------------------------------
 
     def cut(self) -> None:
         """Close both sides of every live connection in order; bytes held here are dropped."""
-        for connection in self._live():
-            connection.end(End.CUT)
+        for each in self._live.values():
+            each.end(reset=False)
 
     def reset(self) -> None:
         """Reset both sides of every live connection at once; bytes under way may get lost."""
-        for connection in self._live():
-            connection.end(End.RESET)
+        for each in self._live.values():
+            each.end(reset=True)
 
     def stall(self) -> None:
         """Let nothing move on any live connection until :meth:`resume`; they stay open."""
-        for connection in self._live():
-            connection.running.clear()
+        for each in self._live.values():
+            each.running.clear()
 
     def resume(self) -> None:
         """Let everything that :meth:`stall` or a ``stall_at`` holds up now move again."""
-        for connection in self._live():
-            connection.running.set()
-            for lifted in connection.stalls:
-                lifted.set()
+        for each in self._live.values():
+            each.running.set()
+            each.lifted.set()
+            each.lifted = asyncio.Event()
 
-    def _live(self) -> list[Connection]:
-        return [one for one in self._tasks.values() if one is not None and not one.ended.done()]
-
-    # -- accepting -----------------------------------------------------------------------------
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                dialer, _ = listener.accept()
-            except BlockingIOError:
-                await readable(listener)
-                continue
-            except ConnectionAbortedError:  # that dialer is gone already
-                continue
-            connection = Connection(self, dialer)
-            choose = partial(_choose, self.plan, self.connections)
-            self._spawn(connection.serve(choose, self.upstream), connection)
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the dialer has gone
+            connection = _Connection(self, listener.accept()[0])
+            task = asyncio.create_task(connection.serve(self.connections))
             self.connections += 1
-
-    def _spawn(self, coro: _Coro, connection: Connection | None) -> None:
-        task = asyncio.get_running_loop().create_task(coro)
-        self._tasks[task] = connection
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        connection = self._tasks.pop(task)
-        if connection is not None:
-            # Also when the task was cancelled before its first step.
-            connection.close()
-        error = None if task.cancelled() else task.exception()
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        if isinstance(error, Exception):
-            self._errors.append(error)
-
-    def __repr__(self) -> str:
-        return f"<FaultProxy {self._url} to {self.upstream}, {self.live} live>"
+            self._live[task] = connection
+            # Also when it is cancelled before its first step.
+            task.add_done_callback(lambda task: self._live.pop(task).close())
 
 
-def _choose(source: PlanSource, number: int) -> Plan:
-    plan = source(number) if callable(source) else source
-    return Plan() if plan is None else plan
+class _Connection:
+    """Two sockets and the streams between them. Ends by a fault, by order, or by itself."""
+
+    def __init__(self, proxy: FaultProxy, dialer: socket.socket) -> None:
+        self.running = asyncio.Event()  # cleared by FaultProxy.stall()
+        self.running.set()
+        self.lifted = asyncio.Event()  # of the streams that have come to their stall_at
+        self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._proxy = proxy
+        self._socks = [_prepare(dialer)]
+
+    def end(self, *, reset: bool) -> None:
+        """Close both sides, in order or by a reset."""
+        if not self._ended.done():
+            self._ended.set_result(reset)
+
+    async def serve(self, number: int) -> None:
+        """Relay until something ends the connection."""
+        relaying = asyncio.ensure_future(self._relay(number))
+        both: set[asyncio.Future[Any]] = {relaying, self._ended}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            relaying.cancel()
+            await asyncio.wait({relaying})  # nothing watches the sockets after this
+        self.end(reset=True)  # unless it has ended in another way
+        if not self._ended.result():
+            await asyncio.gather(*map(_close_in_order, self._socks))
+
+    async def _relay(self, number: int) -> None:
+        proxy, dialer = self._proxy, self._socks[0]
+        plan = (proxy.plan(number) if callable(proxy.plan) else proxy.plan) or Plan()
+        address = Address.parse(proxy.upstream)
+        tcp = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        server = _prepare(socket.socket(socket.AF_UNIX if address.path else tcp))
+        self._socks.append(server)
+        target = address.path or (address.host, address.port)
+        with contextlib.suppress(OSError):  # the upstream is not there
+            await asyncio.get_running_loop().sock_connect(server, target)
+            both = await asyncio.gather(
+                self._stream(plan.forward, dialer, server, "bytes_forward"),
+                self._stream(plan.back, server, dialer, "bytes_back"),
+            )
+            self.end(reset=not all(both))
+
+    async def _stream(
+        self, faults: Faults, source: socket.socket, destination: socket.socket, counter: str
+    ) -> bool:
+        """Relay one direction; whether it came to its end rather than broke."""
+        loop = asyncio.get_running_loop()
+        offsets = ((faults.stall_at, 0), (faults.reset_at, 1), (faults.cut_at, 2), (math.inf, 3))
+        at = 0
+        for mark, kind in sorted((mark, kind) for mark, kind in offsets if mark is not None):
+            while at < mark:
+                await self.running.wait()
+                try:
+                    block = await loop.sock_recv(source, int(min(_BLOCK_NBYTES, mark - at)))
+                except OSError:
+                    await _delivered(destination)
+                    self.end(reset=True)
+                    return False
+                await asyncio.sleep(faults.delay)
+                await self.running.wait()
+                if faults.corrupt_at is not None and at <= faults.corrupt_at < at + len(block):
+                    changed = bytearray(block)
+                    changed[faults.corrupt_at - at] ^= faults.corrupt_mask
+                    block = bytes(changed)
+                try:
+                    if not block:
+                        destination.shutdown(socket.SHUT_WR)
+                        return True
+                    await loop.sock_sendall(destination, block)
+                except OSError:
+                    # What the destination sent before it broke is for the other direction to relay.
+                    return False
+                at += len(block)
+                setattr(self._proxy, counter, getattr(self._proxy, counter) + len(block))
+            if kind == 0:
+                await self.lifted.wait()
+                continue
+            await self.running.wait()
+            if kind == 1:
+                await _delivered(destination)
+            self.end(reset=kind == 1)
+            break
+        return False
+
+    def close(self) -> None:
+        """Close both sockets now."""
+        self.end(reset=False)
+        for sock in self._socks:
+            if self._ended.result() and sock.fileno() >= 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+            sock.close()
+
+
+def _prepare(sock: socket.socket) -> socket.socket:
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Fixed: the kernel would let the buffers of a stalled connection grow to many MiB.
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _KERNEL_NBYTES)
+    return sock
+
+
+async def _close_in_order(sock: socket.socket) -> None:
+    """Have the peer read all that it was sent and the end, whatever it has sent meanwhile.
+
+    Closing a socket with unread bytes makes the kernel report a reset to the peer, which may come
+    before the end of the stream. Over TCP the end is therefore waited for until the peer's kernel
+    has it; over Unix nothing more arrives after the shutdown, so that it can be emptied.
+    """
+    with contextlib.suppress(OSError):
+        if sock.family == socket.AF_UNIX:
+            sock.shutdown(socket.SHUT_RDWR)
+            while sock.recv(_BLOCK_NBYTES):
+                pass
+        else:
+            sock.shutdown(socket.SHUT_WR)
+            await _delivered(sock)
+    sock.close()
+
+
+async def _delivered(sock: socket.socket) -> None:
+    """Wait until the peer's kernel has all that was sent, for 5 s at most, or is gone."""
+    if sock.family == socket.AF_UNIX:
+        return  # what was sent lies with the peer already
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _TCP_CLOSE:
+                if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) == bytes(4):
+                    break
+                await asyncio.sleep(0.001)  # the kernel tells nobody

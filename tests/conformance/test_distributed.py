@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from aiosync.testing import CONFORMANCE_CHECKS, Check, Hooks
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from tests.conformance.test_transports import FdPeer, Pair, cut_stream, tcp_ends
+from tests.conformance.test_transports import Pair, cut_stream, raw, tcp_ends
 
 
 @asynccontextmanager
@@ -42,21 +43,15 @@ async def threads_end() -> None:
         await asyncio.sleep(0.01)
 
 
-@asynccontextmanager
-async def raw() -> AsyncIterator[tuple[FdPeer, DistributedTransport]]:
-    left, right = socket.socketpair()
-    peer = FdPeer(left)
-    try:
-        async with DistributedTransport(TCPTransport(right), rank=0) as transport:
-            yield peer, transport
-    finally:
-        peer.close()
+def listening(sock: socket.socket) -> DistributedTransport:
+    return DistributedTransport(TCPTransport(sock), rank=0)
 
 
 @pytest.mark.parametrize("check", CONFORMANCE_CHECKS, ids=lambda check: check.name)
 @pytest.mark.asyncio
 async def test_conformance(check: Check) -> None:
-    hooks = Hooks(cut=cut_stream, limited=pair, raw=raw, raw_payload_nbytes=65536)
+    far = partial(raw, listening, socket.socketpair)
+    hooks = Hooks(cut=cut_stream, limited=pair, raw=far, raw_payload_nbytes=65536)
     reason = check.skip_reason(hooks, DistributedTransport.capabilities)
     if reason is not None:
         pytest.skip(reason)

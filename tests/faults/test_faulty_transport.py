@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from aiosync.errors import (
-    ConfigError,
     PeerClosed,
     RecvTimeout,
     SendTimeout,
@@ -21,7 +20,6 @@ from aiosync.testing import (
     CONFORMANCE_CHECKS,
     Check,
     Fault,
-    FaultKind,
     FaultyTransport,
     Hooks,
     VirtualClock,
@@ -31,20 +29,16 @@ from aiosync.transports.memory import MemoryTransport
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Update
 
-Pair = tuple[FaultyTransport, MemoryTransport]
+Pair = tuple[FaultyTransport, FaultyTransport]
 
 
 @asynccontextmanager
-async def faulty(**scripts) -> AsyncIterator[Pair]:
+async def faulty(**faults: Fault) -> AsyncIterator[Pair]:
+    """A link; the n-th message of its first end has the fault ``_n``."""
     left, right = MemoryTransport.connected_pair()
-    async with FaultyTransport(left, **scripts) as one, right as two:
-        yield one, two
-
-
-@asynccontextmanager
-async def faultless_pair() -> AsyncIterator[tuple[Transport, Transport]]:
-    left, right = MemoryTransport.connected_pair()
-    async with FaultyTransport(left, send={}, recv={}) as one, FaultyTransport(right) as two:
+    script = {int(name[1:]): fault for name, fault in faults.items()}
+    wrapped = FaultyTransport(left, lambda number, message: script.get(number))
+    async with wrapped as one, FaultyTransport(right) as two:
         yield one, two
 
 
@@ -69,74 +63,65 @@ async def arrivals(transport: Transport) -> list[tuple[int, bytes]]:
         received.release()
 
 
-def on_virtual_time(test: Callable[[VirtualClock], Awaitable[None]]) -> Callable[[], None]:
-    def run() -> None:
-        clock = VirtualClock()
-        clock.run(test(clock))
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
-
-
 @pytest.mark.parametrize("check", CONFORMANCE_CHECKS, ids=lambda check: check.name)
 @pytest.mark.asyncio
 async def test_without_faults_it_conforms(check: Check) -> None:
     hooks = Hooks(cut=lambda transport: transport.inner.abort())
-    capabilities = MemoryTransport.capabilities
-    # Without a script memory comes from the transport inside; with one, from this object.
-    reason = check.skip_reason(hooks, capabilities)
+    reason = check.skip_reason(hooks, MemoryTransport.capabilities)
     if reason is not None:
         pytest.skip(reason)
-    await check.run(faultless_pair, hooks=hooks)
-
-
-# -- sending ----------------------------------------------------------------------------------
+    await check.run(faulty, hooks=hooks)
 
 
 @pytest.mark.asyncio
-async def test_send_drop() -> None:
-    async with faulty(send={2: Fault.drop()}) as (sender, receiver):
+async def test_what_happens_to_a_message() -> None:
+    faults = {
+        "_2": Fault(copies=0),
+        "_3": Fault(copies=2),
+        "_4": Fault(corrupt_at=0),
+        "_5": Fault(corrupt_at=-1, copies=2),
+        "_6": Fault(corrupt_at=99),
+    }
+    async with faulty(**faults) as (sender, receiver):
         await send(sender, 1, 2, 3)
-        assert await arrivals(receiver) == [(1, b"payload 1"), (3, b"payload 3")]
-        assert sender.sent == 3
-
-
-@pytest.mark.asyncio
-async def test_send_duplicate() -> None:
-    async with faulty(send={1: Fault.duplicate()}) as (sender, receiver):
-        await send(sender, 1, 2)
-        assert [version for version, _ in await arrivals(receiver)] == [1, 1, 2]
-
-
-@pytest.mark.asyncio
-async def test_send_corrupt() -> None:
-    script = {1: Fault.corrupt(), 2: Fault.corrupt(offset=-1, mask=1), 3: Fault.corrupt(99)}
-    async with faulty(send=script) as (sender, receiver):
-        await send(sender, 1, 2)
-        assert await arrivals(receiver) == [(1, b"\x8fayload 1"), (2, b"payload 3")]
-        with pytest.raises(ConfigError, match="byte 99 of a payload of 9 bytes"):
-            await send(sender, 3)
-
-
-@pytest.mark.asyncio
-async def test_send_corrupt_leaves_the_senders_buffer_alone() -> None:
-    async with faulty(send={1: Fault.corrupt()}) as (sender, _):
         mine = bytearray(b"mine")
-        await sender.send(update(1), [mine])
+        await sender.send(update(4), [mine])
+        await send(sender, 5)
+        assert await arrivals(receiver) == [
+            (1, b"payload 1"),
+            (3, b"payload 3"),
+            (3, b"payload 3"),
+            (4, b"\x92ine"),
+            (5, b"payload \xca"),
+            (5, b"payload \xca"),
+        ]
         assert mine == b"mine"
+        assert sender.sent == 5
+        with pytest.raises(IndexError):
+            await send(sender, 6)
+        assert sender.capabilities is MemoryTransport.capabilities
 
 
 @pytest.mark.asyncio
-async def test_send_cut_is_sticky_and_reaches_the_peer() -> None:
-    async with faulty(send={2: Fault.cut()}) as (sender, receiver):
+async def test_acks_are_messages_too_and_the_script_may_look_at_them() -> None:
+    def drop_received(number: int, message: Ack) -> Fault | None:
+        return Fault(copies=0) if message.status is AckStatus.RECEIVED else None
+
+    left, right = MemoryTransport.connected_pair()
+    async with FaultyTransport(left, drop_received) as receiver, right as sender:
+        await receiver.ack(1, 1, AckStatus.RECEIVED)
+        await receiver.ack(1, 1, AckStatus.APPLIED)
+        assert (await sender.recv()).message == Ack(1, 1, AckStatus.APPLIED)
+
+
+@pytest.mark.asyncio
+async def test_a_cut_is_sticky_and_reaches_the_peer() -> None:
+    async with faulty(_2=Fault(cut=True)) as (sender, receiver):
         await send(sender, 1)
-        with pytest.raises(TransportBroken):
-            await send(sender, 2)
-        for operation in (sender.recv, lambda: send(sender, 3)):
+        for operation in (lambda: send(sender, 2), sender.recv, lambda: send(sender, 3)):
             with pytest.raises(TransportBroken):
                 await operation()
-        assert await receiver.recv()
+        assert (await receiver.recv()).message == update(1)
         with pytest.raises((PeerClosed, TransportBroken)):
             await receiver.recv()
         await sender.aclose()
@@ -145,7 +130,7 @@ async def test_send_cut_is_sticky_and_reaches_the_peer() -> None:
 
 
 @pytest.mark.asyncio
-async def test_cut_from_outside_wakes_a_blocked_recv() -> None:
+async def test_a_cut_from_outside_wakes_a_blocked_recv() -> None:
     async with faulty() as (sender, _):
         waiting = asyncio.ensure_future(sender.recv())
         await asyncio.sleep(0)
@@ -154,139 +139,27 @@ async def test_cut_from_outside_wakes_a_blocked_recv() -> None:
             await waiting
 
 
-@on_virtual_time
-async def test_send_delay(clock: VirtualClock) -> None:
-    async with faulty(send={1: Fault.delay(60)}) as (sender, receiver):
-        sending = asyncio.ensure_future(send(sender, 1))
-        with pytest.raises(RecvTimeout):
-            await receiver.recv(timeout=59)
-        await receiver.recv(timeout=2)
-        await sending
-        assert clock.time() == 60
+def test_a_delay_counts_against_the_timeout_and_ends_with_the_link() -> None:
+    clock = VirtualClock()
 
-
-@on_virtual_time
-async def test_send_delay_counts_against_the_timeout(clock: VirtualClock) -> None:
-    async with faulty(send={1: Fault.delay(60)}) as (sender, receiver):
-        with pytest.raises(SendTimeout):
-            await sender.send(update(1), timeout=5)
-        assert clock.time() == 5
-        assert await arrivals(receiver) == []
-
-
-@on_virtual_time
-async def test_close_ends_a_delayed_send(clock: VirtualClock) -> None:
-    async with faulty(send={1: Fault.delay(60)}) as (sender, _):
-        sending = asyncio.ensure_future(send(sender, 1))
-        await asyncio.sleep(1)
-        with pytest.raises(TransportBusy):
-            await send(sender, 2)
-        await sender.aclose()
-        with pytest.raises(TransportClosed):
+    async def main() -> None:
+        async with faulty(_1=Fault(delay=60), _2=Fault(delay=60)) as (sender, receiver):
+            with pytest.raises(SendTimeout):
+                await sender.send(update(1), timeout=5)
+            assert clock.time() == 5
+            sending = asyncio.ensure_future(sender.send(update(1), timeout=70))
+            with pytest.raises(RecvTimeout):
+                await receiver.recv(timeout=59)
+            with pytest.raises(TransportBusy):
+                await sender.send(update(2))
+            await receiver.recv(timeout=2)
             await sending
-        assert clock.time() == 1
+            assert clock.time() == 65
+            sending = asyncio.ensure_future(sender.send(update(2)))
+            await asyncio.sleep(1)
+            await sender.aclose()
+            with pytest.raises(TransportClosed):
+                await sending
+            assert clock.time() == 66
 
-
-@pytest.mark.asyncio
-async def test_acks_are_messages_of_the_script_too() -> None:
-    async with faulty(send={1: Fault.drop()}) as (receiver, sender):
-        await receiver.ack(1, 1, AckStatus.RECEIVED)
-        await receiver.ack(1, 1, AckStatus.APPLIED)
-        assert (await sender.recv()).message == Ack(1, 1, AckStatus.APPLIED)
-
-
-@pytest.mark.asyncio
-async def test_send_nowait_leaves_faults_to_send() -> None:
-    async with faulty(send={2: Fault.drop()}) as (sender, receiver):
-        assert sender.send_nowait(update(1))
-        assert not sender.send_nowait(update(2))
-        await sender.send(update(2))
-        assert sender.send_nowait(update(3))
-        assert [version for version, _ in await arrivals(receiver)] == [1, 3]
-
-
-@pytest.mark.asyncio
-async def test_a_script_may_be_a_function() -> None:
-    def drop_even(number: int, message: Update) -> Fault | None:
-        return Fault(FaultKind.DROP) if message.version % 2 == 0 else None
-
-    async with faulty(send=drop_even) as (sender, receiver):
-        await send(sender, 1, 2, 3, 4)
-        assert [version for version, _ in await arrivals(receiver)] == [1, 3]
-
-
-# -- receiving --------------------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_recv_drop_and_duplicate() -> None:
-    async with faulty(recv={1: Fault.drop(), 2: Fault.duplicate()}) as (receiver, sender):
-        await send(sender, 1, 2, 3)
-        assert [version for version, _ in await arrivals(receiver)] == [2, 2, 3]
-        assert receiver.arrived == 3
-
-
-@pytest.mark.asyncio
-async def test_recv_duplicates_do_not_share_memory() -> None:
-    async with faulty(recv={1: Fault.duplicate()}) as (receiver, sender):
-        await send(sender, 1)
-        first = await receiver.recv()
-        first.payload[0][:] = b"x" * 9
-        assert await arrivals(receiver) == [(1, b"payload 1")]
-
-
-@pytest.mark.asyncio
-async def test_recv_corrupt_lands_in_the_lent_buffer() -> None:
-    async with faulty(recv={1: Fault.corrupt(offset=8, mask=3)}) as (receiver, sender):
-        await send(sender, 1)
-        lent = [bytearray(4), bytearray(5)]
-        await receiver.recv(into=lambda message, nbytes: lent)
-        assert b"".join(lent) == b"payload 2"
-
-
-@pytest.mark.asyncio
-async def test_recv_cut() -> None:
-    async with faulty(recv={2: Fault.cut()}) as (receiver, sender):
-        await send(sender, 1, 2)
-        assert (await receiver.recv()).message == update(1)
-        for _ in range(2):
-            with pytest.raises(TransportBroken):
-                await receiver.recv()
-        with pytest.raises(PeerClosed):
-            await send(sender, 3)
-
-
-@on_virtual_time
-async def test_recv_delay_keeps_order_and_survives_timeouts_and_cancellation(
-    clock: VirtualClock,
-) -> None:
-    async with faulty(recv={1: Fault.delay(60)}) as (receiver, sender):
-        await send(sender, 1, 2)
-        with pytest.raises(RecvTimeout):
-            await receiver.recv(timeout=10)
-        waiting = asyncio.ensure_future(receiver.recv())
-        await asyncio.sleep(10)
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        assert (await receiver.recv()).message == update(1)
-        assert clock.time() == 60
-        assert (await receiver.recv(timeout=0)).message == update(2)
-
-
-@on_virtual_time
-async def test_close_ends_a_delayed_recv(clock: VirtualClock) -> None:
-    async with faulty(recv={1: Fault.delay(60)}) as (receiver, sender):
-        await send(sender, 1)
-        waiting = asyncio.ensure_future(receiver.recv())
-        await asyncio.sleep(1)
-        receiver.abort()
-        with pytest.raises(TransportClosed):
-            await waiting
-        assert clock.time() == 1
-
-
-@pytest.mark.asyncio
-async def test_it_shares_the_capabilities_and_shows_the_link_inside() -> None:
-    async with faulty() as (sender, _):
-        assert sender.capabilities is MemoryTransport.capabilities
-        assert repr(sender) == f"<FaultyTransport of {sender.inner!r}>"
+    clock.run(main())

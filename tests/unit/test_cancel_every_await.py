@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aiosync.testing import CancelOutcome, CancelWhen, cancel_at_every_await
+from aiosync.testing import CancelOutcome, cancel_at_every_await
 
 pytestmark = pytest.mark.asyncio
 
@@ -29,8 +29,8 @@ async def test_every_point_is_cancelled_once_in_each_moment() -> None:
         seen.append(outcome)
 
     assert await cancel_at_every_await(three_steps, note) == 3
-    assert [(outcome.when.value, outcome.point) for outcome in seen] == [
-        (when, point) for when in ("early", "late") for point in (1, 2, 3, 4)
+    assert [(outcome.late, outcome.point) for outcome in seen] == [
+        (late, point) for late in (False, True) for point in (1, 2, 3, 4)
     ]
     assert steps == [0, 1, 2, 3] * 2
     for outcome in seen:
@@ -39,35 +39,9 @@ async def test_every_point_is_cancelled_once_in_each_moment() -> None:
         assert outcome.result == ("done" if outcome.finished else None)
 
 
-async def test_late_cancellation_comes_after_the_result_and_before_the_operation() -> None:
-    queue: asyncio.Queue[int] = asyncio.Queue()
-    lost: list[CancelWhen] = []
-
-    async def take_badly() -> int:
-        waiter = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(lambda: waiter.done() or waiter.set_result(None))
-        item = queue.get_nowait()  # taken before the await: lost when that is cancelled
-        await waiter
-        return item
-
-    async def look(outcome: CancelOutcome[int]) -> None:
-        if outcome.cancelled and queue.empty():
-            lost.append(outcome.when)
-
-    @asynccontextmanager
-    async def filled() -> AsyncIterator[None]:
-        queue.put_nowait(1)
-        yield
-        while not queue.empty():
-            queue.get_nowait()
-
-    await cancel_at_every_await(take_badly, look, around=filled)
-    assert lost == [CancelWhen.EARLY, CancelWhen.LATE]
-
-
 async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None:
     """The reason for the two moments: a future that has its result already when cancelled."""
-    outcomes: dict[CancelWhen, bool] = {}
+    outcomes: dict[bool, bool] = {}
     futures: list[asyncio.Future[str]] = []
 
     async def wait_for_it() -> str:
@@ -79,10 +53,10 @@ async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None
     async def look(outcome: CancelOutcome[str]) -> None:
         if outcome.delivered:
             assert outcome.cancelled
-            outcomes[outcome.when] = futures[-1].cancelled()
+            outcomes[outcome.late] = futures[-1].cancelled()
 
     await cancel_at_every_await(wait_for_it, look)
-    assert outcomes == {CancelWhen.EARLY: True, CancelWhen.LATE: False}
+    assert outcomes == {False: True, True: False}
     assert futures[2].result() == "it"
 
 
@@ -99,8 +73,8 @@ async def test_a_swallowed_cancellation_is_seen() -> None:
     async def note(outcome: CancelOutcome[str]) -> None:
         results.append((outcome.delivered, outcome.result))
 
-    await cancel_at_every_await(stubborn, note, when=(CancelWhen.EARLY,))
-    assert results == [(True, "swallowed"), (False, "done")]
+    await cancel_at_every_await(stubborn, note)
+    assert results == [(True, "swallowed"), (False, "done")] * 2
 
 
 async def test_clean_up_awaits_are_points_too() -> None:
@@ -113,9 +87,9 @@ async def test_clean_up_awaits_are_points_too() -> None:
             await asyncio.sleep(0)
             cleaned.append(1)
 
-    assert await cancel_at_every_await(with_clean_up, when=(CancelWhen.EARLY,)) == 2
+    assert await cancel_at_every_await(with_clean_up) == 2
     # Cancelled at the first await it cleans up; at the second, which is the clean-up, it does not.
-    assert cleaned == [1, 1]
+    assert cleaned == [1, 1] * 2
 
 
 async def test_an_error_of_the_operation_is_raised_without_a_check() -> None:
@@ -145,8 +119,8 @@ async def test_each_run_is_set_up_and_cleaned_up() -> None:
     async def check(outcome: CancelOutcome[None]) -> None:
         log.append("check")
 
-    await cancel_at_every_await(operation, check, around=around, when=(CancelWhen.LATE,))
-    assert log == ["in", "run", "check", "out"] * 2
+    await cancel_at_every_await(operation, check, around=around)
+    assert log == ["in", "run", "check", "out"] * 4
 
 
 async def test_an_operation_that_never_waits_is_an_error() -> None:
@@ -159,8 +133,9 @@ async def test_an_operation_that_never_waits_is_an_error() -> None:
 
 
 async def test_max_points_ends_a_long_series() -> None:
-    async def long() -> None:
-        for _ in range(100):
-            await asyncio.sleep(0)
+    assert await cancel_at_every_await(endless, max_points=5) == 5
 
-    assert await cancel_at_every_await(long, max_points=5) == 5
+
+async def endless() -> None:
+    while True:
+        await asyncio.sleep(0)

@@ -9,19 +9,21 @@ import time
 
 import pytest
 
-from aiosync.testing import VirtualClock, VirtualClockEventLoop
+from aiosync.testing import VirtualClock
 
 
-def test_sleeping_takes_no_real_time_and_exact_virtual_time() -> None:
+def test_waiting_takes_no_real_time_and_exact_virtual_time() -> None:
     clock = VirtualClock()
     started = time.monotonic()
 
     async def main() -> float:
         await asyncio.sleep(3600)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(120):
+                await asyncio.Event().wait()
         return asyncio.get_running_loop().time()
 
-    assert clock.run(main()) == 3600
-    assert clock.time() == 3600
+    assert clock.run(main()) == clock.time() == 3720
     assert time.monotonic() - started < 60
 
 
@@ -38,19 +40,6 @@ def test_timers_fire_in_order_and_at_their_times() -> None:
 
     clock.run(main())
     assert fired == [("early", 100.25), ("middle", 101.0), ("late", 105.0)]
-    assert clock.jumps == 3
-
-
-def test_a_deadline_passes_without_waiting() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with asyncio.timeout(120):
-            await asyncio.Event().wait()
-
-    with pytest.raises(TimeoutError):
-        clock.run(main())
-    assert clock.time() == 120
 
 
 def test_time_stands_still_while_callbacks_are_ready() -> None:
@@ -119,29 +108,15 @@ def test_a_deadline_on_a_stuck_thread_still_passes() -> None:
         clock.run(main())
 
 
-def test_grace_lets_another_thread_answer_before_a_jump() -> None:
-    clock = VirtualClock(grace=5.0)
+def test_without_timers_the_loop_waits_for_real() -> None:
+    clock = VirtualClock()
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
         threading.Timer(0.02, loop.call_soon_threadsafe, (woken.set,)).start()
-        async with asyncio.timeout(60):
-            await woken.wait()
-        return clock.time()
-
-    assert clock.run(main()) == 0.0
-
-
-def test_without_timers_the_loop_waits_for_real() -> None:
-    clock = VirtualClock()
-
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-        threading.Timer(0.02, loop.call_soon_threadsafe, (woken.set,)).start()
         await woken.wait()
-        return clock.jumps
+        return clock.time()
 
     assert clock.run(main()) == 0
 
@@ -149,21 +124,19 @@ def test_without_timers_the_loop_waits_for_real() -> None:
 def test_advance_by_hand_makes_timers_due() -> None:
     clock = VirtualClock()
 
-    async def main() -> int:
+    async def main() -> float:
         timer = asyncio.ensure_future(asyncio.sleep(10))
         await asyncio.sleep(0)
-        clock.advance(10)
+        clock.advance(12)
         await timer
-        return clock.jumps
+        return clock.time()
 
-    assert clock.run(main()) == 0
-    with pytest.raises(ValueError, match="cannot go back"):
-        clock.advance(-1)
+    assert clock.run(main()) == 12
 
 
-def test_very_late_times_still_advance() -> None:
-    """At 1e12 s a float has steps of 0.1 ms, far coarser than asyncio's own resolution."""
-    clock = VirtualClock(start=1e12)
+def test_late_times_still_advance() -> None:
+    """Today as a float has steps far coarser than asyncio's own resolution."""
+    clock = VirtualClock(start=1.8e9)
 
     async def main() -> None:
         due = asyncio.Event()
@@ -173,13 +146,4 @@ def test_very_late_times_still_advance() -> None:
             await asyncio.sleep(0.01)
 
     clock.run(main())
-    assert clock.time() == pytest.approx(1e12 + 0.1, abs=0.01)
-
-
-def test_a_loop_of_its_own_has_a_clock_of_its_own() -> None:
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, VirtualClockEventLoop)
-        runner.run(asyncio.sleep(7))
-        assert loop.clock.time() == 7
-    assert repr(loop.clock) == "<VirtualClock 7.000000 s, 1 jumps>"
+    assert clock.time() == pytest.approx(1.8e9 + 0.1, abs=0.001)
