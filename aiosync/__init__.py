@@ -7,8 +7,6 @@ twin of this interface is :mod:`aiosync.sync`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from aiosync._run import run
 from aiosync._version import __version__
 from aiosync.errors import (
@@ -142,22 +140,3 @@ __all__ = [
     "register_weight_sync_backend",
     "run",
 ]
-
-_ELSEWHERE = {
-    "AdmissionGate": "aiosync.serving",
-    "WeightClient": "aiosync.server",
-    "WeightFeed": "aiosync.serving",
-    "WeightServer": "aiosync.server",
-    "WeightsMiddleware": "aiosync.integrations.asgi",
-}
-_PACKAGES = {"integrations", "legacy", "server", "serving", "sync", "testing"}
-
-if not TYPE_CHECKING:  # checkers shall not take every name for one of this module's
-
-    def __getattr__(name: str) -> object:
-        text = f"module 'aiosync' has no attribute {name!r}"
-        if name in _ELSEWHERE:
-            text += f": use `from {_ELSEWHERE[name]} import {name}`"
-        elif name in _PACKAGES:
-            text += f": use `import aiosync.{name}` first"
-        raise AttributeError(text, name=name)

@@ -8,7 +8,7 @@ This package must never import asyncio, anyio or torch.
 from __future__ import annotations
 
 from aiosync.protocol.aggregate import SendTracker, validate_require
-from aiosync.protocol.chunks import Assembly, ChunkPlan, Verdict
+from aiosync.protocol.chunks import Assembly, ChunkPlan
 from aiosync.protocol.deadline import (
     Deadline,
     validate_seconds,
@@ -28,7 +28,6 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "SendTracker",
-    "Verdict",
     "VersionClock",
     "new_epoch",
     "validate_require",

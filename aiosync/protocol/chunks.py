@@ -1,24 +1,17 @@
-"""Updates in chunks: where each one belongs, which are verified, and what has to come again.
+"""Updates in chunks, in order: where each one belongs, and how many are verified.
 
-Pure bookkeeping: it writes no payload and keeps none, and the only bytes it looks at are those
-that it is asked to compare with their checksum. This module must never import asyncio, anyio or
-torch, and reads no clock.
+Pure bookkeeping: it looks at no payload. This module must never import asyncio, anyio or torch,
+and reads no clock.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from aiosync.wire import ALIGNMENT, RunningChecksum, Update, checksum, state_checksum
+from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.wire import ALIGNMENT, Update, state_checksum
 
-__all__ = ["Assembly", "ChunkPlan", "Verdict"]
-
-_MAX_RECUT = 2**16  # chunks that another cut may make of a part: each is looked at again
+__all__ = ["Assembly", "ChunkPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,301 +73,115 @@ class ChunkPlan:
         return 0 if rest else index
 
 
-class Verdict(enum.Enum):
-    """What the arrival of a chunk means for the update."""
-
-    GOOD = "good"
-    """The chunk is verified; others are missing."""
-    DAMAGED = "damaged"
-    """The chunk is not what was sent: ask for it again with ``Resend``."""
-    COMPLETE = "complete"
-    """Every chunk is verified, and the whole as well if its checksum came."""
-
-
 class Assembly:
-    """A receiver's account of one update that arrives in chunks.
+    """A receiver's account of one update that arrives in chunks, one after the other.
 
     For each chunk, :meth:`place` says where its bytes belong, before any of them is written, and
-    :meth:`arrived` what has to be done when they are there. Chunks may come in any order. An
-    update without ``chunk`` is one chunk. The memory belongs to the caller; it must not change
-    where chunks are verified.
-
-    The object outlives a link: call :meth:`resume` before the next one is opened. Memory is in
-    proportion to the chunks that arrived. Not thread-safe.
+    :meth:`arrived` whether they are what was sent. An update without ``chunk`` is one chunk. The
+    object outlives a link: call :meth:`resume` before the first chunk of the next one.
 
     Args:
         nbytes: Bytes of the whole payload.
         digest: Digest of the manifest.
         epoch: Epoch of the update.
         version: Version of the update.
-        max_damaged: How often each chunk may arrive damaged.
-        require_checksum: Refuse a chunk that has no checksum. Otherwise such a chunk is taken as
-            it is.
 
     Attributes:
         nbytes: As given.
         digest: As given.
         epoch: As given.
         version: As given.
-        values: ``Update.values`` of the last chunk, once that is verified; empty before.
     """
 
-    __slots__ = (
-        "_count",
-        "_damaged",
-        "_good",
-        "_max_damaged",
-        "_memory",
-        "_prefix",
-        "_require_checksum",
-        "_resumed",
-        "_size",
-        "_state",
-        "_unsummed",
-        "_was_resumed",
-        "digest",
-        "epoch",
-        "nbytes",
-        "values",
-        "version",
-    )
+    __slots__ = ("_count", "_resumed", "_size", "_sums", "digest", "epoch", "nbytes", "version")
 
-    def __init__(
-        self,
-        nbytes: int,
-        digest: bytes,
-        epoch: int,
-        version: int,
-        *,
-        max_damaged: int = 3,
-        require_checksum: bool = True,
-    ) -> None:
+    def __init__(self, nbytes: int, digest: bytes, epoch: int, version: int) -> None:
         self.nbytes: int = nbytes
         self.digest: bytes = digest
         self.epoch: int = epoch
         self.version: int = version
-        self._max_damaged = max_damaged
-        self._require_checksum = require_checksum
-        self._damaged: Counter[int] = Counter()
-        self._resumed = self._was_resumed = False
-        self._good: dict[int, bytes | None] = {}  # the checksum of each chunk that is verified
-        self._prefix = 0  # so many chunks from the first on are verified
-        self._count = 0  # 0 is: not known yet
-        self._size = 0  # bytes of every chunk but the last; 0 as above
-        self._state: bytes | None = None
-        # Chunks from the first on that were verified in another cut: _good lacks their checksums.
-        self._unsummed = 0
-        self._memory: memoryview | None = None  # of the payload, to make up for that
-        self.values: Mapping[str, Any] = {}
-
-    def __repr__(self) -> str:
-        return (
-            f"Assembly(epoch={self.epoch}, version={self.version}, "
-            f"good={len(self._good)} of {self._count or '?'}, damaged={self.damaged})"
-        )
+        self._sums: list[bytes] = []  # of the chunks that are verified
+        self._count = self._size = 0  # how many there are, and bytes of all but the last
+        self._resumed = False  # the next chunk is the first over its link
 
     @property
     def good_nbytes(self) -> int:
-        """Bytes from the start of the payload that are verified without a gap."""
-        # The last chunk may be shorter than the others.
-        return min(self._prefix * self._size, self.nbytes)
+        """Bytes from the start of the payload that are verified."""
+        return min(len(self._sums) * self._size, self.nbytes)
 
-    @property
-    def damaged(self) -> int:
-        """How many chunks arrived damaged so far, those that came again counted again."""
-        return self._damaged.total()
-
-    @property
-    def was_resumed(self) -> bool:
-        """Whether :meth:`resume` was called."""
-        return self._was_resumed
-
-    def resume(self, memory: memoryview | None = None) -> int:
-        """Prepare for another link.
-
-        What is verified behind a gap is forgotten. The first chunk of the new link may be any
-        that begins where what is verified ends, or before; what is verified from there on is
-        forgotten too, as it will come again. Chunks that were damaged stay counted.
-
-        Args:
-            memory: The whole payload. It is kept, and read again if the sender now cuts the payload
-                in another way: ``Update.state`` is made of the checksums of that cut. Without it
-                such a sender has to begin with chunk 0.
-
-        Returns:
-            :attr:`good_nbytes`, for ``Hello.partial_nbytes``. An update of which nothing is missing
-            must not be announced there.
-        """
-        self._forget_from(self._prefix)
-        self._resumed = self._was_resumed = True
-        self._memory = memory
-        return self.good_nbytes
+    def resume(self) -> None:
+        """Another link: the next chunk may be the first one again, and cut in another way."""
+        self._resumed = True
 
     def place(self, update: Update, nbytes: int) -> tuple[int, int]:
         """Check an announced chunk before any of its bytes is written.
 
         Args:
-            update: What announces it.
+            update: What announces it: the same epoch, version and digest.
             nbytes: Bytes of the frame's payload.
 
         Returns:
             Where the bytes belong in the payload of the update: start and stop.
 
         Raises:
-            RemoteProtocolError: It is a chunk of another update or was cut in another way, it is
-                verified already, its checksum is missing, or it has values or a ``state``
-                although it is not the last.
+            RemoteProtocolError: It is not the chunk that comes next, its checksum is missing, or
+                it has values or a ``state`` although it is not the last. Nothing of the update
+                counts as verified any more.
         """
-        if (update.epoch, update.version, update.digest) != (self.epoch, self.version, self.digest):
-            raise RemoteProtocolError(
-                f"a chunk of version {update.version} of epoch {update.epoch} came within "
-                f"version {self.version} of epoch {self.epoch}, or its manifest changed"
-            )
         index, count = update.chunk or (0, 1)
-        is_last = index == count - 1
-        if update.checksum is None and self._require_checksum:
-            raise RemoteProtocolError(f"chunk {index} of {count} has no checksum")
-        if not is_last and (update.values or update.state is not None):
-            raise RemoteProtocolError(
-                f"chunk {index} of {count} has fields that only the last one may have"
-            )
-        if self._resumed:
-            size = self._size_from(index, count, nbytes)  # it may be cut in another way now
-            self._check_cut(index, count, nbytes, size)
-            self._go_on_at(index, count, size)
+        good, is_last = len(self._sums), index == count - 1
+        if index == 0 and (self._resumed or not good):
+            self._sums, self._count, self._size = [], count, nbytes
+            follows = nbytes == self.nbytes
+            if count > 1:
+                aligned = nbytes > 0 and nbytes % ALIGNMENT == 0
+                follows = aligned and count == -(-self.nbytes // nbytes)
         else:
-            if self._count and count != self._count:
-                raise RemoteProtocolError(
-                    f"an update of {self._count} chunks became one of {count}"
-                )
-            size = self._size or self._size_from(index, count, nbytes)
-            self._check_cut(index, count, nbytes, size)
-        if index in self._good:
-            raise RemoteProtocolError(
-                f"chunk {index} of {count} arrived although it was already there"
+            follows = (index, count) == (good, self._count) and nbytes == min(
+                self._size, self.nbytes - self.good_nbytes
             )
-        self._count, self._size = count, size
-        start = index * size
-        return start, start + nbytes
+        if not follows:
+            why = f"does not follow {good} chunks of version {self.version} of {self.nbytes} bytes"
+        elif update.checksum is None:
+            why = "has no checksum"
+        elif not is_last and (update.values or update.state is not None):
+            why = "has fields that only the last one may have"
+        else:
+            self._resumed = False
+            start = index * self._size
+            return start, start + nbytes
+        self._sums = []
+        raise RemoteProtocolError(
+            f"chunk {index} of {count} of version {update.version} with {nbytes} bytes {why}"
+        )
 
-    def arrived(
-        self, update: Update, data: memoryview, running: RunningChecksum | None = None
-    ) -> Verdict:
+    def arrived(self, update: Update, found: bytes) -> bool:
         """Register that the bytes of a chunk are where :meth:`place` said.
 
         Args:
             update: What announced it.
-            data: These bytes, contiguous; empty for an empty payload. Read before this returns.
-            running: Has looked at the first bytes of ``data`` already, as they came.
+            found: Checksum of the bytes that came.
+
+        Returns:
+            Whether the update is complete.
 
         Raises:
-            RemoteProtocolError: As for :meth:`place`; the chunk was damaged more than
-                ``max_damaged`` times; or the checksum over the whole update is wrong, in which
-                case nothing of it counts as verified any more.
+            TransportBroken: The chunk was damaged on its way.
+            RemoteProtocolError: The checksum over the whole update is wrong; nothing of it counts
+                as verified any more.
         """
-        self.place(update, data.nbytes)
         index, count = update.chunk or (0, 1)
-        found: bytes | None = None
-        if update.checksum is not None:
-            if running is None:
-                found = checksum(data)
-            else:
-                if running.nbytes < data.nbytes:
-                    running.update(data[running.nbytes :])
-                found = running.digest()
-            if found != update.checksum:
-                self._damaged[index] += 1
-                if self._damaged[index] > self._max_damaged:
-                    raise RemoteProtocolError(
-                        f"chunk {index} of {count} of version {self.version} arrived damaged "
-                        f"{self._damaged[index]} times"
-                    )
-                return Verdict.DAMAGED
-        self._good[index] = found
-        while self._prefix in self._good:
-            self._prefix += 1
-        if index == count - 1:
-            self.values, self._state = update.values, update.state
-        self._sum_again(count)
-        if len(self._good) < count:
-            return Verdict.GOOD
-        self._check_state()
-        return Verdict.COMPLETE
-
-    # -- helpers ----------------------------------------------------------------------------
-
-    def _start_over(self) -> None:
-        self._good = {}
-        self._prefix = self._count = self._size = self._unsummed = 0
-        self._state, self.values = None, {}
-
-    def _forget_from(self, index: int) -> None:
-        if not index:
-            self._start_over()
-            return
-        if len(self._good) > index:
-            self._good = {each: self._good[each] for each in range(index)}
-        self._prefix = index
-        self._unsummed = min(self._unsummed, index)
-        if index < self._count:
-            self._state, self.values = None, {}
-
-    def _go_on_at(self, index: int, count: int, size: int) -> None:
-        """The first chunk over another link: go on from there, in its cut."""
-        start, good = index * size, self.good_nbytes
-        if start > good:
-            raise RemoteProtocolError(
-                f"the update goes on at byte {start}, but it is here up to byte {good} only"
+        if found != update.checksum:
+            raise TransportBroken(
+                f"chunk {index} of {count} of version {self.version} arrived damaged"
             )
-        if not index or (count, size) == (self._count, self._size):
-            self._forget_from(index)
-        elif self._memory is None or index > _MAX_RECUT:
+        self._sums.append(found)
+        if index < count - 1:
+            return False
+        if update.state is not None and state_checksum(self.digest, self._sums) != update.state:
+            self._sums = []
             raise RemoteProtocolError(
-                f"an update of {self._count} chunks goes on with chunk {index} of {count}"
+                f"version {self.version} of epoch {self.epoch} does not match its checksum, "
+                "although each of its chunks does"
             )
-        else:
-            self._start_over()
-            self._good = dict.fromkeys(range(index))
-            self._prefix = self._unsummed = index
-        self._resumed = False
-
-    def _sum_again(self, count: int) -> None:
-        """Make up for checksums of this cut, some with each chunk: it may be much to look at."""
-        left = count - len(self._good)
-        for _ in range(-(-self._unsummed // (left + 1))):
-            assert self._memory is not None
-            self._unsummed -= 1
-            start = self._unsummed * self._size
-            self._good[self._unsummed] = checksum(self._memory[start : start + self._size])
-
-    def _size_from(self, index: int, count: int, nbytes: int) -> int:
-        """The size of every chunk but the last, from the first chunk that came."""
-        if index < count - 1 or count == 1:
-            return nbytes
-        # The last chunk came first: those before it share what is left.
-        return (self.nbytes - nbytes) // (count - 1)
-
-    def _check_cut(self, index: int, count: int, nbytes: int, size: int) -> None:
-        expected = size if index < count - 1 else self.nbytes - (count - 1) * size
-        fits = nbytes == expected
-        if count > 1:
-            fits = fits and size > 0 and size % ALIGNMENT == 0 and -(-self.nbytes // size) == count
-        if not fits:
-            raise RemoteProtocolError(
-                f"chunk {index} of {count} with {nbytes} bytes does not fit an update of "
-                f"{self.nbytes} bytes"
-            )
-
-    def _check_state(self) -> None:
-        if self._state is None:
-            return
-        checksums = [self._good[index] for index in range(self._count)]
-        known = [each for each in checksums if each is not None]
-        if len(known) < len(checksums):
-            error = "has a checksum, but some of its chunks had none"
-        elif state_checksum(self.digest, known) != self._state:
-            error = "does not match its checksum, although each of its chunks does"
-        else:
-            return
-        self._start_over()
-        raise RemoteProtocolError(f"version {self.version} of epoch {self.epoch} {error}")
+        return True

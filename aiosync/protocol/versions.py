@@ -11,8 +11,6 @@ from aiosync.errors import ConfigError, LocalProtocolError, StaleVersion
 
 __all__ = ["MAX_VERSION", "Inbox", "VersionClock", "new_epoch"]
 
-_KNOWN_EPOCHS = 16
-
 MAX_VERSION = 2**63 - 1
 """Largest epoch and largest version."""
 
@@ -84,14 +82,13 @@ class Inbox:
     no more.
     """
 
-    __slots__ = ("_epoch", "_former", "_newest", "_newest_epoch", "_version")
+    __slots__ = ("_epoch", "_newest", "_newest_epoch", "_version")
 
     def __init__(self) -> None:
         self._epoch: int | None = None
         self._version = 0
         self._newest_epoch: int | None = None
         self._newest = 0
-        self._former: dict[int, int] = {}  # what was the newest of epochs before
 
     def __repr__(self) -> str:
         return f"Inbox(epoch={self._epoch}, version={self._version}, newest={self._newest})"
@@ -116,13 +113,6 @@ class Inbox:
         """Newest version that was offered, applied or not; 0 before the first offer."""
         return self._newest
 
-    def former(self, epoch: int | None) -> int:
-        """Newest version that was offered of an epoch before that of :attr:`newest`.
-
-        0 for that epoch itself, and for one that is not known, or not any more.
-        """
-        return 0 if epoch is None else self._former.get(epoch, 0)
-
     @property
     def lag(self) -> int:
         """How far the applied version is behind the newest one offered.
@@ -145,13 +135,6 @@ class Inbox:
             raise StaleVersion(
                 f"version {version} of epoch {epoch} is not newer than version {self._newest}"
             )
-        if epoch != self._newest_epoch:
-            if self._newest_epoch is not None:
-                self._former.pop(self._newest_epoch, None)
-                self._former[self._newest_epoch] = self._newest
-                while len(self._former) > _KNOWN_EPOCHS:
-                    del self._former[next(iter(self._former))]
-            self._former.pop(epoch, None)
         self._newest_epoch = epoch
         self._newest = version
 
@@ -186,6 +169,5 @@ class Inbox:
             raise LocalProtocolError(f"version {version} was applied; it cannot be refused")
 
     def _check_offered(self, epoch: int, version: int) -> None:
-        newest = self._newest if epoch == self._newest_epoch else self._former.get(epoch, 0)
-        if version > newest:
+        if self._newest_epoch is None or (epoch == self._newest_epoch and version > self._newest):
             raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")

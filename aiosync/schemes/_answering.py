@@ -86,11 +86,6 @@ class Answering(Applying):
     def _notify(self) -> None:
         """Let whoever waits look again."""
 
-    def next_target(self) -> object:
-        """What the next update goes into if it is applied as it comes; else ``None``."""
-        waits = self._closed or self._manual or self._transforming is not None
-        return None if waits or self._copy or self._staged is not None else self._target
-
     # -- what was applied ----------------------------------------------------------------------
 
     def _report_outcomes(self) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.errors import LocalProtocolError
 from aiosync.schemes._core import SchemeCore
-from aiosync.schemes._moment import PATIENCE_SECONDS
 from aiosync.schemes._tasks import current_task
 from aiosync.transports.base import Transport
 
@@ -19,12 +18,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["ClosingScheme"]
-
-_BLOCKING_NAMES = {
-    "send_async": "handle = scheme.send_nowait()",
-    "shutdown": "await scheme.aclose()",
-    "wait_async": "await handle",
-}
 
 
 class ClosingScheme(SchemeCore):
@@ -34,18 +27,21 @@ class ClosingScheme(SchemeCore):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded.
 
         A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
-        see ``PeerClosed``. Called on another loop while the scheme's own runs, it has that one
-        close, and waits; cancelling it then ends only the wait.
+        see ``PeerClosed``.
 
         Raises:
-            SyncTimeout: The scheme's own loop, in another thread, did not run.
+            LocalProtocolError: The scheme's own loop runs in another thread.
         """
-        if await self._closed_elsewhere():
-            return
+        loop = self._loop
         if self._inherited:
             self.abort()  # the tasks are the parent's, and nothing runs them here
-        else:
+        elif loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
             await self._close_here()
+        elif not self._closed:
+            raise LocalProtocolError(
+                "the event loop of this scheme runs in another thread: close it there, with "
+                "asyncio.run_coroutine_threadsafe(scheme.aclose(), loop), or call abort()"
+            )
 
     async def _close_here(self) -> None:
         """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
@@ -61,35 +57,6 @@ class ClosingScheme(SchemeCore):
                 await self._receiver.aclose()
         finally:
             self._abort_unused_links()
-
-    async def _closed_elsewhere(self) -> bool:
-        """Have the scheme's own loop close it, if that runs and is not this one.
-
-        Its tasks and links belong to that loop, which another thread's calls would confuse.
-        """
-        loop = self._loop
-        if loop is None or self._closed or self._inherited:
-            return False
-        if loop is asyncio.get_running_loop() or not loop.is_running():
-            return False
-        closing = self.aclose()
-        try:
-            done = asyncio.run_coroutine_threadsafe(closing, loop)
-        except RuntimeError:  # it was closed this moment
-            closing.close()
-            return False
-        # wait() does not cancel what it waits for: nothing stays half closed.
-        waiting = asyncio.wrap_future(done)
-        if not (await asyncio.wait([waiting], timeout=PATIENCE_SECONDS))[0]:
-            raise SyncTimeout(
-                "the event loop of this scheme, in another thread, did not close it within "
-                f"{PATIENCE_SECONDS:g} s; keep that loop running meanwhile"
-            )
-        if waiting.cancelled():  # that loop has ended, and its tasks with it
-            self.abort()
-        else:
-            waiting.result()
-        return True
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
@@ -135,25 +102,6 @@ class ClosingScheme(SchemeCore):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-    if not TYPE_CHECKING:  # checkers see these mistakes by themselves
-
-        def __enter__(self) -> None:
-            raise LocalProtocolError(
-                "this scheme runs on an event loop: use `async with scheme:`, or the class of "
-                "`aiosync.sync`, which has `with scheme:`"
-            )
-
-        def __exit__(self, *exc_info: object) -> None:
-            """Looked for by ``with``, and never called."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _BLOCKING_NAMES:
-                return object.__getattribute__(self, name)  # raises what it has raised
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}, as it does not block: "
-                f"use `{_BLOCKING_NAMES[name]}`, or the class of `aiosync.sync`"
-            )
 
     def __del__(self) -> None:
         self._abandon()

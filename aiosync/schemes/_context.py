@@ -8,7 +8,6 @@ A context is whatever owns the model: a collector, a server, a trainer. It may o
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 from aiosync.errors import ConfigError
@@ -17,7 +16,6 @@ from aiosync.wire import DEFAULT_LIMITS
 __all__ = [
     "NoWeakReference",
     "as_model_id",
-    "refuse_blocking_callers",
     "resolve_model",
     "resolve_path",
 ]
@@ -27,35 +25,6 @@ _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
 
 class NoWeakReference(ConfigError, TypeError):
     """A context of which no weak reference can be made; for TorchRL a ``TypeError``."""
-
-
-# They call schemes and await nothing.
-_BLOCKING_PACKAGES = ("torchrl",)
-
-
-def refuse_blocking_callers(scheme: object) -> None:
-    """Raise if a library calls this async scheme that would never await what it returns.
-
-    Raises:
-        ConfigError: It does; the message names the class that it can use.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _package(frame.f_globals) == "aiosync.schemes":
-        frame = frame.f_back
-    package = _package(frame.f_globals).partition(".")[0]
-    if package in _BLOCKING_PACKAGES:
-        names = [
-            cls.__name__ for cls in type(scheme).__mro__ if cls.__module__.startswith("aiosync.")
-        ]
-        twin = f"aiosync.sync.{names[0]}"
-        raise ConfigError(
-            f"{package} calls schemes without await, and a {type(scheme).__name__} has to be "
-            f"awaited: use {twin} there, with the same arguments"
-        )
-
-
-def _package(names: dict[str, Any]) -> str:
-    return ".".join(str(names.get("__name__", "")).split(".")[:2])
 
 
 def resolve_path(root: object, path: str) -> Any:

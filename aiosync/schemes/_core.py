@@ -20,7 +20,6 @@ from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._moment import run_on_loop
 from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
-from aiosync.schemes._pickling import check_picklable
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
@@ -119,11 +118,6 @@ class SchemeCore:
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if type(self._strategy) is not WeightStrategy:
-            check_picklable(self._strategy)
-        return self._get_config()
-
-    def _get_config(self) -> dict[str, Any]:
         fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
@@ -140,7 +134,7 @@ class SchemeCore:
 
     def __copy__(self) -> Self:
         other = object.__new__(type(self))
-        other.__setstate__(self._get_config())
+        other.__setstate__(self.__getstate__())
         return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:

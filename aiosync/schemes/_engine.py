@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
-from aiosync.schemes._options import Option, count, flag
+from aiosync.schemes._options import Option, flag
 from aiosync.schemes._same_host import SameHost, available, dial_here
 from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
@@ -25,7 +25,6 @@ from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._beside import BesideTransport
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
@@ -61,13 +60,11 @@ class EngineScheme(StreamReceiving):
             scheme.
         reconnect: Seconds that a worker keeps trying to restore a lost link.
         handshake_timeout: Seconds that a peer has to prove its identity.
-        inline_nbytes: Payloads up to this size travel in the control stream.
         limits: What a peer may announce.
         wire_dtype: What the sender casts floating-point weights to on their way.
         shared_memory: Workers on the sender's host read updates from shared memory.
     """
 
-    inline_nbytes: Option[int] = Option(count(0))
     shared_memory: Option[bool] = Option(flag)
 
     def __init__(
@@ -86,7 +83,6 @@ class EngineScheme(StreamReceiving):
         token: str | bytes | None,
         reconnect: float | None,
         handshake_timeout: float,
-        inline_nbytes: int,
         limits: Limits | None,
         wire_dtype: Dtypes | None,
         shared_memory: bool,
@@ -108,13 +104,12 @@ class EngineScheme(StreamReceiving):
         self._dial = "receiver"
         self.reconnect = reconnect
         self.shared_memory = shared_memory
-        self.inline_nbytes = inline_nbytes
         self.handshake_timeout = handshake_timeout
         self.limits = limits
 
     def _reset(self) -> None:
         super()._reset()
-        self._beside_links: weakref.WeakSet[BesideTransport] = weakref.WeakSet()
+        self._beside_links: weakref.WeakSet[Transport] = weakref.WeakSet()
         self._same_host: SameHost | None = None
 
     @property
@@ -126,8 +121,8 @@ class EngineScheme(StreamReceiving):
     # -- what an engine decides ----------------------------------------------------------------
 
     @abc.abstractmethod
-    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
-        """A link over a control stream, which it owns from then on."""
+    def _carry(self, control: TCPTransport, *, listened: bool) -> Transport:
+        """A link over a control stream, which it owns from then on; or that stream."""
 
     def _default_address(self) -> Address:
         """Where the sender listens if no address was given."""
@@ -162,7 +157,7 @@ class EngineScheme(StreamReceiving):
 
     # -- links ---------------------------------------------------------------------------------
 
-    def _linked(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+    def _linked(self, control: TCPTransport, *, listened: bool) -> Transport:
         try:
             link = self._carry(control, listened=listened)
         except BaseException:  # raised again: the caller sees it

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from aiosync.errors import (
     AiosyncError,
@@ -16,18 +15,15 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportBroken,
 )
-from aiosync.schemes._hosts import HostCheck
 from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
-__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "admit", "greet"]
+__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "admit", "greet"]
 
 HANDSHAKE_SECONDS = 30.0
 ANY_STRATEGY = "any"
 """Of a peer that takes or gives what comes, such as a file."""
-
-_GRACE_SECONDS = 1.0  # a process that was killed may take a while to end
 
 
 async def admit(
@@ -39,18 +35,14 @@ async def admit(
     num_workers: int | None,
     worker_idx: int | None,
     holder: Callable[[int, Hello], int | None],
-    changed: Callable[[], asyncio.Event],
     reserve: Callable[[int, Hello], int],
-    links: Callable[[int], Sequence[Transport]] = lambda _idx: (),
     hello: Hello | None = None,
     given: bool = False,
 ) -> tuple[Hello, int]:
     """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
 
     ``given``: nobody dialled, so the worker's process may not even have been started, and there
-    is no hurry. ``holder`` tells which other live process has an index, or ``None``; it may say
-    something else after the event of ``changed``. ``links`` has an index's links: while the host
-    at the end of one does not answer, the worker is refused for now, and may try again. ``reserve``
+    is no hurry. ``holder`` tells which other live process has an index, or ``None``. ``reserve``
     is told the index and the Hello before the answer leaves, so that the next worker, who may ask
     meanwhile, gets another one; it returns the version that this worker is sent first, or 0.
 
@@ -81,7 +73,7 @@ async def admit(
                 "construct both schemes with the same strategy"
             )
         asked = _check_index(message.worker_idx, worker_idx, num_workers)
-        worker_idx = await _choose(asked, num_workers, message, holder, changed, links)
+        worker_idx = _choose(asked, num_workers, message, holder)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
@@ -103,91 +95,36 @@ def _check_index(asked: int | None, given: int | None, num_workers: int | None) 
     return asked
 
 
-async def _choose(
+def _choose(
     asked: int | None,
     num_workers: int | None,
     hello: Hello,
     holder: Callable[[int, Hello], int | None],
-    changed: Callable[[], asyncio.Event],
-    links: Callable[[int], Sequence[Transport]],
 ) -> int:
     """A free index: the one that was asked for, else the first."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    check: HostCheck | None = None
-    try:
-        while True:
-            event = changed()
-            indices = itertools.count() if num_workers is None else range(num_workers)
-            held: list[int] = []
-            for idx in indices if asked is None else (asked,):
-                if holder(idx, hello) is None:
-                    return idx
-                held.append(idx)
-            if check is None:
-                check = HostCheck([link for idx in held for link in links(idx)])
-            # Its old process may be about to end: that is noticed, and changes something.
-            try:
-                async with asyncio.timeout_at(began + _GRACE_SECONDS):
-                    await event.wait()
-            except TimeoutError:
-                if check.all_heard(loop.time() - began):
-                    raise _taken(asked, num_workers, hello, holder) from None
-                raise _taken_for_now(asked, num_workers, hello, holder, check) from None
-    finally:
-        if check is not None:
-            check.close()
-
-
-def _taken(
-    asked: int | None,
-    num_workers: int | None,
-    hello: Hello,
-    holder: Callable[[int, Hello], int | None],
-) -> ConfigError:
     if asked is None:
-        return ConfigError(
+        for idx in itertools.count() if num_workers is None else range(num_workers):
+            if holder(idx, hello) is None:
+                return idx
+        raise ConnectError(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"
         )
-    return ConfigError(
-        f"worker_idx {asked} is taken: {_who(asked, hello, holder)}, through a working link. Give "
-        "each worker its own index, or none, so that the sender chooses one; to take over from a "
-        "worker, close its scheme or end its process first"
-    )
-
-
-def _taken_for_now(
-    asked: int | None,
-    num_workers: int | None,
-    hello: Hello,
-    holder: Callable[[int, Hello], int | None],
-    check: HostCheck,
-) -> ConnectError:
-    seconds = check.notice_seconds
-    found = (
-        "which has not been found dead yet"
-        if seconds is None
-        else f"which is found dead after at most {seconds} s of silence"
-    )
-    if asked is None:
-        return ConnectError(
-            f"the sender expects {num_workers} workers, and all of them are connected; but the "
-            f"host of one does not answer, and its place is free once its link is gone, {found}"
-        )
-    return ConnectError(
-        f"worker_idx {asked} is taken: {_who(asked, hello, holder)}; but its host does not "
-        f"answer, and the index is free once its link is gone, {found}"
-    )
-
-
-def _who(asked: int, hello: Hello, holder: Callable[[int, Hello], int | None]) -> str:
     has = holder(asked, hello)
-    return "this process itself has it" if has == hello.pid else f"process {has} has it"
+    if has is not None:
+        raise ConnectError(
+            f"worker_idx {asked} is taken: process {has} has it. Give each worker its own index, "
+            "or none, so that the sender chooses one; or end that worker first"
+        )
+    return asked
+
+
+class Refused(ConnectError):
+    """The sender has no place for this worker as things are; it may try again."""
 
 
 def _refusal(what: str, message: Refuse) -> AiosyncError:
-    kind = ConfigError if message.error_type == "ConfigError" else ConnectError
+    kind = ConfigError if message.error_type == "ConfigError" else Refused
     return kind(f"{what}: {message.error_text}")
 
 

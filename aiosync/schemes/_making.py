@@ -31,11 +31,10 @@ from aiosync.transports._link import without_frames
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["INLINE_NBYTES", "Planned", "SnapshotMaker"]
+__all__ = ["Planned", "SnapshotMaker"]
 
-# A hop to a thread costs more than such copies do.
-INLINE_NBYTES = 4 * 2**20
-"""Copies up to this size run on the loop."""
+# Copies up to this size run on the loop: a hop to a thread costs more than they do.
+_INLINE_NBYTES = 4 * 2**20
 _AHEAD_NBYTES = 2 * 2**20  # between two words of how far a copy is
 
 
@@ -121,7 +120,7 @@ class SnapshotMaker:
             return None
         [(key, plan)] = planned.items()
         nbytes = plan.prepared.layout.nbytes
-        snapshot = self._store.acquire_free(nbytes) if nbytes <= INLINE_NBYTES else None
+        snapshot = self._store.acquire_free(nbytes) if nbytes <= _INLINE_NBYTES else None
         return None if snapshot is None else {key: self._fill(snapshot, plan)}
 
     async def take(self, planned: Planned) -> Snapshot:
@@ -131,7 +130,7 @@ class SnapshotMaker:
         """
         nbytes = planned.prepared.layout.nbytes
         snapshot = await self._store.acquire(nbytes, self._in_thread)
-        if nbytes <= INLINE_NBYTES:
+        if nbytes <= _INLINE_NBYTES:
             return self._fill(snapshot, planned)
         copying = self._start_copy(planned, snapshot.buffer)
         try:
@@ -158,7 +157,7 @@ class SnapshotMaker:
     @staticmethod
     def _live(planned: Planned) -> LiveBytes | None:
         layout = planned.prepared.layout
-        if layout.nbytes <= INLINE_NBYTES or planned.is_cast:
+        if layout.nbytes <= _INLINE_NBYTES or planned.is_cast:
             return None
         return LiveBytes.of(layout, planned.prepared.tensors)
 

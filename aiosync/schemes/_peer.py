@@ -39,7 +39,6 @@ from aiosync.wire import (
     ManifestMessage,
     Message,
     Refuse,
-    Resend,
     Update,
 )
 
@@ -164,6 +163,12 @@ class Peer:
         self._settle(self.outbox.offer(snapshot.version))
         self._pump()
 
+    def keep_rest(self) -> None:
+        """Copy what the link has not taken of the chunk on its way: the tensors may change."""
+        channel = channel_of(self.transport)
+        if channel is not None:
+            channel.keep_rest()
+
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
         if self._snapshots and not self.subscribes:
@@ -204,9 +209,9 @@ class Peer:
     def _pump(self) -> None:
         if self._writing or self._lost:
             return
-        if self._words or (self.stream is not None and self.stream.has_damaged):
+        if self._words:
             self._writing = True
-            self._tasks.start(self._catch_up(), f"aiosync resend to worker {self.worker_idx}")
+            self._tasks.start(self._catch_up(), f"aiosync words to worker {self.worker_idx}")
         elif self.outbox.can_take:
             snapshot = self._snapshots.pop(self.outbox.take())
             self._coverage.take(snapshot)
@@ -215,8 +220,6 @@ class Peer:
     async def _catch_up(self) -> None:
         try:
             await self._say_words()
-            if self.stream is not None:
-                await self.stream.write_damaged()
         except AiosyncError as exc:
             self.lose(exc)
         finally:
@@ -297,7 +300,7 @@ class Peer:
         try:
             manifest, update = self._messages(snapshot, epoch)
             if self.stream is not None:
-                self.stream.watch(snapshot, epoch)  # the manifest may be stuck, too
+                self.stream.watch(snapshot.version)  # the manifest may be stuck, too
             if manifest is not None:
                 await self.transport.send(manifest)
                 self._digest = snapshot.layout.digest
@@ -343,10 +346,6 @@ class Peer:
         if isinstance(message, Fetch):
             self.wanted = message.min_version
             self._on_fetch(self)
-            return None
-        if isinstance(message, Resend) and self.stream is not None:
-            self.stream.on_resend(message)
-            self._pump()
             return None
         if isinstance(message, Refuse):
             raise PeerClosed(f"{self.name} ended the link: {message.error_text}")

@@ -5,6 +5,7 @@ Must not import the sender's half.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
 from collections.abc import Awaitable, Callable
@@ -14,13 +15,15 @@ from torch import nn
 
 from aiosync.errors import (
     AiosyncError,
+    AuthError,
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
 )
-from aiosync.schemes._context import as_model_id, refuse_blocking_callers
+from aiosync.schemes._context import as_model_id
+from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._following import FollowingScheme, apply_error
-from aiosync.schemes._handshake import greet
+from aiosync.schemes._handshake import Refused, greet
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._moment import between_reads, refuse_inside_read
 from aiosync.schemes._transforming import Transform
@@ -28,6 +31,7 @@ from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
 from aiosync.tensors.loading import Loader, LoadTarget
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Welcome
 
@@ -91,7 +95,6 @@ class ReceivingScheme(FollowingScheme):
                 or ``apply="manual"``.
             LocalProtocolError: This object already has a role.
         """
-        refuse_blocking_callers(self)
         self._check_role("init_on_receiver")
         if model is not None and weights is not None:
             raise ConfigError("weights cannot be provided if model is provided")
@@ -200,9 +203,37 @@ class ReceivingScheme(FollowingScheme):
             has_target=self._resolve_target() is not None and self.apply == "auto",
         )
 
+    # What ends one handshake only: the next one may work.
+    _tries_again: type[AiosyncError] = Refused
+
     async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
-        """The handshake on the link of ``receiver``."""
-        return await greet(receiver.transport, self._hello(), timeout=timeout)
+        """The handshake on the link of ``receiver``; on another one if that was not let in."""
+        loop = asyncio.get_running_loop()
+        give_up = None if timeout is None else loop.time() + timeout
+        backoff = Backoff()
+        lost: AiosyncError | None = None
+
+        def left() -> float | None:
+            return None if give_up is None else max(0.0, give_up - loop.time())
+
+        while True:
+            try:
+                if lost is not None:
+                    await backoff.wait()
+                    receiver.use_link(await self._reach(left()))
+                return await greet(receiver.transport, self._hello(), timeout=left())
+            except (AuthError, ConfigError, LocalProtocolError):
+                raise
+            except ConnectTimeout as exc:
+                if lost is None:
+                    raise
+                text = f"{lost}; no other attempt worked within {timeout:g} s"
+                raise ConnectTimeout(text) from exc
+            except self._tries_again as exc:
+                if self._pipe is not None:
+                    raise
+                lost = without_frames(exc)
+                receiver.transport.abort()
 
     async def _reach(self, timeout: float | None) -> Transport:
         if isinstance(self._pipe, Transport):

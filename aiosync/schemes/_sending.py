@@ -14,7 +14,6 @@ from typing import Any
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.schemes._context import (
     as_model_id,
-    refuse_blocking_callers,
     resolve_model,
     resolve_path,
 )
@@ -113,7 +112,6 @@ class SendingScheme(SchemeCore):
             LocalProtocolError: This object already has a role.
         """
         del ctx
-        refuse_blocking_callers(self)
         self._check_role("init_on_sender")
         name = as_model_id(model_id or self._model_id or "policy")
         sources = resolve_sources(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
-from aiosync.protocol import Assembly, Verdict
+from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Manifest, Message, Resend, RunningChecksum, Update
+from aiosync.wire import Manifest, Message, RunningChecksum, Update
 
 __all__ = ["Staged", "Staging"]
 
@@ -53,7 +53,6 @@ class Staging:
         capabilities = transport.capabilities
         # Every part has a checksum.
         self.checks: bool = capabilities.cross_host and not capabilities.whole_payloads
-        self.damaged: int = 0  # parts that were not what was sent
         self._part = memoryview(b"")  # what is landing
         self._running: RunningChecksum | None = None
         self._mapped: dict[tuple[int, int], FlatBuffer] = {}
@@ -81,8 +80,8 @@ class Staging:
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""
         if self.checks:
-            assembly, landing = self._assembly_for(message)
-            start, stop = self._place(assembly, cast("Update", message), nbytes)
+            update, assembly, landing = self._assembly_for(message)
+            start, stop = assembly.place(update, nbytes)
             self._part = landing.memoryview()[start:stop]
             self._running = RunningChecksum()
             return [self._part]
@@ -104,7 +103,7 @@ class Staging:
 
     # -- updates in checked parts --------------------------------------------------------------
 
-    def _assembly_for(self, message: Message) -> tuple[Assembly, FlatBuffer]:
+    def _assembly_for(self, message: Message) -> tuple[Update, Assembly, FlatBuffer]:
         """What ``message`` is a part of, and where that lands; a newer update takes the place."""
         layout = self._layout_of(message, None)
         assert isinstance(message, Update)
@@ -115,77 +114,53 @@ class Staging:
             and (current.epoch, current.version) == (message.epoch, message.version)
             and current.digest == message.digest
         ):
-            return current, landing
+            return message, current, landing
         if landing is None or landing.nbytes != layout.nbytes:
             self._landing = self._assembly = None  # before another one is allocated
             landing = self._landing = self._new_landing(layout)
         self._assembly = Assembly(layout.nbytes, layout.digest, message.epoch, message.version)
-        return self._assembly, landing
+        return message, self._assembly, landing
 
-    def _place(self, assembly: Assembly, update: Update, nbytes: int) -> tuple[int, int]:
-        try:
-            return assembly.place(update, nbytes)
-        except RemoteProtocolError:
-            if assembly.was_resumed:
-                self.drop_part()  # announced once more, it would be refused once more
-            raise
-
-    def drop_part(self) -> None:
-        """Forget the update that is here in part: the next link begins with it anew."""
-        self._assembly = None
-
-    def take_part(self, received: Received) -> Staged | Resend | None:
+    def take_part(self, received: Received) -> Staged | None:
         """A part of an update arrived.
 
         Returns:
-            The update if it is complete; what to ask for if the part was damaged.
+            The update if it is complete.
 
         Raises:
-            RemoteProtocolError: It does not belong there, or was damaged too often.
+            RemoteProtocolError: It does not belong there.
+            TransportBroken: It was damaged on its way.
         """
-        message = received.message
-        assert isinstance(message, Update)
-        assembly, landing = self._assembly_for(message)
-        start, stop = self._place(assembly, message, received.nbytes)
-        running, self._running = self._running, None
-        verdict = assembly.arrived(message, landing.memoryview()[start:stop], running)
-        if verdict is Verdict.DAMAGED:
-            self.damaged += 1
-            index = message.chunk[0] if message.chunk is not None else 0
-            return Resend(message.epoch, message.version, index)
-        if verdict is Verdict.GOOD:
+        message, assembly, landing = self._assembly_for(received.message)
+        start, stop = assembly.place(message, received.nbytes)
+        running = self._running if self._running and received.nbytes else RunningChecksum()
+        self._running = None
+        running.update(landing.memoryview()[start + running.nbytes : stop])
+        if not assembly.arrived(message, running.digest()):
             return None
         layout = self._layouts[message.digest]
         self._assembly = self._landing = None
         give_back = lambda: self._put_back(landing)  # noqa: E731 - bound to this buffer
         return Staged(
-            assembly.epoch, assembly.version, layout, landing, assembly.values, None, give_back
+            assembly.epoch, assembly.version, layout, landing, message.values, None, give_back
         )
 
     def next_link(self, transport: Transport) -> None:
         """Go on with another link: what was verified of an update stays."""
         self._transport = transport
+        if self._assembly is not None:
+            self._assembly.resume()
         self._mapped.clear()  # slots of another link may have the same names
         if transport.capabilities.zero_copy_recv:
             self._spare.clear()
 
     @property
-    def has_partial(self) -> bool:
-        """Whether there are verified bytes of an update that is here in part. Changes nothing."""
-        return self._assembly is not None and self._assembly.good_nbytes > 0
-
-    def prepare_resume(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update that is here in part, for a new link.
-
-        What is verified behind a gap is forgotten: not while the old link brings more.
-        """
-        assembly, landing = self._assembly, self._landing
-        nbytes = 0
-        if assembly is not None and landing is not None:
-            nbytes = assembly.resume(landing.memoryview())
-        return (
-            (assembly.epoch, assembly.version, nbytes) if assembly is not None and nbytes else None
-        )
+    def partial(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part."""
+        assembly = self._assembly
+        if assembly is None or not assembly.good_nbytes:
+            return None
+        return assembly.epoch, assembly.version, assembly.good_nbytes
 
     # -- whole updates -------------------------------------------------------------------------
 

@@ -15,15 +15,13 @@ from aiosync.errors import (
     AuthError,
     ConfigError,
     ConnectTimeout,
-    LocalProtocolError,
     PeerClosed,
 )
 from aiosync.schemes._arriving import TrainersArriving
 from aiosync.schemes._dialling import Backoff, Dialler
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.schemes._handshake import HANDSHAKE_SECONDS, Refused, greet
 from aiosync.schemes._options import Fixed, Option, check_limits, seconds
 from aiosync.schemes.listening import StreamListener
-from aiosync.transports._link import without_frames
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -158,7 +156,7 @@ class StreamReceiving(TrainersArriving):
     def _hello(self) -> Hello:
         receiver = self._receiver
         epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.prepare_resume()) or (None, None, 0)
+        partial = (None if receiver is None else receiver.partial) or (None, None, 0)
         plain = super()._hello()
         if self._lost_at is None:
             self._given_idx = plain.worker_idx
@@ -187,37 +185,12 @@ class StreamReceiving(TrainersArriving):
         again = self._greeted is not None
         return await self._dialler(self._addresses[0], name).reach(timeout, again=again)
 
+    _tries_again = AiosyncError
+
     async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
-        """As in the base class, but a link that is lost meanwhile is no reason to give up."""
-        loop = asyncio.get_running_loop()
-        give_up = None if timeout is None else loop.time() + timeout
-        backoff = Backoff()
-        lost: AiosyncError | None = None
-        while True:
-            left = None if give_up is None else max(0.0, give_up - loop.time())
-            try:
-                welcome = await super()._introduce(receiver, left)
-                self._greeted = receiver.transport
-                return welcome
-            except (AuthError, ConfigError, LocalProtocolError):
-                raise
-            except ConnectTimeout as exc:
-                if lost is None:
-                    raise
-                raise ConnectTimeout(f"{exc}; before that, {lost}") from lost
-            except AiosyncError as exc:
-                if self._pipe is not None or left == 0.0:
-                    raise
-                lost = without_frames(exc)
-                receiver.transport.abort()
-            await backoff.wait()
-            left = None if give_up is None else max(0.0, give_up - loop.time())
-            try:
-                receiver.use_link(await self._reach(left))
-            except ConnectTimeout as exc:
-                raise ConnectTimeout(
-                    f"{lost}, and the trainer could not be reached again in time"
-                ) from exc
+        welcome = await super()._introduce(receiver, timeout)
+        self._greeted = receiver.transport
+        return welcome
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""
@@ -279,15 +252,14 @@ class StreamReceiving(TrainersArriving):
                 patience = min(patience, max(0.0, left))
             try:
                 welcome = await greet(link, self._hello(), timeout=patience)
-            except ConfigError:
-                link.abort()
-                if self._given_idx is None and self._worker_idx is not None:
-                    self._worker_idx = None  # a new trainer may have given it to another worker
-                    continue
-                raise
             except AiosyncError as exc:
                 link.abort()
-                if not isinstance(exc, ConnectTimeout):  # of the moment that was left, perhaps
+                chosen = self._given_idx is None and self._worker_idx is not None
+                if chosen and isinstance(exc, ConfigError | Refused):
+                    self._worker_idx = None  # a new trainer may have given it to another worker
+                elif isinstance(exc, ConfigError):
+                    raise
+                elif not isinstance(exc, ConnectTimeout):  # of the moment that was left, perhaps
                     lost = exc
                 continue
             except BaseException:  # cancelled: raised again

@@ -1,28 +1,24 @@
 """The sender's half of a link whose payloads travel in the stream: chunks, checksums, deadlines.
 
-What was sent is kept until the worker answered, so that a chunk that arrived damaged can be sent
-again, and a transfer that was cut goes on where it stopped. Must not import torch.
+A transfer that was cut goes on where it stopped, over the next link. Must not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aiosync.errors import AckTimeout, AiosyncError, RemoteProtocolError
+from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
-from aiosync.wire import Hello, Resend, RunningChecksum, Update, state_checksum
+from aiosync.wire import Hello, RunningChecksum, Update, state_checksum
 
 __all__ = ["StreamWriter", "Streaming"]
 
 _NOWAIT_NBYTES = 65536
-# Chunks that a worker may ask for again, beyond once each: a link worse than that is no use.
-_SPARE_RESENDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +62,16 @@ class StreamWriter:
         *,
         on_stall: Callable[[AiosyncError], None],
     ) -> None:
-        self.resent: int = 0  # chunks that were damaged on the way
-        self.sent_nbytes: int = 0  # of payloads, those that were sent again included
+        self.sent_nbytes: int = 0  # of payloads
         self.resumed_nbytes: int = 0  # that did not have to be sent again
         self.epoch: int = epoch
         self._transport = transport
         self._streaming = streaming
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
         self._on_stall = on_stall
-        self._sent: Snapshot | None = None  # until the worker answered
-        self._sent_epoch = epoch
-        self._damaged: deque[int] = deque()
-        self._resends_left = 0
+        self._owed = 0  # the version that the worker has not answered
         self._timer: asyncio.TimerHandle | None = None
         self._progress = (0, 0)  # as it was seen last
-
-    @property
-    def has_damaged(self) -> bool:
-        """Whether chunks have to be sent again."""
-        return bool(self._damaged) and self._sent is not None
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -96,7 +83,7 @@ class StreamWriter:
         """Write a small update at once; False when nothing was written."""
         if snapshot.nbytes > _NOWAIT_NBYTES or snapshot.nbytes > self._streaming.chunk_nbytes:
             return False
-        plan = self._begin(snapshot, self.epoch)
+        plan = self._begin(snapshot)
         update, payload = self._part(self.epoch, snapshot, plan, 0)
         if self._transport.send_nowait(update, payload):
             self.sent_nbytes += snapshot.nbytes
@@ -106,7 +93,7 @@ class StreamWriter:
 
     async def write(self, snapshot: Snapshot, epoch: int) -> None:
         """Write an update, from where the worker's part of it ends."""
-        plan = self._begin(snapshot, epoch)
+        plan = self._begin(snapshot)
         first = 0
         if self._partial[:2] == (epoch, snapshot.version):
             # The last chunk always travels: the values are with it.
@@ -117,100 +104,46 @@ class StreamWriter:
             _checksum_of(snapshot, plan, index)
             await asyncio.sleep(0)  # looking at much memory must not hold the loop
         for index in range(first, plan.count):
-            await self._send_part(epoch, snapshot, plan, index)
-        await self.write_damaged()
+            update, payload = self._part(epoch, snapshot, plan, index)
+            await self._transport.send(update, payload)
+            self.sent_nbytes += sum(view.nbytes for view in payload)
 
-    async def write_damaged(self) -> None:
-        """Write once more what arrived damaged."""
-        while self._damaged and self._sent is not None:
-            snapshot = self._sent.retain()
-            try:
-                plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
-                index = self._damaged.popleft()
-                await self._send_part(self._sent_epoch, snapshot, plan, index)
-                self.resent += 1
-            finally:
-                snapshot.release()
-
-    def _begin(self, snapshot: Snapshot, epoch: int) -> ChunkPlan:
-        self.watch(snapshot, epoch)
+    def _begin(self, snapshot: Snapshot) -> ChunkPlan:
+        self.watch(snapshot.version)
         plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
-        self._resends_left = plan.count + _SPARE_RESENDS
         if len(snapshot.checksums) != plan.count:
             snapshot.checksums = [None] * plan.count
         return plan
 
-    def watch(self, snapshot: Snapshot, epoch: int) -> None:
+    def watch(self, version: int) -> None:
         """From now on the worker owes an answer to this update; its deadline runs."""
-        self.answered()
-        self._sent, self._sent_epoch = snapshot.retain(), epoch
+        self._owed = version
         timeout = self._streaming.stall_timeout
         if timeout is not None and self._timer is None:
             self._progress = self._progress_now()
             self._look_later(timeout)
 
-    async def _send_part(self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int) -> None:
-        start, stop = plan.span(index)
-        update, payload = self._part(epoch, snapshot, plan, index)
-        await self._transport.send(update, payload)
-        self.sent_nbytes += stop - start
-
     def _part(
         self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int
     ) -> tuple[Update, list[memoryview]]:
-        start, stop = plan.span(index)
         own = _checksum_of(snapshot, plan, index)
         chunk = (index, plan.count) if plan.count > 1 else None
-        digest = snapshot.layout.digest
-        if index < plan.count - 1:
-            update = Update(epoch, snapshot.version, digest, chunk=chunk, checksum=own)
-        else:
-            state = self._state_of(snapshot) if chunk is not None else None
-            update = Update(
-                epoch,
-                snapshot.version,
-                digest,
-                values=snapshot.values,
-                chunk=chunk,
-                checksum=own,
-                state=state,
-            )
-        return update, snapshot.views(start, stop)
-
-    @staticmethod
-    def _state_of(snapshot: Snapshot) -> bytes:
+        digest, last = snapshot.layout.digest, index == plan.count - 1
         sums = [each for each in snapshot.checksums if each is not None]
-        return state_checksum(snapshot.layout.digest, sums)
-
-    # -- what the worker says ------------------------------------------------------------------
-
-    def on_resend(self, message: Resend) -> None:
-        """A chunk arrived damaged.
-
-        Raises:
-            RemoteProtocolError: There is no such chunk, or the worker asks for too many.
-        """
-        snapshot = self._sent
-        if snapshot is None or (message.epoch, message.version) != (
-            self._sent_epoch,
+        update = Update(
+            epoch,
             snapshot.version,
-        ):
-            return  # about a version that is done with
-        if message.chunk >= len(snapshot.checksums):
-            raise RemoteProtocolError(
-                f"the worker asked for chunk {message.chunk}, which does not exist"
-            )
-        self._resends_left -= 1
-        if self._resends_left < 0:
-            raise RemoteProtocolError("too many chunks were damaged on this link")
-        self._damaged.append(message.chunk)
+            digest,
+            values=snapshot.values if last else {},
+            chunk=chunk,
+            checksum=own,
+            state=state_checksum(digest, sums) if last and chunk else None,
+        )
+        return update, snapshot.views(*plan.span(index))
 
     def answered(self) -> None:
-        """The worker has everything, or refused it: what was sent need not be kept."""
-        sent, self._sent = self._sent, None
-        self._damaged.clear()
-        if sent is not None:
-            sent.release()
+        """The worker has everything, or refused it."""
+        self._owed = 0
 
     def close(self) -> None:
         """The link is gone."""
@@ -227,14 +160,12 @@ class StreamWriter:
 
     def _progress_now(self) -> tuple[int, int]:
         channel = channel_of(self._transport)
-        # Not what this host's kernel took: its buffer may be large, and a slow link beyond it.
-        taken = 0 if channel is None else channel.taken_nbytes
-        return taken, 0 if self._sent is None else self._sent.version
+        return 0 if channel is None else channel.written_nbytes, self._owed
 
     def _look(self) -> None:
         self._timer = None
         timeout = self._streaming.stall_timeout
-        if self._sent is None or timeout is None:
+        if not self._owed or timeout is None:
             return
         progress = self._progress_now()
         if progress[0] > self._progress[0] or progress[1] != self._progress[1]:
@@ -245,7 +176,7 @@ class StreamWriter:
             AckTimeout(
                 f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
                 "was dropped and may connect again",
-                version=self._sent.version,
+                version=self._owed,
             )
         )
 

@@ -132,9 +132,7 @@ class Workers(Joining):
                 num_workers=self.num_workers,
                 worker_idx=expected_idx,
                 holder=self._holder,
-                changed=lambda: self.changed,
                 reserve=lambda idx, hello: self._reserve(transport, idx, hello),
-                links=self._links_of,
                 hello=hello,
                 given=given,
             )
@@ -223,13 +221,10 @@ class Workers(Joining):
         """
         if hello.session is not None and self._sessions.get(worker_idx) == hello.session:
             return None
-        held = any(is_up(link) for link in self._links_of(worker_idx))
-        return self._pids[worker_idx] if held else None
-
-    def _links_of(self, worker_idx: int) -> list[Transport]:
-        peer = self.peers.get(worker_idx)
         links = [link for link, idx in self._arriving.items() if idx == worker_idx]
-        return links if peer is None else [*links, peer.transport]
+        if worker_idx in self.peers:
+            links.append(self.peers[worker_idx].transport)
+        return self._pids[worker_idx] if any(map(is_up, links)) else None
 
     def _reserve(self, transport: Transport, worker_idx: int, hello: Hello) -> int:
         for link in [link for link, idx in self._arriving.items() if idx == worker_idx]:

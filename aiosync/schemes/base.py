@@ -128,10 +128,11 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
                 or process ids), so that one that dies before it connects is noticed at once.
 
         Raises:
-            ConnectTimeout: A peer did not connect in time; the message says which.
+            ConnectTimeout: A peer did not connect in time; the message says which. Or a live worker
+                has the index, and kept it until then.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently, a live worker has the index, the
-                timeout is not a number, or the context's model takes no forward hooks.
+            ConfigError: The two sides are set up differently, the timeout is not a number, or the
+                context's model takes no forward hooks.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._options import Fixed, Option, seconds
+from aiosync.schemes._options import Fixed, Option, count, seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
@@ -86,6 +86,7 @@ class DistributedWeightSyncScheme(EngineScheme):
     """
 
     backend: Option[Literal["gloo", "nccl"]] = Option(_check_backend)
+    inline_nbytes: Option[int] = Option(count(0))
     patience: Option[float] = Option(seconds())
     group: Fixed = Fixed()
     store: Fixed = Fixed()
@@ -132,11 +133,11 @@ class DistributedWeightSyncScheme(EngineScheme):
             token=token,
             reconnect=reconnect,
             handshake_timeout=handshake_timeout,
-            inline_nbytes=inline_nbytes,
             limits=limits,
             wire_dtype=wire_dtype,
             shared_memory=shared_memory,
         )
+        self.inline_nbytes = inline_nbytes
         self.patience = patience
 
     _copies_ahead = True
@@ -156,8 +157,8 @@ class DistributedWeightSyncScheme(EngineScheme):
     def _early_address(self) -> Address | None:
         return None if self._addresses or self._store is not None else self._default_address()
 
-    def _get_config(self) -> dict[str, Any]:
-        return {**super()._get_config(), "_group": None, "_store": None}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_group": None, "_store": None}
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
         return DistributedTransport(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectTimeout
 from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._options import Option, count
 from aiosync.schemes._sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -75,6 +76,8 @@ class RayWeightSyncScheme(EngineScheme):
         ConfigError: Ray is not installed, or an option has an illegal value.
     """
 
+    inline_nbytes: Option[int] = Option(count(0))
+
     def __init__(
         self,
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
@@ -112,11 +115,11 @@ class RayWeightSyncScheme(EngineScheme):
             token=token,
             reconnect=reconnect,
             handshake_timeout=handshake_timeout,
-            inline_nbytes=inline_nbytes,
             limits=limits,
             wire_dtype=wire_dtype,
             shared_memory=shared_memory,
         )
+        self.inline_nbytes = inline_nbytes
         self.backend = backend
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)

@@ -22,9 +22,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
-from aiosync.schemes._ahead import Foresight
 from aiosync.schemes._answering import Answering
-from aiosync.schemes._awake import Alert
 from aiosync.schemes._moment import keep_for_readers, wait_for_readers
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
@@ -37,7 +35,7 @@ from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Again, Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Current, ManifestMessage, Resend, Update
+from aiosync.wire import Current, ManifestMessage, Update
 
 __all__ = ["WeightReceiver"]
 
@@ -121,8 +119,6 @@ class WeightReceiver(Answering):
         self._changed = asyncio.Event()
         self._waited_for = False
         self._tasks = tasks
-        self._alert = Alert(self._loop)
-        self._foresight = Foresight(self.next_target)
 
     def start(self) -> None:
         """Begin to receive in the background."""
@@ -178,7 +174,6 @@ class WeightReceiver(Answering):
         lender = self._staging.lender
         transport = self.transport
         transport.subscribe(self._on_message)
-        self._foresight.listen(transport)
         while True:
             self._on_message(await transport.recv(into=lender))
             await self._outgoing.flush()
@@ -191,9 +186,6 @@ class WeightReceiver(Answering):
         self._outgoing.check()
         if isinstance(message, Update) and self._staging.checks:
             part = self._staging.take_part(received)
-            if isinstance(part, Resend):
-                self._outgoing.say(part)
-                return None
             self.progress, self.progress_at = self.progress + 1, time.monotonic()
             if part is not None:
                 self._stage(part)
@@ -232,7 +224,6 @@ class WeightReceiver(Answering):
         flat = self._staging.map(key, payload)
         link = self.transport
         self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back, link))
-        self._alert.came()
 
     def _stage(self, staged: Staged) -> None:
         self.cut_off = None
@@ -283,9 +274,10 @@ class WeightReceiver(Answering):
 
     # -- asking --------------------------------------------------------------------------------
 
-    def prepare_resume(self) -> tuple[int, int, int] | None:
-        """Epoch, version and bytes of an update of which the lost link brought a part."""
-        return self._staging.prepare_resume()
+    @property
+    def partial(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part."""
+        return self._staging.partial
 
     @property
     def partial_since(self) -> float | None:
@@ -293,17 +285,12 @@ class WeightReceiver(Answering):
 
         On ``time.monotonic()``'s clock.
         """
-        return self.progress_at if self._staging.has_partial else None
+        return None if self.partial is None else self.progress_at
 
     @property
     def transforming_since(self) -> float | None:
         """When the transform began that is at work now; ``None`` if none is."""
         return None if self._transforming is None else self._transforming.since
-
-    @property
-    def damaged(self) -> int:
-        """Parts of updates that arrived damaged, and were asked for again."""
-        return self._staging.damaged
 
     # -- waiting -------------------------------------------------------------------------------
 

@@ -9,22 +9,24 @@ import asyncio
 import importlib
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.schemes._dialling import Backoff
-from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.schemes._engine import EngineScheme
 from aiosync.schemes._options import Option, seconds
 from aiosync.schemes._sources import DeviceMap
+from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.schemes._streaming import Streaming
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._beside import BesideTransport
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.rpc import RPCTransport, rpc_name
+from aiosync.transports.rpc import RPCTransport, check_rpc
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 
@@ -35,15 +37,15 @@ _KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
 
 
 class RPCWeightSyncScheme(EngineScheme):
-    """Sends weights by calls of ``torch.distributed.rpc``.
+    """Sends weights to the workers of a ``torch.distributed.rpc`` group.
 
-    Each worker has a control stream to the sender, which carries messages and small updates;
-    large ones travel by RPC. Those on the sender's own host read both from shared memory, unless
-    told otherwise (``shared_memory``). Every process calls ``init_rpc()`` itself, before
-    :meth:`connect`, and ``rpc.shutdown()`` after :meth:`aclose`. Copies of this object may be
-    made before :meth:`init_on_sender`, as TorchRL's collectors do: the sender then tells the
-    workers that it knows by name where it listens. Workers may come and go at any time. See
-    ``docs/topics/clusters.md``.
+    RPC tells each worker where the sender listens; updates travel in a stream of its own, in
+    chunks with checksums, as with :class:`aiosync.TCPWeightSyncScheme`. Workers on the sender's
+    own host read them from shared memory, unless told otherwise (``shared_memory``). Every process
+    calls ``init_rpc()`` itself, before :meth:`connect`, and ``rpc.shutdown()`` after
+    :meth:`aclose`. Copies of this object may be made before :meth:`init_on_sender`, as TorchRL's
+    collectors do: the sender then tells the workers that it knows by name. Workers may come and go
+    at any time. See ``docs/topics/clusters.md``.
 
     RPC executes what its peers send, by design: use it only between hosts that trust each other.
 
@@ -59,18 +61,17 @@ class RPCWeightSyncScheme(EngineScheme):
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        address: Where the sender listens for control streams. By default on any port of the address
+        address: Where the sender listens. By default on any port of the address
             from which this host reaches ``MASTER_ADDR``, or else of the loopback address.
-        token: Secret of the control streams. Generated when omitted: it travels in the pickle
+        token: Secret of the streams. Generated when omitted: it travels in the pickle
             of the scheme, and by RPC.
         reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
             ever, 0 for not at all.
-        patience: Seconds that a transfer may stall before the worker's link breaks.
+        patience: Seconds without progress after which a worker that owes an answer is dropped.
         handshake_timeout: Seconds that a peer has to prove its identity.
-        inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
-            stream and calls. Must be true on both sides. On Linux only.
+            stream. Must be true on both sides. On Linux only.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -94,9 +95,8 @@ class RPCWeightSyncScheme(EngineScheme):
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
-        patience: float = 30.0,
+        patience: float = 60.0,
         handshake_timeout: float = 10.0,
-        inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
@@ -114,7 +114,6 @@ class RPCWeightSyncScheme(EngineScheme):
             token=token,
             reconnect=reconnect,
             handshake_timeout=handshake_timeout,
-            inline_nbytes=inline_nbytes,
             limits=limits,
             wire_dtype=wire_dtype,
             shared_memory=shared_memory,
@@ -133,44 +132,24 @@ class RPCWeightSyncScheme(EngineScheme):
 
     # -- links ---------------------------------------------------------------------------------
 
-    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+    def _carry(self, control: TCPTransport, *, listened: bool) -> TCPTransport:
         if listened:
             control.channel.call_on_end(self._link_lost.set)
-        return RPCTransport(control, inline_nbytes=self.inline_nbytes, patience=self.patience)
+        return control
+
+    def _streaming(self) -> Streaming:
+        return Streaming(stall_timeout=self.patience)
+
+    _untaken = StreamReceiving._untaken  # here updates travel in the stream
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        return RPCTransport(sock, limits=self.limits, name=name)
 
     def _joined_here(self, channel: FramedChannel) -> None:
         channel.call_on_end(self._link_lost.set)
 
     def _default_address(self) -> Address:
         return any_port_of(own_host(os.environ.get("MASTER_ADDR")))
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a connected stream socket, or to a remote collector.
-
-        Args:
-            pipe_or_context: Connected TCP or Unix socket, which it then
-                owns; an existing link; or TorchRL's ``(collector_info, collector_rref,
-                collector_class)``: the process of that RPC worker then opens the stream, and the
-                next receiver there that has a copy of this scheme gets it. That blocks for a round
-                trip, for ``handshake_timeout`` seconds at most.
-
-        Raises:
-            ConfigError: It is none of these.
-            ConnectError: The remote process opened no stream.
-        """
-        if not isinstance(pipe_or_context, tuple):
-            return super().create_transport(pipe_or_context)
-        if len(pipe_or_context) != 3:
-            raise ConfigError(
-                "create_transport() takes (collector_info, collector_rref, collector_class), "
-                f"got a tuple of {len(pipe_or_context)}"
-            )
-        name = _name_of(pipe_or_context[0])
-        rpc_name()  # before anything else is tried
-        host = (self._addresses or [self._default_address()])[0].host
-        sock = _meeting().stream_to(name, self._scheme_id, host, self.handshake_timeout)
-        control = TCPTransport(sock, limits=self.limits, name=f"the RPC worker {name}")
-        return self._linked(control, listened=True)
 
     # -- the sender tells the workers ----------------------------------------------------------
 
@@ -263,13 +242,10 @@ class RPCWeightSyncScheme(EngineScheme):
 
     # -- a worker is told ----------------------------------------------------------------------
 
-    @property
-    def _knows_port(self) -> bool:
-        addresses = self._addresses
-        return bool(addresses) and (addresses[0].scheme != "tcp" or addresses[0].port != 0)
-
     async def _look_up(self, timeout: float | None) -> None:
-        if not self._knows_port:
+        check_rpc()
+        where = self._addresses[0] if self._addresses else None
+        if where is None or not (where.port or where.path):
             try:
                 async with asyncio.timeout(timeout):
                     await _meeting().wait_until_told(self._scheme_id)
@@ -284,18 +260,6 @@ class RPCWeightSyncScheme(EngineScheme):
             url, token = found
             self._addresses = [Address.parse(url)]
             self._credentials = Credentials(token=token)
-
-    async def _reach(self, timeout: float | None) -> Transport:
-        if self._pipe is None:
-            rpc_name()
-            started = asyncio.get_running_loop().time()
-            await self._look_up(timeout)
-            sock = _meeting().take_stream(self._scheme_id)
-            if sock is not None:
-                return self._transport_over(sock, "the trainer")
-            if timeout is not None:
-                timeout = max(0.0, timeout - asyncio.get_running_loop().time() + started)
-        return await super()._reach(timeout)
 
 
 def _name_of(info: Any) -> str:

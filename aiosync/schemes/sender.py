@@ -19,7 +19,6 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
-from aiosync.schemes._ahead import tell_ahead
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._indices import as_indices
 from aiosync.schemes._making import Planned, SnapshotMaker
@@ -193,10 +192,7 @@ class WeightSender:
         if worker_ids is not None and not targets:
             return self._to_nobody(started)
         # The usual case, small weights and memory that is free, without any await.
-        snapshots = None
-        if not self._snapshot_lock.locked():
-            tell_ahead(planned, targets, self.peers)
-            snapshots = self.maker.take_free(planned)
+        snapshots = None if self._snapshot_lock.locked() else self.maker.take_free(planned)
         if snapshots is not None:
             send = self._dispatch(snapshots, targets, worker_ids is None, started)
         else:
@@ -241,6 +237,8 @@ class WeightSender:
             except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
                 first = first or exc
             snapshot.release()
+        for peer in self.peers.values():
+            peer.keep_rest()
         if first is not None:
             raise first
 

@@ -167,14 +167,6 @@ class TCPWeightSyncScheme(StreamReceiving):
         return self.max_connections
 
     @property
-    def damaged_chunks(self) -> int:
-        """Chunks that arrived damaged here (receiver), or had to be sent again (sender)."""
-        if self._receiver is not None:
-            return self._receiver.damaged
-        peers = () if self._sender is None else self._sender.peers.values()
-        return sum(peer.stream.resent for peer in peers if peer.stream is not None)
-
-    @property
     def refused(self) -> dict[str, int]:
         """Connections that a listening side refused, by the name of the error."""
         listener = self._listener

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from aiosync.errors import AiosyncError, RemoteProtocolError, StaleVersion, TransportClosed
+from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, StaleVersion
 from aiosync.protocol import Inbox, Outcome, VersionClock
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._outgoing import Outgoing
@@ -23,13 +23,12 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
-from aiosync.server._pulse import Pulse
 from aiosync.server._saving import Saver, Unsaved
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Current, Hello, ManifestMessage, Message, Refuse, Resend, Update
+from aiosync.wire import Hello, ManifestMessage, Message, Refuse, Update
 
 __all__ = ["ServedModel"]
 
@@ -87,12 +86,10 @@ class ServedModel:
         self._staging: Staging | None = None
         self._trainer: TCPTransport | None = None
         self._trainer_name = ""
-        self._pulse: Pulse | None = None
         self._trainer_epoch: int | None = None
         self._answers: dict[TCPTransport, Outgoing] = {}
         self.received_nbytes = 0  # of complete versions
         self._here: tuple[int, int] | None = None  # epoch and version that are served
-        self._had: dict[int, int] = {}  # the newest version of each epoch that was served
         self._trainer_strategy = strategy
         self._ending = False
 
@@ -127,8 +124,6 @@ class ServedModel:
     def _publish(self, snapshot: Snapshot, update: StoredUpdate) -> None:
         """Serve a version; takes over a reference."""
         epoch, version = self._here = update.epoch, update.version
-        known = {each: had for each, had in self._had.items() if self._inbox.former(each)}
-        self._had = {**known, epoch: version}
         self.strategy = self.workers.strategy = update.strategy
         workers = self.workers
         if epoch != workers.clock.epoch:
@@ -151,29 +146,32 @@ class ServedModel:
         """Take updates from a trainer until its link ends. Owns the link.
 
         Raises:
-            ConfigError: Another trainer is connected; this one was told.
-            ConnectError: The same, but the other one is silent; this one may try again.
+            ConnectError: Another trainer is connected; this one was told, and may try again.
         """
-        if (error := await self._why_not(hello)) is not None:
-            refuse = Refuse(type(error).__name__, str(error))
-            await link.send(refuse, timeout=HANDSHAKE_SECONDS)
-            await link.aclose()
-            raise error
+        old = self._trainer
+        if old is not None and not old.channel.ended:
+            if hello.epoch is None or hello.epoch != self._trainer_epoch:
+                error = ConnectError(
+                    f"{self._trainer_name} is already pushing model {self.model_id!r}: end it "
+                    "first, or push under another model_id"
+                )
+                await link.send(Refuse("ConnectError", str(error)), timeout=HANDSHAKE_SECONDS)
+                await link.aclose()
+                raise error
+            old.abort()  # the same trainer: its old link broke in the middle
         if self.is_unused:
             self.strategy = self.workers.strategy = hello.strategy
         self._trainer, self._trainer_name = link, link.channel.name
         self._trainer_epoch = hello.epoch
-        answers = self._answers[link] = Outgoing(link, self.workers.tasks)
-        pulse = self._pulse = Pulse(link, answers)
+        self._answers[link] = Outgoing(link, self.workers.tasks)
+        # While an answer waits to be taken the kernel sends no keepalive probes.
+        link.limit_untaken()
         if self._staging is None:
             self._staging = Staging(link)
         try:
             # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
-            partial, has = self._staging.prepare_resume() or (None, None, 0), self._here
-            if (had := self._inbox.former(hello.epoch)) and had == self._had.get(hello.epoch or 0):
-                # It comes back after another one pushed: what it pushed before is not news.
-                has = hello.epoch or 0, had
+            partial, has = self._staging.partial or (None, None, 0), self._here
             await greet(
                 link,
                 Hello(
@@ -196,7 +194,6 @@ class ServedModel:
             if self.newest is None:
                 self.strategy = self.workers.strategy = hello.strategy
             self._staging.next_link(link)
-            pulse.heard()
             link.subscribe(lambda received: self._on_message(link, received))
             while True:
                 self._on_message(link, await link.recv(into=self._staging.lender))
@@ -205,50 +202,27 @@ class ServedModel:
             raise
         finally:
             if self._trainer is link:
-                self._trainer = self._pulse = None
+                self._trainer = None
             del self._answers[link]
             link.abort()
-
-    async def _why_not(self, hello: Hello) -> AiosyncError | None:
-        """Make room for a trainer, or say why there is none."""
-        while (old := self._trainer) is not None and not old.channel.ended:
-            if hello.epoch is not None and hello.epoch == self._trainer_epoch:
-                old.abort()  # the same trainer: its old link broke in the middle
-                break
-            assert self._pulse is not None
-            what = f"{self._trainer_name} is already pushing model {self.model_id!r}"
-            refusal = await self._pulse.refusal(what)
-            if self._ending:
-                return TransportClosed("this server was closed")
-            if old is self._trainer and not old.channel.ended:
-                return refusal
-        return None
 
     def _on_message(self, link: TCPTransport, received: Received) -> None:
         message = received.message
         assert self._staging is not None
         self._answers[link].check()
-        if link is self._trainer and self._pulse is not None:
-            self._pulse.heard()
         if isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Update):
             part = self._staging.take_part(received)
-            if isinstance(part, Resend):
-                self._say(link, part)
-            elif part is not None:
+            if part is not None:
                 self._take(link, part)
-        elif not isinstance(message, Current):  # that is what a pulse asks for
+        else:
             raise RemoteProtocolError(f"a trainer sent an unexpected {type(message).__name__}")
 
     def _take(self, link: TCPTransport, staged: Staged) -> None:
         epoch, version = staged.epoch, staged.version
         if self._ending:
             staged.give_back()  # no answer: the trainer sees that the link ends
-            return
-        if version <= self._inbox.former(epoch):
-            staged.give_back()
-            self._say(link, self._answer_to_former(epoch, version))
             return
         try:
             self._inbox.offer(epoch, version)
@@ -276,16 +250,6 @@ class ServedModel:
             return
         self._say(link, make_ack(epoch, version, AckStatus.RECEIVED, None))
         self._saver.save_soon(Unsaved(link, snapshot, update))
-
-    def _answer_to_former(self, epoch: int, version: int) -> Ack:
-        """To what came before another trainer pushed; taking it again would undo that push.
-
-        APPLIED is what happened: nobody waits for it but a report, and NACK would be a failure.
-        """
-        if version <= self._had.get(epoch, 0):
-            return make_ack(epoch, version, AckStatus.APPLIED, None)
-        error = StaleVersion(f"another trainer pushed after version {version} of epoch {epoch}")
-        return make_ack(epoch, version, AckStatus.NACK, error)
 
     def _say(self, link: TCPTransport, message: Message) -> None:
         answers = self._answers.get(link)
@@ -357,7 +321,6 @@ class ServedModel:
                     "subscribes": peer.subscribes,
                     "skipped": peer.outbox.skipped,
                     "sent_nbytes": peer.sent_nbytes,
-                    "resent_chunks": 0 if peer.stream is None else peer.stream.resent,
                     "connected_seconds": round(peer.age, 3),
                 }
                 for idx, peer in sorted(self.workers.peers.items())

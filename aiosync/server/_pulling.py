@@ -35,7 +35,6 @@ from aiosync.wire import (
     Fetch,
     Hello,
     ManifestMessage,
-    Resend,
     Update,
     Welcome,
 )
@@ -147,10 +146,9 @@ class Pull:
                     raise  # nobody is there, as far as anybody knows
                 self._lost = exc
             except RemoteProtocolError as exc:
-                if not self._resumes or self._staging is None:
+                if not self._resumes:
                     raise
-                # The two did not agree about the part that is here, perhaps: begin anew, once.
-                self._staging.drop_part()
+                # The two did not agree about the part that was here, perhaps: begin anew, once.
                 self._lost = exc
             self.close()
             if self._moved:
@@ -162,7 +160,7 @@ class Pull:
         """Over one link."""
         self._moved = False
         link = self._link = await self._dialler.dial(again=self._welcome is not None)
-        partial = self._staging.prepare_resume() if self._staging is not None else None
+        partial = self._staging.partial if self._staging is not None else None
         epoch, version, nbytes = partial or (None, None, 0)
         self._here, self._resumes = nbytes, nbytes > 0
         has, self._promised = self._parts[-1] if self._parts else None, None
@@ -214,9 +212,6 @@ class Pull:
             self._resumed += self._here
         self._moved = True
         part = staging.take_part(received)
-        if isinstance(part, Resend):
-            await link.send(part)
-            return None
         self._here += received.nbytes
         if self._progress is not None:
             total = self._sizes.get(message.digest, self._here)

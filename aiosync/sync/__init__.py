@@ -6,9 +6,6 @@ nothing; the first call that has to wait starts one background thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import aiosync
 from aiosync.sync._distributed import DistributedWeightSyncScheme
 from aiosync.sync._local import (
     MultiProcessWeightSyncScheme,
@@ -31,11 +28,3 @@ __all__ = [
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
 ]
-
-if not TYPE_CHECKING:  # checkers shall not take every name for one of this module's
-
-    def __getattr__(name: str) -> object:
-        text = f"module 'aiosync.sync' has no attribute {name!r}"
-        if name in aiosync.__all__:
-            text += f", as it only has the schemes: use aiosync.{name}"
-        raise AttributeError(text, name=name)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
-
-from aiosync.sync._discovery import caller
 
 __all__ = ["Facade", "blocking", "direct", "initialising", "on_loop", "option"]
 
@@ -75,13 +72,9 @@ def blocking(
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
 
     def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        if name == "connect" and self._owner is None:
-            # A scheme that the user gave its role; whose it is shows only now.
-            self._find_owner(caller(sys._getframe(1)))
         if self._owner is not None:
             return self._owner.call(name, functools.partial(proceed, self), args, kwargs)
-        self._check(name)
-        return self._call(getattr(self._scheme, name)(*args, **kwargs))
+        return proceed(self, *args, **kwargs)
 
     return _Method(method, call)
 

@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from aiosync.sync._schemes import WeightSyncScheme
 
-__all__ = ["Owner", "caller", "discover", "owner_of", "rpc_runs"]
+__all__ = ["Owner", "discover", "owner_of", "rpc_runs"]
 
 # Package of the library -> the module that all its users of schemes have imported, and ours.
 _INTEGRATIONS = {
@@ -63,14 +61,6 @@ def discover() -> None:
             # Not while it is still being imported: the classes are not there yet.
             if hasattr(sys.modules.get(seen), "WeightSyncScheme"):
                 importlib.import_module(integration)
-
-
-def caller(frame: FrameType | None) -> object | None:
-    """The object of a known library whose method runs in ``frame``, if there is one."""
-    if frame is None:
-        return None
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return frame.f_locals.get("self") if package in _INTEGRATIONS else None
 
 
 def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:

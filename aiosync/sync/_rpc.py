@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import aiosync.schemes as aio
-from aiosync.schemes._engine import INLINE_NBYTES
 from aiosync.schemes._options import Fixed
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import initialising, on_loop, option
@@ -26,8 +25,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     reconnect: option[float | None] = option("Seconds to keep trying to restore a lost link.")
     handshake_timeout: option[float] = option("Seconds that a peer has to prove its identity.")
     limits: option[Limits | None] = option("What a peer may announce.")
-    patience: option[float] = option("Seconds that a transfer may stall.")
-    inline_nbytes: option[int] = option("Updates up to this size travel in the control stream.")
+    patience: option[float] = option("Seconds without progress until a drop.")
     shared_memory: option[bool] = option("Workers on the sender's host read shared memory.")
 
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
@@ -53,9 +51,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
-        patience: float = 30.0,
+        patience: float = 60.0,
         handshake_timeout: float = 10.0,
-        inline_nbytes: int = INLINE_NBYTES,
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
@@ -76,7 +73,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
                 reconnect=reconnect,
                 patience=patience,
                 handshake_timeout=handshake_timeout,
-                inline_nbytes=inline_nbytes,
                 limits=limits,
                 shared_memory=shared_memory,
             )
@@ -84,7 +80,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     @property
     def address(self) -> str:
-        """Where the sender listens for control streams; with the port once it is bound."""
+        """Where the sender listens; with the port once it is bound."""
         return self._scheme.address
 
     @property

@@ -33,7 +33,6 @@ __all__ = ["WeightSyncScheme"]
 
 _T = TypeVar("_T")
 _AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
-_ASYNC_NAMES = {"aclose": "scheme.shutdown()", "send_nowait": "scheme.send_async()"}
 
 
 class _Tenant:
@@ -337,25 +336,6 @@ class WeightSyncScheme(Attributes):
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
-
-    if not TYPE_CHECKING:  # checkers see these mistakes by themselves
-
-        async def __aenter__(self) -> None:
-            raise LocalProtocolError(
-                "this scheme blocks: use `with scheme:` outside event loops, and the class of "
-                "`aiosync` with `async with scheme:` inside"
-            )
-
-        async def __aexit__(self, *exc_info: object) -> None:
-            """Looked for by ``async with``, and never called."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _ASYNC_NAMES:
-                return object.__getattribute__(self, name)  # raises what it has raised
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}, as it blocks: use "
-                f"`{_ASYNC_NAMES[name]}`, or the class of `aiosync` inside an event loop"
-            )
 
     def __del__(self) -> None:
         held: Lease | None = getattr(self, "_lease", None)

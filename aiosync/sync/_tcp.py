@@ -104,11 +104,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return self._scheme.reconnects
 
     @property
-    def damaged_chunks(self) -> int:
-        """Chunks that arrived damaged here (receiver), or had to be sent again (sender)."""
-        return self._scheme.damaged_chunks
-
-    @property
     def refused(self) -> dict[str, int]:
         """Connections that a listening side refused, by the name of the error."""
         return self._scheme.refused

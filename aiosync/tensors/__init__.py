@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from aiosync.tensors._casting import CastingFlattener, CastPrepared, check_wire_dtype
 from aiosync.tensors._params import lacks_memory
-from aiosync.tensors._patterns import Dtypes
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
@@ -19,7 +18,7 @@ from aiosync.tensors.gathering import gather_weights, sharded_names
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import Leaf, Leaves, collect
 from aiosync.tensors.live import LiveBytes
-from aiosync.tensors.mapping import WeightMap
+from aiosync.tensors.mapping import Dtypes, WeightMap
 from aiosync.tensors.snapshot import Flattener, Prepared
 
 __all__ = [

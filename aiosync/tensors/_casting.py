@@ -7,21 +7,27 @@ asyncio or a transport.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from aiosync.errors import ConfigError
 from aiosync.tensors._matching import inner_names
-from aiosync.tensors._patterns import DtypeRule, Dtypes, check_dtypes
-from aiosync.tensors._plain import as_bytes, is_plain_cpu
 from aiosync.tensors._values import EXTRA_STATE
-from aiosync.tensors.copying import copy_blocks
+from aiosync.tensors.copying import (
+    PIECE,
+    TensorPair,
+    as_bytes,
+    copy_blocks,
+    copy_pairs,
+    cut,
+    is_plain_cpu,
+)
 from aiosync.tensors.dtypes import dtype_name
 from aiosync.tensors.layout import Layout
+from aiosync.tensors.mapping import DtypeRule, Dtypes, check_dtypes
 from aiosync.tensors.snapshot import Flattener, Prepared
 from aiosync.wire import DEFAULT_LIMITS, plan_manifest
 
@@ -31,15 +37,7 @@ if TYPE_CHECKING:
     from aiosync.tensors.leaves import ExtractAs, Source
     from aiosync.types import Limits
 
-__all__ = ["CastPrepared", "CastingFlattener", "check_wire_dtype", "copy_plain"]
-
-# Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
-# costs milliseconds on a machine that computes all the time.
-_PIECE = 32_704
-# Elements of a batch, of which each thread takes one after the other.
-_BATCH = 64 * _PIECE
-
-_Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+__all__ = ["CastPrepared", "CastingFlattener", "check_wire_dtype"]
 
 
 def check_wire_dtype(value: object) -> Dtypes | None:
@@ -142,7 +140,7 @@ class CastingFlattener:
             )
         self._small, self._large = [], []
         for position, leaf in enumerate(layout.manifest.leaves):
-            (self._small if math.prod(leaf.shape) <= _PIECE else self._large).append(position)
+            (self._small if math.prod(leaf.shape) <= PIECE else self._large).append(position)
         if tuple(dtypes) == layout.dtypes:
             return layout
         new = Layout(
@@ -165,7 +163,7 @@ class CastingFlattener:
         Args:
             prepared: What :meth:`prepare` returned.
             flat: At least ``prepared.layout.nbytes`` long, writable, and exclusive.
-            pool: Threads that share the copies of large tensors that are not cast.
+            pool: Threads that share the copies of large tensors.
 
         Raises:
             ConfigError: The buffer is too small.
@@ -181,97 +179,20 @@ class CastingFlattener:
             flat.padded_for = layout.digest
         tensors, blocks = prepared.tensors, []
         pairs = [(views[i], tensors[i]) for i in prepared.small]
-        whole: list[_Pair] = []
+        whole: list[TensorPair] = []
         with torch.no_grad():
             for position in prepared.large:
                 view, tensor = views[position], tensors[position]
                 if not is_plain_cpu(tensor):
                     whole.append((view, tensor))
                 elif view.dtype is not tensor.dtype:
-                    pairs += _cut(view, tensor)
+                    pairs += cut(view, tensor)
                 else:
                     leaf = layout.manifest.leaves[position]
                     target = flat.array[leaf.offset : leaf.offset + leaf.nbytes]
                     blocks.append((target, as_bytes(tensor)))
             for view, tensor in whole:
                 view.copy_(tensor)
-        _copy_pairs(pairs, 1 if pool is None else pool.num_threads)
+        copy_pairs(pairs, pool)
         if blocks:
             (copy_blocks if pool is None else pool.copy)(blocks)
-
-
-def copy_plain(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another one, casting if need be, without torch's thread pool.
-
-    Tensors that are not contiguous, or not on the CPU, are left to torch.
-
-    Args:
-        target: Of the shape of ``source``; needs no gradient.
-        source: Is only read.
-    """
-    with torch.no_grad():
-        if target.is_contiguous() and target.device.type == "cpu" and is_plain_cpu(source):
-            _copy_pairs(_cut(target, source), 1)
-        else:
-            target.copy_(source)
-
-
-def _cut(target: torch.Tensor, source: torch.Tensor) -> list[_Pair]:
-    """A pair of contiguous tensors as pairs of at most a batch."""
-    to, of = target.view(-1), source.view(-1)
-    if to.numel() <= _BATCH:
-        return [(to, of)]
-    # The "unsafe" one knows nothing of autograd, and takes a third of the time.
-    return list(zip(torch.unsafe_split(to, _BATCH), torch.unsafe_split(of, _BATCH), strict=True))
-
-
-def _copy_pairs(pairs: Sequence[_Pair], num_threads: int) -> None:
-    """Copy pairs of at most a batch, on this thread and on some that end with it."""
-    batches: list[list[_Pair]] = []
-    total = filled = 0
-    for pair in pairs:
-        size = pair[0].numel()
-        if filled + size > _BATCH or not batches:
-            batches.append([])
-            filled = 0
-        batches[-1].append(pair)
-        filled += size
-        total += size
-    todo = iter(batches)  # next() of a list iterator is atomic
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with torch.no_grad():
-                for batch in todo:
-                    _copy_batch(batch)
-        except BaseException as exc:  # noqa: BLE001 - raised below, in the thread that asked
-            errors.append(exc)
-
-    helpers = []
-    if total >= 2 * _BATCH:
-        helpers = [
-            threading.Thread(target=work, name=f"aiosync-cast-{number}", daemon=True)
-            for number in range(num_threads - 1)
-        ]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
-
-
-def _copy_batch(batch: Sequence[_Pair]) -> None:
-    """Copy some milliseconds' worth in one call: it releases the GIL once for all of it."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for target, source in batch:
-        if target.numel() <= _PIECE:
-            targets.append(target)
-            sources.append(source)
-        else:
-            targets += torch.unsafe_split(target, _PIECE)
-            sources += torch.unsafe_split(source, _PIECE)
-    torch._foreach_copy_(targets, sources)

@@ -15,9 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aiosync.errors import ConfigError
-from aiosync.tensors._hidden import find_hidden, has_tensors
 from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
+from aiosync.tensors._tree import Found, ModuleTree, find_nested, is_extra_state, unwrap
 from aiosync.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -85,29 +84,25 @@ def find_in_tree(tree: ModuleTree, extract_as: ExtractAs) -> Found:
 
 
 def refuse_hidden(tree: ModuleTree) -> None:
-    """Raise if a module has weights that are neither parameters nor buffers.
+    """Raise if a module saves more than its parameters, buffers and extra state.
 
     Raises:
         ConfigError: All such entries of the ``state_dict()`` are named.
     """
-    entries = {}
-    kinds = set()
-    for hidden in find_hidden(tree):
-        for key, value in hidden.entries.items():
-            if has_tensors(value):
-                entries[hidden.prefixes[0] + key] = value
-                kinds.add(type(hidden.module).__name__)
-    if not entries:
-        return
-    advice = 'use strategy="state_dict" on both sides, or register them as buffers'
-    try:
-        check_can_travel(find_nested(entries))
-    except ConfigError as exc:
-        advice = f'strategy="state_dict" cannot send them either: {exc}'
-    raise ConfigError(
-        "these weights are neither parameters nor buffers, only the state_dict() has them: "
-        f"{', '.join(map(repr, entries))} (of {', '.join(sorted(kinds))}); {advice}"
-    )
+    shown = {place.name for place in tree.found.places}
+    hidden: list[str] = []
+    for module in tree.modules:
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            state: dict[str, Any] = {}
+            module._save_to_state_dict(state, tree.prefixes[id(module)][0], True)
+            hidden += [n for n, v in state.items() if v is not None and not is_extra_state(n)]
+    hidden = [name for name in hidden if name not in shown]
+    if hidden:
+        raise ConfigError(
+            "these weights are neither parameters nor buffers, only the state_dict() has them: "
+            f"{', '.join(map(repr, hidden))}; give the sender strategy='state_dict' and the worker "
+            "load= instead of model=, or register them as buffers"
+        )
 
 
 def group_tied(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -5,8 +5,10 @@ Private to :mod:`aiosync.tensors`. This module must never import asyncio or a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,13 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.tensors._finding import group_tied, memory_key
-from aiosync.tensors._hidden import Hidden, find_hidden, has_tensors
-from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
+from aiosync.tensors._finding import memory_key
+from aiosync.tensors._tensordict import is_tensor_collection, is_tensorclass, is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, Place, find_nested, is_extra_state, unwrap
 from aiosync.tensors._values import referenced
 from aiosync.tensors.layout import Layout
-from aiosync.wire import encode_values
 
 __all__ = ["Assignment", "Match", "Spot", "Survey", "match", "survey"]
 
@@ -57,7 +57,6 @@ class Survey:
         spots: The tensors, each object once.
         values: Places of values that are not tensors; extra states of modules included.
         tensors: The tensors of ``spots``, in order.
-        hidden: What modules save and load in a way of their own.
     """
 
     target: Any
@@ -66,7 +65,6 @@ class Survey:
     spots: list[Spot]
     values: dict[str, Place]
     tensors: list[torch.Tensor] = field(default_factory=list)
-    hidden: list[Hidden] = field(default_factory=list)
 
     def unchanged_in(self, target: Any) -> bool:
         """Whether ``target``, of which this is, has the very same objects. Cheap for a module."""
@@ -87,9 +85,19 @@ def survey(target: Any) -> Survey:
         found = tree.found
         values = {name: Place(name, module, name, "buffer") for name, module in tree.extra.items()}
         result = Survey(tree.root, tree, found, [], values)
-        result.hidden = [hidden for hidden in find_hidden(tree) if hidden.loads]
     elif is_tensor_collection(target) or isinstance(target, Mapping):
         found = find_nested(target, pack=False)
+        again = find_nested(target, pack=False)
+        made = [
+            place.name
+            for place, one, other in zip(found.places, found.tensors, again.tensors, strict=True)
+            if one is not other or is_tensorclass(place.owner)
+        ]
+        if made:
+            raise ConfigError(
+                f"cannot apply weights to {', '.join(made)}: of containers only TensorDict, "
+                "TensorDictParams and dict can be targets, no lazy stack, part or tensorclass"
+            )
         result = Survey(target, None, found, [], found.value_places)
     else:
         raise ConfigError(
@@ -142,19 +150,12 @@ class Match:
         assignments: For the tensors.
         values: (place, name) for each value that is applied.
         tensor_values: (place, leaf index) for extra states of modules that are bare tensors.
-        equal_values: Values that nothing can put into the target, and that it has as well.
-        hidden: What modules load in a way of their own: which name was sent for each entry.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     values: list[tuple[Place, str]] = field(default_factory=list)
     tensor_values: list[tuple[Place, int]] = field(default_factory=list)
-    equal_values: dict[str, Any] = field(default_factory=dict)
-    hidden: list[tuple[Hidden, dict[str, str]]] = field(default_factory=list)
 
-
-_LAYOUTS = (torch.strided, torch.sparse_coo, torch._mkldnn)  # type: ignore[attr-defined]
-"""What can be copied into. Compressed sparse tensors take only as many elements as they have."""
 
 _DTYPE_HINT = (
     " If wire_dtype= of the sender chose that dtype, name patterns there can choose another."
@@ -167,10 +168,6 @@ _STRICT_HINT = (
 
 def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: bool) -> Match:
     """Decide what goes where.
-
-    A module whose ``state_dict()`` is not the standard one is also found by the names that it
-    has there. Values that a hook adds there are accepted if they are the same on both sides. What a
-    module saves and loads in a way of its own is matched like its tensors.
 
     Args:
         found: What the target has.
@@ -189,18 +186,15 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             index[alias] = position
     result = Match()
     inner = inner_names(values)
-    sent = index.keys() | values.keys()
-    aliases, own_values = _state_dict_names(found, sent - inner)
     missing: list[str] = []
     mismatched: dict[str, str] = {}
     taken: set[str] = set()
     for spot in found.spots:
-        own = [place.name for place in spot.places]
-        names = own + aliases.get(id(spot), [])
+        names = [place.name for place in spot.places]
         positions = list(dict.fromkeys(index[name] for name in names if name in index))
         if not positions:
             if not spot.optional:
-                missing.extend(own)
+                missing.extend(names)
             continue
         taken.update(names)
         for position in positions:
@@ -222,29 +216,6 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
             missing.append(name)
             continue
         taken.add(name)
-    for hidden in found.hidden:
-        wanted: dict[str, str] = {}
-        for key, own_value in hidden.entries.items():
-            names = [prefix + key for prefix in hidden.prefixes]
-            given = [name for name in names if name in sent]
-            if not given:
-                missing.extend(names if has_tensors(own_value) else ())
-                continue
-            taken.update(names)
-            wanted[key] = given[0]
-            if len({index[name] for name in given if name in index}) > 1:
-                mismatched[given[1]] = f"is {given[0]} here, but was sent on its own"
-            elif given[0] in index and isinstance(own_value, torch.Tensor):
-                leaf, dtype = leaves[index[given[0]]], layout.dtypes[index[given[0]]]
-                why = _difference(own_value, leaf.shape, leaf.dtype, dtype, strict=strict)
-                if why:
-                    mismatched[given[0]] = why
-        if wanted:
-            result.hidden.append((hidden, wanted))
-    for name in own_values.keys() & values.keys() - taken:
-        if own_values[name] == values[name]:
-            result.equal_values[name] = values[name]
-            taken.add(name)
     unexpected = [name for name in [*index, *values] if name not in taken and name not in inner]
     lost = sorted(inner - index.keys())
     if mismatched or lost or (strict and (missing or unexpected)):
@@ -261,43 +232,6 @@ def match(found: Survey, layout: Layout, values: Mapping[str, Any], *, strict: b
     return result
 
 
-def _state_dict_names(found: Survey, sent: Set[str]) -> tuple[dict[int, list[str]], dict[str, Any]]:
-    """Return what a module calls its tensors in its ``state_dict()`` only, and the values there.
-
-    Empty where there are no hooks, and where what was sent has no unknown names: calling
-    ``state_dict()`` may be slow.
-
-    Returns:
-        Names by the id of the spot, and values, packed, by name.
-    """
-    tree = found.tree
-    known = {place.name for place in found.found.places} | found.values.keys()
-    if tree is None or sent <= known or tree.standard_state_dict():
-        return {}, {}
-    try:
-        own = find_nested(_own_state_dict(tree.root))
-        own_values = encode_values(own.values) if own.values else {}
-    except ConfigError:  # holds what cannot travel; then nobody has sent it either
-        return {}, {}
-    # By memory as well: without keep_vars, the tensors are other objects.
-    by_object = {id(spot.tensor): spot for spot in found.spots}
-    by_memory = {memory_key(spot.tensor): spot for spot in found.spots}
-    by_memory.pop(None, None)
-    names: dict[int, list[str]] = {}
-    for place, tensor in zip(own.places, own.tensors, strict=True):
-        spot = by_object.get(id(tensor)) or by_memory.get(memory_key(tensor))
-        if spot is not None and place.name not in known:
-            names.setdefault(id(spot), []).append(place.name)
-    return names, own_values
-
-
-def _own_state_dict(module: nn.Module) -> Any:
-    try:
-        return module.state_dict(keep_vars=True)
-    except TypeError:  # overridden, without the argument
-        return module.state_dict()
-
-
 def inner_names(values: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the leaves that packed values refer to."""
     return frozenset(name for value in values.values() for name in referenced(value))
@@ -307,12 +241,14 @@ def _difference(
     tensor: torch.Tensor, shape: tuple[int, ...], name: str, dtype: torch.dtype, *, strict: bool
 ) -> str:
     """Say in words what does not fit; empty if it fits."""
+    if not _can_be_written(tensor):
+        kind = type(tensor)
+        return (
+            f"the target is a {kind.__module__}.{kind.__qualname__} ({tensor.layout}), and only "
+            "plain strided tensors and parameters, that are no conjugate, negative, expanded or "
+            "inference tensors, take weights: use load= instead of model="
+        )
     parts = []
-    if tensor.is_nested or tensor.layout not in _LAYOUTS:
-        layout = "nested" if tensor.is_nested else tensor.layout
-        return f"the target has the layout {layout}, which cannot be written"
-    if _overlaps_itself(tensor):
-        parts.append("the target is an expanded tensor, whose elements share memory")
     if tuple(tensor.shape) != shape:
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
     if tensor.dtype is not dtype:
@@ -331,9 +267,13 @@ def _hint(mismatched: Mapping[str, str]) -> str:
     return (_DTYPE_HINT if dtypes else "") + _STRICT_HINT
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return is_ordinary(tensor) and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that targets may have; on the meta device it gets memory."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
     )
 
 
@@ -342,45 +282,28 @@ def is_shared(tensor: Any) -> bool:
     return tensor.device.type == "cpu" and bool(tensor.is_shared())
 
 
-def shares_memory_partly(spots: Iterable[Spot]) -> set[int]:
-    """Return the ids of CPU tensors whose storage also holds another tensor of the target.
+def refuse_overlapping(found: Survey, assignments: Sequence[Assignment]) -> None:
+    """Raise if a tensor that gets weights has memory in common with one that gets others.
 
-    Tensors that are the very same elements do not count.
+    Raises:
+        ManifestMismatch: All such tensors are named.
     """
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for spot in spots:
+    leaves = {id(each.spot): each.leaf for each in assignments}
+    extents = []
+    for spot in found.spots:
         tensor = spot.tensor
-        if is_ordinary(tensor) and tensor.device.type == "cpu" and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    return {
-        id(tensor)
-        for tensors in by_storage.values()
-        if len(tensors) > 1 and len(group_tied(tensors)) > 1
-        for tensor in tensors
-    }
-
-
-def overlapping(copied: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-    """Return those plain tensors and leaves whose memory lies in part in that of another leaf's."""
-    extents: list[tuple[str, int, int, int, int, Any]] = []
-    for tensor, leaf in copied:
-        if tensor.numel():
+        if is_ordinary(tensor) and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
-            start = tensor.data_ptr()
-            stop = start + (last + 1) * tensor.element_size()
-            extents.append((str(tensor.device), start, stop, len(extents), leaf, tensor))
-    result: list[tuple[torch.Tensor, int]] = []
-    group: list[tuple[torch.Tensor, int]] = []
-    here, end = "", 0
-    for device, start, stop, _, leaf, tensor in [*sorted(extents), ("none", 0, 0, 0, 0, None)]:
-        if device != here or start >= end:
-            if len({each for _, each in group}) > 1:
-                result += group
-            group, here, end = [], device, 0
-        group.append((tensor, leaf))
-        end = max(end, stop)
-    return result
+            nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+            start, key = tensor.data_ptr(), (leaves.get(id(spot)), memory_key(tensor))
+            extents.append((str(tensor.device), start, start + nbytes, spot.name, key))
+    mismatched = {}
+    extents.sort(key=itemgetter(0, 1))
+    for one, other in pairwise(extents):
+        if one[0] == other[0] and other[1] < one[2] and one[4] != other[4]:
+            mismatched[other[3]] = f"has memory in common with {one[3]}: give each its own"
+    if mismatched:
+        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ from aiosync.tensors._tensordict import (
     is_plain_tensordict,
     is_tensor_collection,
     is_tensordict_params,
-    makes_anew,
 )
 
 if TYPE_CHECKING:
@@ -65,8 +64,6 @@ class Inner(NamedTuple):
 def _walk(td: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
     while is_tensordict_params(td):
         td = td._param_td  # its own items() go through hooks
-    if makes_anew(td):
-        return  # other objects each time: none of them could be replaced
     inner = td._tensordict if is_plain_tensordict(td) else None
     for key, value in (inner if type(inner) is dict else td).items():
         if isinstance(value, torch.Tensor):

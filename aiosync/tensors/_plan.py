@@ -13,25 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aiosync.errors import ManifestMismatch
-from aiosync.tensors._changes import unwritable
-from aiosync.tensors._finding import is_fake, is_wrapper, memory_key
+from aiosync.tensors._finding import memory_key
 from aiosync.tensors._matching import (
     Assignment,
     Match,
     Spot,
     Survey,
-    is_ordinary,
     is_shared,
     match,
-    overlapping,
-    shares_memory_partly,
+    refuse_overlapping,
     survey,
 )
-from aiosync.tensors._plain import LARGE_NBYTES, is_plain_cpu
 from aiosync.tensors._signature import Signature
 from aiosync.tensors._tree import Place
 from aiosync.tensors.buffer import in_flat_memory
+from aiosync.tensors.copying import LARGE_NBYTES, is_plain_cpu
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -63,13 +59,8 @@ class Plan:
         joins: Tensors that only one of the tables of a ``TensorDictParams`` has; both get them.
         small: Copied together by torch; below the size at which it uses its thread pool.
         large: Copied byte by byte without the GIL.
-        risky: Tensor subclasses and the like, whose ``copy_()`` may raise, and conjugate or
-            negative views, which only ``copy_()`` can write.
-        through: Written through their owners, which make them anew whenever they are asked.
         equal: Assignments of which several leaves must be the same.
         copied: Plain tensors that are copied in place, and where they were.
-        overlapping: Those of them whose memory is in part that of another: whether the weights
-            agree there shows when both are copied.
     """
 
     survey: Survey
@@ -83,43 +74,24 @@ class Plan:
     joins: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
     small: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    inference: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    risky: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    through: list[tuple[Place, int]] = field(default_factory=list)
     equal: list[Assignment] = field(default_factory=list)
     copied: tuple[list[torch.Tensor], list[int]] = ([], [])
-    overlapping: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     layout: Layout | None = None
     only_flips: bool = False
 
     @property
     def has_values(self) -> bool:
-        return bool(self.match.values or self.match.tensor_values or self.match.hidden)
-
-    def name_of(self, tensor: torch.Tensor) -> str:
-        """The first name of one of the target's tensors."""
-        return next(spot.name for spot in self.survey.spots if spot.tensor is tensor)
+        return bool(self.match.values or self.match.tensor_values)
 
     def valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap."""
         return self.survey.unchanged_in(target) and self.signature.same(self.survey.tensors)
 
-    def valid_to_apply(self, target: Any, values: Mapping[str, Any]) -> bool:
-        """The same as :meth:`valid_for`, and whether what is copied into is where it was."""
-        return not self._moved() and self.valid_for(target, values)
-
-    def still_there(self) -> bool:
-        """Whether the tensors are as they were, wherever they are."""
-        return not self._moved() and self.signature.same(self.survey.tensors)
-
-    def _moved(self) -> bool:
+    def valid_to_apply(self, target: Any) -> bool:
+        """The same, and whether what is copied into is where it was."""
         tensors, addresses = self.copied
-        return list(map(torch.Tensor.data_ptr, tensors)) != addresses
-
-    def valid_for(self, target: Any, values: Mapping[str, Any]) -> bool:
-        """The same, and whether the values that must be equal on both sides were sent so again."""
-        equal = self.match.equal_values
-        return self.valid(target) and all(values[name] == value for name, value in equal.items())
+        there = list(map(torch.Tensor.data_ptr, tensors)) == addresses
+        return there and self.valid(target)
 
 
 def make_plan(
@@ -138,6 +110,7 @@ def make_plan(
     """
     found = survey(target)
     matched = match(found, layout, values, strict=strict)
+    refuse_overlapping(found, matched.assignments)
     plan = Plan(found, matched, Signature(found.tensors))
     _sort(plan, layout, mode)
     plan.layout = layout
@@ -147,9 +120,6 @@ def make_plan(
         or plan.joins
         or plan.small
         or plan.large
-        or plan.inference
-        or plan.risky
-        or plan.through
         or plan.equal
         or plan.has_values
     )
@@ -158,9 +128,7 @@ def make_plan(
 
 def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
     """Decide how each tensor gets its value."""
-    spots = plan.survey.spots
     module = plan.survey.tree is not None
-    partly_shared = shares_memory_partly(spots) if mode is Mode.FLIP else set()
     flipped: dict[int, Any] = {}  # leaf -> the tensor that became a view of it
     for assignment in plan.match.assignments:
         spot, leaf = assignment.spot, assignment.leaf
@@ -168,24 +136,10 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
         same_dtype = tensor.dtype is layout.dtypes[leaf]
         if assignment.equal:
             plan.equal.append(assignment)
-        if spot.places[0].through:
-            plan.through += [(place, leaf) for place in spot.places]
-            continue
-        if (tensor.is_meta or mode is Mode.REPLACE) and is_wrapper(tensor):
-            raise unwritable(spot.name, tensor)
         if tensor.is_meta or mode is Mode.REPLACE:
             view = mode is Mode.FLIP and type(tensor) is nn.Parameter and same_dtype
             view = view and flipped.setdefault(leaf, spot) is spot
             plan.installs.append((spot, leaf, view))
-            continue
-        if is_fake(tensor):
-            why = "the target is a FakeTensor, which has no memory"
-            raise ManifestMismatch(mismatched={spot.name: why}, hint="Nothing was changed.")
-        if not is_ordinary(tensor):
-            plan.risky.append((tensor, leaf))
-            continue
-        if tensor.is_inference():
-            plan.inference.append((tensor, leaf))
             continue
         shared = mode is Mode.FLIP and is_shared(tensor)
         if (
@@ -193,7 +147,7 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             and type(tensor) is nn.Parameter
             and same_dtype
             and is_plain_cpu(tensor)
-            and (module if shared else id(tensor) not in partly_shared)
+            and (module or not shared)
         ):
             key = memory_key(tensor) or id(spot)
             if flipped.setdefault(leaf, key) == key:
@@ -205,8 +159,6 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             plan.owns.append((tensor, leaf))
         elif tensor.nbytes >= LARGE_NBYTES and same_dtype and is_plain_cpu(tensor):
             plan.large.append((tensor, leaf))
-        elif tensor.is_conj() or tensor.is_neg():
-            plan.risky.append((tensor, leaf))  # torch refuses them in a list of targets
         else:
             plan.small.append((tensor, leaf))
     if plan.survey.tree is not None and plan.survey.tree.split:
@@ -216,11 +168,5 @@ def _sort(plan: Plan, layout: Layout, mode: Mode) -> None:
             for place, tensor in plan.survey.tree.split
             if id(tensor) not in replaced and not tensor.is_meta  # what gets no weights stays so
         ]
-    copied = [
-        (tensor, leaf)
-        for tensor, leaf in (*plan.small, *plan.large, *plan.risky, *plan.inference)
-        if is_ordinary(tensor)
-    ]
-    tensors = [tensor for tensor, _ in copied]
+    tensors = [tensor for tensor, _ in (*plan.small, *plan.large)]
     plan.copied = tensors, list(map(torch.Tensor.data_ptr, tensors))
-    plan.overlapping = overlapping(copied)

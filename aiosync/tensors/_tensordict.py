@@ -17,9 +17,9 @@ __all__ = [
     "is_non_tensor_stack",
     "is_plain_tensordict",
     "is_tensor_collection",
+    "is_tensorclass",
     "is_tensordict",
     "is_tensordict_params",
-    "makes_anew",
 ]
 
 _library: Any = None
@@ -71,18 +71,6 @@ def is_non_tensor_stack(value: Any) -> TypeGuard[NonTensorStack]:
     return library is not None and isinstance(value, library.NonTensorStack)
 
 
-def makes_anew(value: Any) -> bool:
-    """Whether a value is a TensorDict or tensorclass that makes its tensors when it is asked.
-
-    A lazy stack does, and a part of a TensorDict by index: what is written into the tensors that
-    they return is lost.
-    """
-    library = _library or _loaded()
-    if library is None:
-        return False
-    inner = value if isinstance(value, library.TensorDictBase) else getattr(value, "_tensordict", 0)
-    if not isinstance(inner, library.TensorDictBase):
-        return False
-    if isinstance(inner, library.TensorDict | library.TensorDictParams):
-        return False
-    return any(inner.get(key) is not item for key, item in inner.items())
+def is_tensorclass(value: Any) -> bool:
+    """Whether a value is a tensorclass, and no TensorDict."""
+    return is_tensor_collection(value) and not is_tensordict(value)

@@ -22,14 +22,12 @@ from aiosync.tensors._tensordict import (
     is_plain_tensordict,
     is_tensor_collection,
     is_tensordict_params,
-    makes_anew,
 )
 from aiosync.tensors._values import EXTRA_STATE, pack_value
 
 __all__ = ["Found", "ModuleTree", "Place", "find_nested", "unwrap"]
 
 Kind: TypeAlias = Literal["param", "buffer"]
-_Above: TypeAlias = tuple[Any, tuple[str, ...]]  # a container that makes anew, and a path in it
 
 
 class Place(NamedTuple):
@@ -38,19 +36,16 @@ class Place(NamedTuple):
     Attributes:
         name: Dotted name from the root.
         owner: Module, TensorDict or mapping that holds it directly.
-        key: Key in the owner; a path of keys where ``through`` is true.
+        key: Key in the owner.
         kind: ``"param"`` or ``"buffer"``.
         persistent: Part of ``state_dict()``.
-        through: The owner makes the tensor anew whenever it is asked: what is written into it is
-            lost, and the owner has to be told.
     """
 
     name: str
     owner: Any
-    key: Any
+    key: str
     kind: Kind
     persistent: bool = True
-    through: bool = False
 
 
 _name = attrgetter("name")
@@ -289,8 +284,8 @@ def find_nested(source: Any, *, pack: bool = True) -> Found:
     Args:
         source: What to walk.
         pack: Pack values that are not tensors into ``values``. Otherwise ``value_places`` says
-            where they are, extra states are values even when they are tensors inside
-            containers, and places say through what has to be written.
+            where they are, and extra states are values even when they are tensors inside
+            containers.
 
     Raises:
         ConfigError: A key is not a string, or a value cannot travel.
@@ -300,29 +295,24 @@ def find_nested(source: Any, *, pack: bool = True) -> Found:
     return found
 
 
-def _walk(source: Any, prefix: str, found: Found, pack: bool, above: _Above | None = None) -> None:
-    if above is None and not pack and makes_anew(source):
-        above = (source, ())  # its inner containers are made anew as well
+def _walk(source: Any, prefix: str, found: Found, pack: bool) -> None:
     for key, value in _items(source):
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
-        inner = None if above is None else (above[0], (*above[1], key))
-        owner, at = inner or (source, key)
         if isinstance(value, torch.Tensor):
             name = prefix + key if key != "__extra_state__" else prefix + EXTRA_STATE
             kind: Kind = "buffer" if is_extra_state(name) or _is_buffer(value) else "param"
-            place = Place(_clean(name), owner, at, kind, through=above is not None)
-            found.add(place, value)
+            found.add(Place(_clean(name), source, key, kind), value)
         elif key == "__extra_state__" or is_extra_state(key):
             stem = key.removesuffix("__extra_state__").removesuffix(EXTRA_STATE)
             name = _clean(f"{prefix}{stem}{EXTRA_STATE}")
             if key == "__extra_state__" and is_nested_tensordict(value):
                 value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
-            _value(found, name, owner, at, value, pack)
+            _value(found, name, source, key, value, pack)
         elif is_nested(value):
-            _walk(value, f"{prefix}{key}.", found, pack, inner)
+            _walk(value, f"{prefix}{key}.", found, pack)
         else:
-            _value(found, _clean(prefix + key), owner, at, value, pack)
+            _value(found, _clean(prefix + key), source, key, value, pack)
 
 
 def _value(found: Found, name: str, owner: Any, key: Any, value: Any, pack: bool) -> None:

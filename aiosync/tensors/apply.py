@@ -5,24 +5,20 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from aiosync.errors import ManifestMismatch
 from aiosync.tensors import _changes as changes
-from aiosync.tensors._agreeing import check_equal, check_overlapping
-from aiosync.tensors._hidden import put_hidden
-from aiosync.tensors._lending import is_lent
 from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
 from aiosync.tensors._params import inner_tensors
 from aiosync.tensors._plan import Mode, Plan, make_plan
 from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import find_nested, unwrap
+from aiosync.tensors._tree import find_nested
 from aiosync.tensors._values import unpack_value
 
 if TYPE_CHECKING:
@@ -62,7 +58,6 @@ class Target:
         self.strict = strict
         self._plan: Plan | None = None
         self._key: tuple[Mode, tuple[Any, ...]] | None = None
-        self._foreseen: Plan | None = None  # looked at already; nothing else has run since
 
     def __repr__(self) -> str:
         return f"<Target {type(self.target).__name__} strict={self.strict}>"
@@ -86,7 +81,7 @@ class Target:
             plan is None
             or self._key is None
             or self._key[1] != facts
-            or not plan.valid_for(self.target, values)
+            or not plan.valid(self.target)
         ):
             match(survey(self.target), layout, values, strict=self.strict)
 
@@ -102,9 +97,7 @@ class Target:
         """Put the weights into the target. All of it, or nothing when something raises.
 
         Parameter objects stay the same, so that optimizers and references keep working; only
-        those on the meta device are replaced. Where others are in a module for the time of a
-        ``functional_call()``, the weights go to those that come back. Gradients and optimizer
-        state are untouched.
+        those on the meta device are replaced. Gradients and optimizer state are untouched.
 
         Args:
             layout: Layout of the weights.
@@ -118,10 +111,10 @@ class Target:
             pool: Threads that share the copies of large tensors.
 
         Raises:
-            ManifestMismatch: The weights do not fit, or a tensor subclass cannot be written from
-                plain tensors: what it raised is the cause. Every tensor has its old value.
+            ManifestMismatch: The weights do not fit, or a tensor is none that can be a target.
             ConfigError: The target cannot be a target, or the buffer is too small.
-            Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value again.
+            Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value
+                again, and extra states are what it has made of them.
         """
         plan = self._plan
         if (
@@ -133,36 +126,13 @@ class Target:
             and self._key[0] is Mode.FLIP
             and plan.only_flips
             and not torch.is_inference_mode_enabled()
-            and (plan is self._foreseen or plan.valid(self.target))
+            and plan.valid(self.target)
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
-            self._foreseen = None
             changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
             return
         mode = Mode.COPY if copy else Mode.FLIP
         self._apply(layout, flat.views(layout), values, mode, pool)
-
-    @contextlib.contextmanager
-    def foreseeing(self) -> Iterator[None]:
-        """Look at the target now, for an :meth:`apply_` inside the context, which does not again.
-
-        Nothing but that may run inside that could change the target.
-        """
-        plan = self._plan
-        try:
-            same = plan is not None and plan.only_flips and plan.valid(self.target)
-        except Exception:  # noqa: BLE001 - apply_() looks as well then, and raises it
-            same = False
-        self._foreseen = plan if same else None
-        try:
-            yield
-        finally:
-            self._foreseen = None
-
-    @property
-    def foresees(self) -> bool:
-        """Whether the target was looked at for an :meth:`apply_` that has yet to come."""
-        return self._foreseen is not None
 
     def apply_tensors(
         self,
@@ -199,9 +169,7 @@ class Target:
         plan = self._plan
         if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
             return False
-        if plan.risky or plan.through or plan.inference or plan.equal or plan.overlapping:
-            return False
-        if plan.has_values:
+        if plan.equal or plan.has_values:
             return False
         if not plan.valid(self.target):
             return False
@@ -239,26 +207,12 @@ class Target:
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key:
-            if plan.valid_to_apply(self.target, values) or self._is_lent(plan):
-                return plan
+        if plan is not None and self._key == key and plan.valid_to_apply(self.target):
+            return plan
         plan = make_plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
         self._plan, self._key = (None if plan.installs or plan.owns or plan.joins else plan), key
         return plan
-
-    def _is_lent(self, plan: Plan) -> bool:
-        """Whether the plan's tensors come back, and others are in the module for a call only."""
-        tree = plan.survey.tree
-        return (
-            tree is not None
-            and isinstance(self.target, nn.Module)
-            and unwrap(self.target) is tree.root
-            and not plan.has_values
-            and not tree.unchanged()
-            and plan.still_there()
-            and is_lent(tree)
-        )
 
     # -- changing -------------------------------------------------------------------------
 
@@ -274,20 +228,17 @@ class Target:
         undo: changes.Undo = []
         with torch.inference_mode(False), torch.no_grad():
             if plan.equal:
-                check_equal(plan, layout, sources)
+                _check_equal(plan, layout, sources)
             if mode is not Mode.FLIP:
                 sources = _untangle(plan, sources)
             try:
                 self._change(plan, sources, pool, undo)
                 if plan.has_values:
-                    self._change_values(plan, layout, sources, values, undo)
-            except BaseException as exc:  # goes on to the caller, once all is as it was
+                    self._change_values(plan, layout, sources, values)
+            except BaseException:  # goes on to the caller, once all is as it was
                 self._plan = None
                 for step in reversed(undo):
-                    try:
-                        step()
-                    except Exception as failure:  # noqa: BLE001 - told with the first error
-                        exc.add_note(f"undoing failed in part: {failure!r}")
+                    step()
                 raise
 
     def _change(
@@ -301,14 +252,8 @@ class Target:
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
         owned = [(tensor, changes.new_memory(tensor, sources[leaf])) for tensor, leaf in plan.owns]
-        if plan.has_values or plan.overlapping:
+        if plan.has_values:
             self._back_up(plan, undo)
-        for tensor, _ in plan.overlapping:
-            changes.back_up(tensor, undo)
-        for tensor, leaf in plan.risky:
-            changes.copy_risky(tensor, sources[leaf], plan.name_of, undo)
-        for place, leaf in plan.through:
-            changes.write_through(place, sources[leaf], undo)
         for spot, tensor in new:
             for place in spot.places:
                 changes.put(self.target, place, tensor, undo)
@@ -316,19 +261,12 @@ class Target:
             changes.put(self.target, place, tensor, undo)
         for tensor, data in owned:
             changes.put_data(tensor, data, undo)
-        if plan.inference:
-            with torch.inference_mode():
-                for tensor, leaf in plan.inference:
-                    changes.back_up(tensor, undo)
-                    tensor.copy_(sources[leaf])
         if plan.small:
             torch._foreach_copy_(
                 [tensor for tensor, _ in plan.small], [sources[leaf] for _, leaf in plan.small]
             )
         if plan.large:
             changes.copy_large([(tensor, sources[leaf]) for tensor, leaf in plan.large], pool)
-        if plan.overlapping:
-            check_overlapping(plan, sources)
         if plan.flips:
             if plan.pick_views is None:
                 plan.pick_views = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
@@ -337,7 +275,7 @@ class Target:
     @staticmethod
     def _back_up(plan: Plan, undo: changes.Undo) -> None:
         handled = {id(tensor) for tensor in plan.flips}
-        handled.update(id(tensor) for tensor, _ in (*plan.owns, *plan.risky, *plan.inference))
+        handled.update(id(tensor) for tensor, _ in plan.owns)
         for tensor in plan.survey.tensors:
             if id(tensor) not in handled and is_ordinary(tensor):
                 changes.back_up(tensor, undo)
@@ -350,7 +288,6 @@ class Target:
         layout: Layout,
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
-        undo: changes.Undo,
     ) -> None:
         by_name = {}
         for leaf, source in zip(layout.manifest.leaves, sources, strict=True):
@@ -361,19 +298,13 @@ class Target:
                 return by_name[name].clone()
             return unpack_value(values[name], lambda inner: by_name[inner].clone())
 
-        for hidden, names in plan.match.hidden:
-            changes.back_up_tables(hidden.module, undo)
-            put_hidden(hidden, {key: get(name) for key, name in names.items()}, undo)
         steps = [(place, get(name)) for place, name in plan.match.values]
         steps += [(place, sources[leaf].clone()) for place, leaf in plan.match.tensor_values]
         for place, value in steps:
             if plan.survey.tree is not None:
-                module: nn.Module = place.owner
-                old = deepcopy(module.get_extra_state())
-                changes.back_up_tables(module, undo)
-                changes.put_extra_state(module, old, value, undo)
+                place.owner.set_extra_state(value)
             else:
-                changes.put_value(self.target, place, value, undo)
+                changes.put_value(self.target, place, value)
 
 
 def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spot, torch.Tensor]]:
@@ -396,10 +327,30 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spo
 
 def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy sources that lie in memory of the target, where an earlier copy may write."""
-    if plan.through:  # nobody knows where those owners write to
-        return [source.clone() for source in sources]
-    written = {changes.storage_of(assignment.spot.tensor) for assignment in plan.match.assignments}
-    written.discard(0)
-    return [
-        source.clone() if changes.storage_of(source) in written else source for source in sources
-    ]
+    written = {_storage_of(assignment.spot.tensor) for assignment in plan.match.assignments} - {0}
+    return [source.clone() if _storage_of(source) in written else source for source in sources]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+    """Refuse leaves that differ although they are one tensor here."""
+    leaves = layout.manifest.leaves
+    mismatched = {}
+    for assignment in plan.equal:
+        dtype = assignment.spot.tensor.dtype
+        first = _bits(sources[assignment.leaf], dtype)
+        for leaf in assignment.equal:
+            if not torch.equal(first, _bits(sources[leaf], dtype)):
+                mismatched[leaves[leaf].name] = (
+                    f"tied to {leaves[assignment.leaf].name} here, but sent with other values"
+                )
+    if mismatched:
+        raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
+
+
+def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1)
+    return cast.view(torch.uint8) if cast.numel() else cast

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
+from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
 
@@ -22,9 +24,33 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["CopyPool", "copy_blocks", "copy_bytes"]
+__all__ = [
+    "LARGE_NBYTES",
+    "PIECE",
+    "CopyPool",
+    "TensorPair",
+    "as_bytes",
+    "copy_blocks",
+    "copy_bytes",
+    "copy_pairs",
+    "copy_plain",
+    "cut",
+    "is_plain_cpu",
+]
 
 _Pair: TypeAlias = "tuple[NDArray[np.uint8], NDArray[np.uint8]]"
+TensorPair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+
+# Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
+# costs milliseconds on a machine that computes all the time.
+PIECE = 32_704
+# Elements of a batch, of which each thread takes one after the other.
+_BATCH = 64 * PIECE
+
+LARGE_NBYTES = 256 * 2**10
+"""Tensors from here on are copied one by one without the GIL; smaller ones in one go, with it."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 _MIN_CHUNK_NBYTES = 4 * 2**20
 _MAX_CHUNK_NBYTES = 64 * 2**20
@@ -81,20 +107,28 @@ class CopyPool:
         Raises:
             LocalProtocolError: The pool is closed.
         """
+        total = sum(target.size for target, _ in pairs)
+        if total < 2 * _MIN_CHUNK_NBYTES:
+            self.run(copy_blocks, [pairs])
+        else:
+            self.run(_copy_block, _chunks(pairs, total, self.num_threads))
+
+    def run(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
+        """Call a function for each item; returns when all is done.
+
+        Raises:
+            LocalProtocolError: The pool is closed.
+        """
         if self._closed:
             raise LocalProtocolError("the copy pool is closed")
         if os.getpid() != self._pid:  # threads do not survive a fork
             self._reset()
-        total = sum(target.size for target, _ in pairs)
-        if self.num_threads == 1 or total < 2 * _MIN_CHUNK_NBYTES:
-            copy_blocks(pairs)
-            return
-        if not self._lock.acquire(blocking=False):
-            copy_blocks(pairs)
+        job = _Job(function, items)
+        if self.num_threads == 1 or len(items) < 2 or not self._lock.acquire(blocking=False):
+            job.run()
             return
         try:
             self._start()
-            job = _Job(_chunks(pairs, total, self.num_threads))
             for _ in self._threads:
                 self._jobs.put(job)
             try:
@@ -129,10 +163,11 @@ class CopyPool:
 
 
 class _Job:
-    """Chunks that several threads take one after the other."""
+    """Items that several threads take one after the other."""
 
-    def __init__(self, chunks: Sequence[_Pair]) -> None:
-        self._chunks: Iterator[_Pair] = iter(chunks)  # next() of a list iterator is atomic
+    def __init__(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
+        self._function = function
+        self._items = iter(items)  # next() of a list iterator is atomic
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._active = 0
@@ -140,8 +175,8 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        for target, source in self._chunks:
-            np.copyto(target, source)
+        for item in self._items:
+            self._function(item)
 
     def help(self) -> None:
         with self._lock:
@@ -191,3 +226,83 @@ def copy_blocks(pairs: Sequence[_Pair]) -> None:
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy one block in this thread, without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _copy_block(pair: _Pair) -> None:
+    np.copyto(*pair)
+
+
+def is_plain_cpu(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are one block of bytes on the CPU, in C order."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the memory of a plain CPU tensor as a 1-D uint8 array. Not for empty tensors."""
+    with torch.no_grad():
+        array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def copy_plain(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another one, casting if need be, without torch's thread pool.
+
+    Tensors that are not contiguous, or not on the CPU, are left to torch.
+
+    Args:
+        target: Of the shape of ``source``; needs no gradient.
+        source: Is only read.
+    """
+    with torch.no_grad():
+        if target.is_contiguous() and target.device.type == "cpu" and is_plain_cpu(source):
+            copy_pairs(cut(target, source))
+        else:
+            target.copy_(source)
+
+
+def cut(target: torch.Tensor, source: torch.Tensor) -> list[TensorPair]:
+    """A pair of contiguous tensors as pairs of at most a batch."""
+    to, of = target.view(-1), source.view(-1)
+    if to.numel() <= _BATCH:
+        return [(to, of)]
+    # The "unsafe" one knows nothing of autograd, and takes a third of the time.
+    return list(zip(torch.unsafe_split(to, _BATCH), torch.unsafe_split(of, _BATCH), strict=True))
+
+
+def copy_pairs(pairs: Sequence[TensorPair], pool: CopyPool | None = None) -> None:
+    """Copy pairs of at most a batch, casting if need be."""
+    batches: list[list[TensorPair]] = []
+    filled = _BATCH + 1
+    for pair in pairs:
+        filled += pair[0].numel()
+        if filled > _BATCH:
+            batches.append([])
+            filled = pair[0].numel()
+        batches[-1].append(pair)
+    if pool is None or len(batches) < 2:
+        for batch in batches:
+            _copy_batch(batch)
+    else:
+        pool.run(_copy_batch, batches)
+
+
+@torch.no_grad()
+def _copy_batch(batch: Sequence[TensorPair]) -> None:
+    """Copy some milliseconds' worth in one call: it releases the GIL once for all of it."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for target, source in batch:
+        if target.numel() <= PIECE:
+            targets.append(target)
+            sources.append(source)
+        else:
+            targets += torch.unsafe_split(target, PIECE)
+            sources += torch.unsafe_split(source, PIECE)
+    torch._foreach_copy_(targets, sources)

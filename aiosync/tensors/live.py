@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
+from aiosync.tensors.copying import LARGE_NBYTES, as_bytes, is_plain_cpu
 from aiosync.wire import ALIGNMENT
 
 if TYPE_CHECKING:

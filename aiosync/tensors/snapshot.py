@@ -17,11 +17,10 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
-from aiosync.tensors._plain import LARGE_NBYTES, as_bytes, is_plain_cpu
 from aiosync.tensors._signature import Signature, any_nested
 from aiosync.tensors._tensordict import is_tensordict
 from aiosync.tensors._tree import Found, ModuleTree, outline, unwrap
-from aiosync.tensors.copying import CopyPool, copy_blocks
+from aiosync.tensors.copying import LARGE_NBYTES, CopyPool, as_bytes, copy_blocks, is_plain_cpu
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves
 from aiosync.wire import DEFAULT_LIMITS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -38,7 +37,6 @@ INLINE_NBYTES = 128 * 2**10
 """Payloads up to this size travel in the control stream."""
 
 _POLL_SECONDS = 1.0
-_MAX_EARLY = 64  # messages that are kept while nobody is in recv()
 
 _NBYTES = "beside"
 """Entry of an extension map: bytes of the payload that travels beside the stream."""
@@ -66,8 +64,6 @@ class BesideTransport(Transport):
         self._carrier = carrier
         self._inline_nbytes = inline_nbytes
         self._sending = self._receiving = self._told = False
-        self._waiting = self._subscribed = False
-        self._early: deque[tuple[Message, Mapping[str, ExtValue] | None]] = deque()
         # Sticky, and before what the control stream may still have in hand.
         self._broken: LinkError | None = None
         carrier.control = control.channel
@@ -91,13 +87,7 @@ class BesideTransport(Transport):
 
     def _hear(self, message: Message, ext: Mapping[str, ExtValue] | None = None) -> bool:
         if not isinstance(message, Setup):
-            if self._waiting or (self._subscribed and not self._early):
-                return False
-            if len(self._early) >= _MAX_EARLY:
-                return False
-            # Read on: what lets a payload of this side go may be behind it.
-            self._early.append((message, ext))
-            return True
+            return False
         if message.kind != self._carrier.kind:
             raise RemoteProtocolError(
                 f"the peer moves payloads by {message.kind[:40]!a}, this side by "
@@ -216,7 +206,6 @@ class BesideTransport(Transport):
 
     def subscribe(self, handler: Handler) -> bool:
         """See :meth:`Transport.subscribe`; for messages without payload."""
-        self._subscribed = True
         return self._control.subscribe(handler)
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
@@ -237,7 +226,11 @@ class BesideTransport(Transport):
                 left = None if timeout is None else max(0.0, timeout + started - loop.time())
                 message, ext, buffers, nbytes = await self._next(into, left)
                 if isinstance(message, Setup):  # came before divert()
-                    self._hear_late(message)
+                    try:
+                        self._hear(message)
+                    except RemoteProtocolError as exc:
+                        self.channel.fail(exc)
+                        raise
                     continue
                 if not ext or _NBYTES not in ext:
                     return Received(message, [flat_view(each) for each in buffers], nbytes)
@@ -254,12 +247,6 @@ class BesideTransport(Transport):
     async def _next(
         self, into: Lender | None, timeout: float | None
     ) -> tuple[Message, Mapping[str, ExtValue] | None, list[Any], int]:
-        if self._early:
-            await asyncio.sleep(0)  # a checkpoint
-            if not self.channel.closed:
-                message, ext = self._early.popleft()
-                return message, ext, [], 0
-        self._waiting = True
         try:
             return await self.channel.recv(into, timeout)
         except PeerClosed as exc:
@@ -267,15 +254,6 @@ class BesideTransport(Transport):
             if not hint:
                 raise
             raise PeerClosed(f"{exc}; {hint}") from exc
-        finally:
-            self._waiting = False
-
-    def _hear_late(self, message: Setup) -> None:
-        try:
-            self._hear(message)
-        except RemoteProtocolError as exc:
-            self.channel.fail(exc)
-            raise
 
     async def _fetch(
         self, message: Message, ext: Mapping[str, ExtValue], into: Lender | None

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, PeerClosed, RemoteProtocolError
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._io import ByteIo, unacknowledged_nbytes
+from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkError, LinkState
 from aiosync.transports._processes import open_pidfd
 from aiosync.transports._reader import FrameReader
@@ -121,29 +121,9 @@ class FramedChannel:
         return self._reader.limits is self.limits
 
     @property
-    def may_read_next(self) -> bool:
-        """See :attr:`FrameSource.may_read_next`."""
-        return self._reader.may_read_next
-
-    def read_next(self, seconds: float) -> None:
-        """See :meth:`FrameSource.read_next`."""
-        self._reader.read_next(seconds)
-
-    @property
     def written_nbytes(self) -> int:
         """Bytes of large writes that the stream took so far; grows while a write makes progress."""
         return self._writer.written
-
-    @property
-    def taken_nbytes(self) -> int:
-        """The same, less what the kernel still keeps because the peer's host has not taken it.
-
-        Counts up while that host takes anything at all, however large the kernel's buffer is; it
-        counts down when something small is written. Known for TCP on Linux; elsewhere the same as
-        :attr:`written_nbytes`.
-        """
-        kept = 0 if self.ended else unacknowledged_nbytes(self.io.write_fd)
-        return self._writer.written - kept
 
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""
@@ -180,6 +160,10 @@ class FramedChannel:
     ) -> None:
         """Write a frame and its payload; the contract of ``Transport.send``."""
         await self._writer.send(frame, payload, timeout)
+
+    def keep_rest(self) -> None:
+        """Copy what the stream has not taken yet: its buffers are about to change."""
+        self._writer.keep_rest()
 
     def watch_process(self, pid: int) -> None:
         """Notice the death of the peer's process even when somebody else holds its descriptors.

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import os
 import socket
-import sys
-import termios
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -23,7 +20,6 @@ __all__ = [
     "SocketIo",
     "StreamIo",
     "socket_of",
-    "unacknowledged_nbytes",
     "widen_socket",
 ]
 
@@ -267,18 +263,3 @@ def widen_socket(fd: int) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
-
-
-def unacknowledged_nbytes(fd: int) -> int:
-    """Bytes that were written to a TCP socket and that the peer's host has not taken yet.
-
-    Returns:
-        0 where the kernel does not tell: for anything else, and on other systems than Linux.
-    """
-    if sys.platform != "linux":
-        return 0
-    with contextlib.suppress(OSError), socket_of(fd) as sock:
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            answer = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ
-            return int.from_bytes(answer, sys.byteorder)
-    return 0

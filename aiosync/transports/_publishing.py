@@ -6,11 +6,10 @@ share. Must not import asyncio, torch or anything above ``transports``.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from aiosync.errors import LocalProtocolError, TransportError
+from aiosync.errors import LocalProtocolError
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import SocketIo
 from aiosync.transports._segment import Arena, Slot
@@ -25,16 +24,13 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["AHEAD", "LAST", "LEFT", "LEFT_SLOT", "FrameCache", "SlotPublisher"]
+__all__ = ["LAST", "LEFT", "LEFT_SLOT", "FrameCache", "SlotPublisher"]
 
 LEFT, LEFT_SLOT = "left", "left-slot"
 """Entries of an acknowledgement's extension map: segment and slot that its sender left."""
 
 LAST = "last"
 """Entry of a release's extension map: the reader closes the link and reads nothing any more."""
-
-AHEAD = "ahead"
-"""Entry of a release's extension map: it releases nothing, an update follows any moment."""
 
 _MAX_FRAMES = 64
 _NEVER = (0, 0)
@@ -117,14 +113,6 @@ class SlotPublisher:
         if known is None:
             return self.publish_nowait(Update(epoch, version, digest), slot, nbytes)
         return self._publish_frame(known.encode(version), slot, version)
-
-    def tell_ahead(self) -> None:
-        """Say that an update follows any moment, unless the link is busy or has ended."""
-        if self._channel.ended:
-            return
-        known = self._frames.get(AHEAD) or self._frames.make(AHEAD, Release(0, 0, 1), {AHEAD: 1})
-        with contextlib.suppress(TransportError):  # who sends the update itself meets it again
-            self._channel.send_now(known.encode(1))
 
     def _publish_frame(self, frame: bytes, slot: Slot, version: int) -> bool:
         if not self._announce_nowait(slot):

@@ -51,10 +51,6 @@ class Hub:
         async with self._changed:  # behind a put() that waits for it
             self._refs.pop(ticket, None)
 
-    async def count(self) -> int:
-        """How many tickets there are."""
-        return len(self._refs)
-
     async def stay(self) -> None:
         """Never returns: a caller that waits for it notices the end of this actor."""
         import asyncio

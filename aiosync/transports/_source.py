@@ -10,7 +10,6 @@ Must not import torch, anyio or anything above ``transports``.
 from __future__ import annotations
 
 import asyncio
-import select
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
@@ -74,8 +73,6 @@ class FrameSource:
         self._gone: TransportError | None = None
         self._landed: Callable[[], None] | None = None
         self._busy = self._reading = self._timed_out = self._unread_soon = False
-        # A message is being handled after which nothing was read; and read_next() is at work.
-        self._alone = self._reads_next = False
         self._stopped_short = False  # at a message; what came with it may never be told again
         state.on_end.append(self.stop)
         self._resume()
@@ -212,27 +209,6 @@ class FrameSource:
         except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
             self._handler_failed(exc)
 
-    @property
-    def may_read_next(self) -> bool:
-        """Whether :meth:`read_next` may be called: nothing was read after this message."""
-        # Once: a peer that announces and announces shall not keep the loop, nor fill the stack.
-        return self._alone and not self._reads_next and self._reading and not self._state.ended
-
-    def read_next(self, seconds: float) -> None:
-        """Wait for the next message here, without the loop, and handle it.
-
-        For the handler of a message that says that another one follows any moment. Nothing
-        else runs on this thread meanwhile. Only where :attr:`may_read_next`.
-        """
-        poll = select.poll()
-        poll.register(self._io.read_fd, select.POLLIN)
-        if self.may_read_next and poll.poll(1000 * seconds):
-            self._reads_next = True
-            try:
-                self._on_event()
-            finally:
-                self._reads_next = False
-
     def _handler_failed(self, exc: Exception) -> None:
         if isinstance(exc, (ProtocolError, TransportError)):
             self._state.fail(exc)
@@ -266,11 +242,7 @@ class FrameSource:
             return
         repeated = decoder.repeat_of(data)
         if repeated is not None:
-            self._alone = True
-            try:
-                self._repeat(*repeated)
-            finally:
-                self._alone = False
+            self._repeat(*repeated)
             return
         if data:
             decoder.feed(data)

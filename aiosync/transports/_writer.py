@@ -37,6 +37,7 @@ class FrameWriter:
         self._io = io
         self._state = state
         self._out: list[memoryview] = []  # what is left of the frame being written
+        self._next: list[memoryview] = []  # the frame that comes after it
         self._started = False  # some of its bytes are with the kernel
         self._queue: deque[bytes] = deque()  # control frames that go out between two others
         self._waiter: asyncio.Future[None] | None = None
@@ -115,12 +116,13 @@ class FrameWriter:
         handle = None
         if timeout is not None:
             handle = self._state.loop.call_later(timeout, self._expire)
+        self._next = [memoryview(frame), *payload]
         try:
             await asyncio.sleep(0)  # a checkpoint, before the first byte
             while self._out:  # the tail of an earlier send_now(): not ours to cut
                 await self._wait(timeout)
             self._state.check()
-            self._out, self._started = [memoryview(frame), *payload], False
+            self._out, self._next, self._started = self._next, [], False
             try:
                 self._write(_WINDOW_NBYTES)
                 while self._out or self._io.has_unsent:
@@ -131,11 +133,17 @@ class FrameWriter:
                     self._abandon()
                 raise
         finally:
-            self._busy = False
+            self._busy, self._next = False, []
             if handle is not None:
                 handle.cancel()
             if self._queue:
                 self._watch()
+
+    def keep_rest(self) -> None:
+        """Copy what the stream has not taken yet: its buffers are about to change."""
+        self._out, self._next = (
+            [memoryview(b"".join(views))] if views else [] for views in (self._out, self._next)
+        )
 
     async def _wait(self, timeout: float | None) -> None:
         self._state.check()

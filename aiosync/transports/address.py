@@ -11,17 +11,11 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
 from aiosync.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - no locks on this platform
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Address", "any_port_of", "bind", "own_host"]
 
@@ -138,29 +132,23 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
             sock.close()
             raise
     except OSError as exc:
-        reason = "another process or scheme listens there" if _in_use(exc) else str(exc)
+        in_use = "another process or scheme listens there, or it is no socket"
+        reason = in_use if exc.errno == errno.EADDRINUSE else exc
         raise ConfigError(f"cannot listen on {address}: {reason}") from exc
     return sock, Address("tcp", host=address.host, port=sock.getsockname()[1])
-
-
-def _in_use(exc: OSError) -> bool:
-    return exc.errno == errno.EADDRINUSE
 
 
 def _bind_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Between bind() and listen() a socket looks as one that a dead process left behind.
-        with _exclusively(path):
-            try:
-                _bind_private(sock, path)
-            except OSError as exc:
-                if not _in_use(exc) or not _is_stale(path):
-                    raise
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                _bind_private(sock, path)
-            sock.listen(_BACKLOG)
+        if _is_stale(path):
+            os.unlink(path)
+        # The mode of the socket object becomes that of the file, so that there is no moment in
+        # which others may connect. A umask would be process-wide.
+        os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+        sock.bind(path)
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except BaseException:  # raised again: the caller sees it
         sock.close()
@@ -168,80 +156,12 @@ def _bind_unix(path: str) -> socket.socket:
     return sock
 
 
-@contextlib.contextmanager
-def _exclusively(path: str) -> Iterator[None]:
-    """Keep other processes that bind ``path`` out, by a lock on a file beside it.
-
-    The file is there only meanwhile. Where none can be made, nobody is kept out.
-
-    Raises:
-        OSError: Another one binds it at this moment (EADDRINUSE).
-    """
-    folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.aiosync-lock")
-    file = _locked(beside)
-    try:
-        yield
-    finally:
-        if file is not None:
-            # Before it is unlocked: whoever waits for this file finds that it is not the one
-            # beside the path any more.
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            os.close(file)
-
-
-def _locked(path: str) -> int | None:
-    """Descriptor of a file that this call has locked; ``None`` where that cannot be done."""
-    while fcntl is not None:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.lstat(path)):
-                return file
-        except FileNotFoundError:
-            pass  # its last owner removed it after it was opened here
-        except BlockingIOError as exc:
-            os.close(file)
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from exc
-        except OSError:  # a file system without locks; the file may be another one's
-            os.close(file)
-            return None
-        os.close(file)
-    return None
-
-
-def _bind_private(sock: socket.socket, path: str) -> None:
-    # The mode of the socket object becomes that of the file, so that there is no moment in which
-    # others may connect. A umask would be process-wide.
-    os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-    sock.bind(path)
-    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
-
-
 def _is_stale(path: str) -> bool:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        if os.path.islink(path):
-            raise OSError("a link that leads nowhere is there") from None
-        return True  # whoever listened there removed it just now
-    if not stat.S_ISSOCK(mode):
-        is_file = "a regular file" if stat.S_ISREG(mode) else "something that is no socket"
-        what = "a directory" if stat.S_ISDIR(mode) else is_file
-        raise OSError(f"{what} is there: choose another path, or remove it")
+    """Whether a socket is there that nobody listens on."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
+        refused = probe.connect_ex(path) == errno.ECONNREFUSED
+    return refused and stat.S_ISSOCK(os.stat(path).st_mode)
 
 
 def own_host(towards: str | None) -> str:

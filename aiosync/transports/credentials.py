@@ -6,7 +6,6 @@ or the event loop.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -133,101 +132,18 @@ class TLS:
 
     def _load(self, context: ssl.SSLContext) -> None:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if self.cert is not None:
-            self._load_own(context, self.cert)
-        if self.ca is not None:
-            _check_readable(self.ca, "certificate")
-            try:
-                context.load_verify_locations(self.ca)
-            except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-                raise _not_usable(self.ca, "certificate", exc) from exc
-
-    def _load_own(self, context: ssl.SSLContext, cert: str | os.PathLike[str]) -> None:
-        """Load certificate and key. OpenSSL does not say which of the files it could not use."""
-        asked = False
-
-        def password() -> bytes:
-            # Without a callback OpenSSL would ask on the terminal, and wait.
-            nonlocal asked
-            asked = True
-            return self.password.value if isinstance(self.password, Secret) else b""
-
-        _check_readable(cert, "certificate")
-        if self.key is not None:
-            _check_readable(self.key, "key")
-        key = cert if self.key is None else self.key
+        # Without a password OpenSSL would ask on the terminal, and wait.
+        password = self.password.value if isinstance(self.password, Secret) else b""
+        files = f"certificate file {self.cert} with the key file {self.key or self.cert}"
         try:
-            context.load_cert_chain(cert, self.key, password=password)
-        except (OSError, ValueError) as exc:
-            if getattr(exc, "reason", None) == "KEY_VALUES_MISMATCH":
-                why = f"the key in {key} does not belong to the certificate in {cert}"
-            elif asked and self.password is None:
-                why = f"the key in {key} is encrypted: pass TLS(password=...)"
-            elif asked:
-                why = f"the password does not fit the key in {key}, or the key is damaged"
-            elif self.key is None and _has_certificate(cert):
-                why = f"key= is not given, and the certificate file {cert} has no key of use"
-            elif _has_certificate(cert):
-                raise _not_usable(key, "key", exc) from exc
-            else:
-                raise _not_usable(cert, "certificate", exc) from exc
-            raise ConfigError(f"{why}: {exc}") from exc
-
-
-def _not_usable(path: object, kind: str, exc: Exception) -> ConfigError:
-    return ConfigError(f"the {kind} file {path} cannot be used: {exc}")
-
-
-def _check_readable(path: str | os.PathLike[str], kind: str) -> None:
-    try:
-        os.stat(path)  # not opened: it may be a pipe, which can be read once
-    except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", None) or exc
-        raise ConfigError(f"the {kind} file {path} cannot be used: {why}") from exc
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"the {kind} file {path} cannot be used: it is not readable")
-
-
-def _has_certificate(path: str | os.PathLike[str]) -> bool:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
-    except OSError:
-        return False
-    return True
-
-
-def _check_listens(context: ssl.SSLContext) -> None:
-    """Refuse a context that can let nobody in.
-
-    Raises:
-        ConfigError: It is one of the side that dials, or has no certificate.
-    """
-    if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
-        raise ConfigError(
-            "this ssl.SSLContext is for the side that dials: the side that listens needs "
-            "ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) with a certificate, or "
-            "aiosync.TLS(cert=..., key=...)"
-        )
-    unusual = any(each["auth"] in ("auth-null", "auth-psk") for each in context.get_ciphers())
-    if context.sni_callback is not None or unusual:
-        return  # it may do without a certificate of its own
-    # A context does not say what certificates it has. One that has none finds, in the first
-    # message of a client that takes everything, nothing to agree on.
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_mode = ssl.CERT_NONE
-    client.set_ciphers("ALL:@SECLEVEL=0")
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.wrap_bio(back, there).do_handshake()
-    try:
-        context.wrap_bio(there, back, server_side=True).do_handshake()
-    except (ssl.SSLError, ValueError) as exc:
-        # Anything else, a wish for more bytes above all, is not for here.
-        if getattr(exc, "reason", None) == "NO_SHARED_CIPHER":
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key, password)
+            files = f"certificate file {self.ca}"
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
             raise ConfigError(
-                "this ssl.SSLContext has no certificate to show: the side that listens needs "
-                "context.load_cert_chain(...), or aiosync.TLS(cert=..., key=...)"
+                f"the {files} cannot be used (an encrypted key needs password=): {exc}"
             ) from exc
 
 
@@ -273,8 +189,11 @@ class Credentials:
         """
         if isinstance(self.tls, TLS):
             return self.tls.listening_context()
-        if self.tls is not None:
-            _check_listens(self.tls)
+        if self.tls is not None and self.tls.protocol == ssl.PROTOCOL_TLS_CLIENT:
+            raise ConfigError(
+                "this ssl.SSLContext is for the side that dials: the side that listens needs "
+                "ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) with a certificate"
+            )
         return self.tls
 
     def dialling_context(self) -> ssl.SSLContext | None:

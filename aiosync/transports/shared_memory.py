@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._incoming import SlotReader
 from aiosync.transports._io import SocketIo
-from aiosync.transports._publishing import AHEAD, LAST, FrameCache, SlotPublisher
+from aiosync.transports._publishing import LAST, FrameCache, SlotPublisher
 from aiosync.transports._segment import Arena, Slot
 from aiosync.transports.base import (
     Again,
@@ -64,9 +64,6 @@ class SharedMemTransport(Transport):
 
     Attributes:
         publisher: Publishes slots that were filled by somebody else, for schemes.
-        on_ahead: Called when the peer has said that an update follows any moment and it is not
-            here yet, with a function that waits for the next message on this thread and has it
-            handled: ``read_next(seconds)``.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -91,7 +88,6 @@ class SharedMemTransport(Transport):
         self._again: Received | None = None  # a slot whose copy was cancelled
         self._slot_free: asyncio.Future[None] | None = None
         self._handler: Handler | None = None
-        self.on_ahead: Callable[[Callable[[float], None]], None] | None = None
         if self._own_arena:
             self._arena.on_free = self._on_free
         self._channel = FramedChannel(
@@ -216,8 +212,6 @@ class SharedMemTransport(Transport):
             if ext and ext.get(LAST) is True:
                 self.publisher.on_last(message)
                 return True
-            if ext and ext.get(AHEAD) == 1:
-                return self._on_word_ahead
             on_release = functools.partial(
                 self.publisher.on_release, (message.segment_id, message.slot), message.retained
             )
@@ -233,10 +227,6 @@ class SharedMemTransport(Transport):
         if again is None:
             return True
         return without_payload(again) if left is None else self._repeated_ack(again, left)
-
-    def _on_word_ahead(self, _serial: int) -> None:
-        if self.on_ahead is not None and self._channel.may_read_next:
-            self.on_ahead(self._channel.read_next)
 
     def _repeated_ack(self, again: Again, left: tuple[int, int]) -> Repeat:
         """Handle an acknowledgement that also says that the peer left a slot."""

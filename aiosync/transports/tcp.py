@@ -11,8 +11,10 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar
+
+from aiohappyeyeballs import AddrInfoType, start_connection
 
 from aiosync.errors import (
     ConfigError,
@@ -21,9 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._framed import FramedTransport
 from aiosync.transports._io import ByteIo, StreamIo, widen_socket
-from aiosync.transports._opening import Opening, Place
 from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
-from aiosync.transports._resolving import look_up
 from aiosync.transports._tls import PlainPeer, TlsIo
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
@@ -38,6 +38,7 @@ TCP_LIMITS = Limits()
 _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
 _UNTAKEN_SECONDS = 60.0
+_HEAD_START_SECONDS = 0.25
 _MAX_KEEPALIVE_SECONDS = 32767  # what Linux takes
 
 
@@ -136,10 +137,9 @@ class TCPTransport(FramedTransport):
         if context is None:
             context = credentials.dialling_context()
         name = name or str(address)
-        opening = Opening(lambda sock: _prepare(sock, keepalive, untaken))
         try:
             async with asyncio.timeout(timeout):
-                sock = await _open(address, opening)
+                sock = await _open(address, keepalive, untaken)
                 io = await _secured(
                     sock, context, server_side=False, hostname=_hostname(credentials, address)
                 )
@@ -150,10 +150,7 @@ class TCPTransport(FramedTransport):
                     transport.abort()
                     raise
         except TimeoutError as exc:
-            tried = opening.why_not()
-            raise ConnectTimeout(
-                f"{name} did not answer within {timeout:g} s" + (f": {tried}" if tried else "")
-            ) from exc
+            raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
         transport.channel.set_limits(limits or TCP_LIMITS)
         if not payloads:
             transport.channel.refuse_payloads()
@@ -238,25 +235,31 @@ class TCPTransport(FramedTransport):
 # -- sockets ----------------------------------------------------------------------------------
 
 
-async def _open(address: Address, opening: Opening) -> socket.socket:
+async def _open(address: Address, keepalive: float | None, untaken: float | None) -> socket.socket:
+    sock = None
     try:
-        places = await _look_up(address)
-    except OSError as exc:
-        raise ConnectError(f"{address} cannot be looked up: {exc}") from exc
-    sock = await opening.connect(places)
-    if sock is None:
-        reason = opening.why_not() or "it has no address"
-        raise ConnectError(f"{address} cannot be reached: {reason}") from (
-            opening.failures[0] if opening.failures else None
-        )
+        if address.scheme == "unix":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            sock.connect(address.path)  # loops take one whose backlog is full for connected
+        else:
+            found = await _look_up(address.host, address.port)
+            sock = await start_connection(found, happy_eyeballs_delay=_HEAD_START_SECONDS)
+        _prepare(sock, keepalive, untaken)
+    except (OSError, RuntimeError, ValueError) as exc:  # of the loop; of a name that cannot be one
+        if sock is not None:
+            sock.close()
+        raise ConnectError(f"{address} cannot be reached: {exc}") from exc
     return sock
 
 
-async def _look_up(address: Address) -> list[Place]:
-    if address.scheme == "unix":
-        return [(socket.AF_UNIX, address.path)]
-    found = await look_up(address.host, address.port)
-    return [(family, where) for family, _kind, _proto, _name, where in found]
+async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
+    try:  # numbers need no resolver, which would need a thread
+        flags = 0 if host == "localhost" else socket.AI_NUMERICHOST
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except socket.gaierror:
+        loop = asyncio.get_running_loop()
+        return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:

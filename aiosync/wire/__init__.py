@@ -54,7 +54,6 @@ from aiosync.wire.messages import (
     Proof,
     Refuse,
     Release,
-    Resend,
     Segment,
     Setup,
     Status,
@@ -63,7 +62,7 @@ from aiosync.wire.messages import (
     decode_header,
     encode_header,
 )
-from aiosync.wire.packing import MAX_DEPTH, MAX_OBJECTS, encode_values
+from aiosync.wire.packing import MAX_DEPTH, MAX_ITEMS, encode_values
 
 __all__ = [
     "ALIGNMENT",
@@ -77,7 +76,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
-    "MAX_OBJECTS",
+    "MAX_ITEMS",
     "MAX_WORKER_IDX",
     "NO_LIMITS",
     "PREFIX_NBYTES",
@@ -108,7 +107,6 @@ __all__ = [
     "Refuse",
     "Release",
     "Repeat",
-    "Resend",
     "RunningChecksum",
     "Segment",
     "Setup",

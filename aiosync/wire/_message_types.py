@@ -25,7 +25,6 @@ __all__ = [
     "Proof",
     "Refuse",
     "Release",
-    "Resend",
     "Segment",
     "Setup",
     "Status",
@@ -238,21 +237,6 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Resend:
-    """A receiver asks for a chunk that arrived damaged.
-
-    Attributes:
-        epoch: Epoch of the update.
-        version: Version of the update.
-        chunk: Index of the chunk; 0 for an update that is not chunked.
-    """
-
-    epoch: int
-    version: int
-    chunk: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Fetch:
     """A receiver asks for the newest version; the answer is an update, or :class:`Current`.
 
@@ -317,7 +301,6 @@ Message: TypeAlias = (
     | Release
     | Challenge
     | Proof
-    | Resend
     | Fetch
     | Current
     | Status

@@ -26,7 +26,6 @@ from aiosync.wire._message_types import (
     Proof,
     Refuse,
     Release,
-    Resend,
     Segment,
     Setup,
     Status,
@@ -35,7 +34,7 @@ from aiosync.wire._message_types import (
 )
 from aiosync.wire._specs import FIELDS, SPECS
 from aiosync.wire.manifest import DEFAULT_LIMITS
-from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
+from aiosync.wire.packing import InvalidData, pack_header, unpack_header
 
 __all__ = [
     "MAX_ERROR_TEXT_NBYTES",
@@ -51,7 +50,6 @@ __all__ = [
     "Proof",
     "Refuse",
     "Release",
-    "Resend",
     "Segment",
     "Setup",
     "Status",
@@ -109,7 +107,6 @@ def maker_of(message: Message) -> Maker | None:
 
 _TYPE_KEY = "t"
 _EXT_KEY = "x"
-_IGNORED_PREFIX = "x-"
 
 
 def encode_header(
@@ -186,8 +183,8 @@ def decode_header(
         The message, and the extension map or ``None``.
 
     Raises:
-        RemoteProtocolError: Malformed; an unknown message type; an unknown field whose name
-            does not start with ``"x-"``; a missing, wrong-typed or out-of-range field.
+        RemoteProtocolError: Malformed; an unknown message type or field; a missing, wrong-typed
+            or out-of-range field.
     """
     message, ext, _ = decode_header_keys(data, limits=limits)
     return message, ext
@@ -220,7 +217,8 @@ def decode_header_keys(
                 ext = check_ext(value)
             else:
                 where = cls.__name__
-                _check_unknown(key, value)
+                shown = repr(key[:40]) if isinstance(key, str | bytes) else type(key).__name__
+                raise InvalidData(f"unknown field {shown}")
         where = cls.__name__
         if not required <= values.keys():
             raise InvalidData(f"without {', '.join(sorted(required - values.keys()))}")
@@ -230,11 +228,3 @@ def decode_header_keys(
             f"illegal header ({where}): {exc}" if where else f"illegal header: {exc}"
         ) from exc
     return message, ext, last
-
-
-def _check_unknown(key: object, value: Any) -> None:
-    """Let a field from a later revision pass if its name says that it may be ignored."""
-    if type(key) is not str or not key.startswith(_IGNORED_PREFIX):
-        shown = repr(key[:40]) if isinstance(key, str | bytes) else type(key).__name__
-        raise InvalidData(f"unknown field {shown}")
-    check_value(value, 2)

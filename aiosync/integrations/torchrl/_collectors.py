@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import sys
 import threading
 import warnings
 import weakref
@@ -121,6 +120,7 @@ class CollectorOwner:
         model_id = given.get("model_id", args[0] if args else None) or "policy"
         if not isinstance(scheme, NoWeightSyncScheme):
             refuse_no_module(collector, model_id)
+            _refuse_ranks(collector)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which
@@ -187,11 +187,6 @@ class CollectorOwner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        worker_ids = kwargs.get("worker_ids")
-        # A truth value is no rank: taking one from it would make an index of it.
-        if isinstance(worker_ids, int) and not isinstance(worker_ids, bool):
-            if _is_rank(sys._getframe(1)):
-                kwargs = {**kwargs, "worker_ids": worker_ids - 1}
         weights = kwargs.get("weights", args[0] if args else None)
         if acts_itself(scheme, collector):
             return send_to_itself(scheme, collector, name, proceed, args, kwargs)
@@ -259,11 +254,7 @@ class CollectorOwner:
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
             )
-
-            def flipped(epoch: int, version: int) -> None:
-                labels.flipped(epoch, version, initial=not core._connected)
-
-            core._flipped = flipped
+            core._flipped = labels.flipped
 
     def _connect_receiver(
         self,
@@ -335,16 +326,14 @@ def _own_idx(collector: Any) -> int | None:
     return idx
 
 
-def _is_rank(frame: Any) -> bool:
-    """Whether ``DistributedCollector`` itself asks for the update: it then says a rank, from 1."""
-    through_update = False
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "update_policy_weights_":
-            through_update = True
-        elif through_update and not module.startswith("torchrl"):
-            return False
-        elif through_update and module == "torchrl.collectors.distributed.generic":
-            return True
-        frame = frame.f_back
-    return False
+def _refuse_ranks(collector: Any) -> None:
+    """Raise if a ``DistributedCollector`` would name workers by their ranks, from 1."""
+    if all(cls.__name__ != "DistributedCollector" for cls in type(collector).__mro__):
+        return
+    each = collector.update_after_each_batch and not collector._sync
+    if each or collector.max_weight_update_interval > -1:
+        raise ConfigError(
+            "a DistributedCollector with max_weight_update_interval=, or with sync=False and "
+            "update_after_each_batch=True, updates workers by their ranks, which schemes do not "
+            "know: use update_interval=, or call update_policy_weights_()"
+        )

@@ -71,6 +71,38 @@ class AiosyncInitInfo(WeightTransferInitInfo):
         if self.first_worker < 0:
             raise ValueError(f"first_worker must not be negative, got {self.first_worker!r}")
 
+    def receiving_scheme(self) -> WeightSyncScheme:
+        """The scheme of a worker of the engine, without a role; its weights are staged.
+
+        Raises:
+            ConfigError: The address or the token file cannot be used.
+        """
+        scheme: WeightSyncScheme
+        if self.address.startswith(f"{_SHARED}:"):
+            scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=self.timeout)
+            parts = urlsplit(self.address)
+            inner = scheme._scheme
+            pid = parse_qs(parts.query).get("pid", [""])[0]
+            if not parts.path.strip("/") and not parts.netloc:
+                raise ConfigError(
+                    f"{self.address!r} is not the address of a trainer's shared memory"
+                )
+            inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
+            inner._sender_pid = int(pid) if pid.isdigit() else None
+        else:
+            scheme = TCPWeightSyncScheme(
+                self.address,
+                "state_dict",
+                apply="manual",
+                timeout=self.timeout,
+                token=read_token(self.token_file),
+                tls=None if self.tls is None else TLS(**self.tls),
+                reconnect=None,  # the engine outlives trainers, and goes on with what it has
+            )
+        # Weights are loaded in update_weights(), on the thread that runs the model, nowhere else.
+        scheme._scheme._waits_for_first = False
+        return scheme
+
 
 @dataclass
 class AiosyncUpdateInfo(WeightTransferUpdateInfo):
@@ -155,37 +187,6 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
 
 
 # -- schemes -----------------------------------------------------------------------------------
-
-
-def receiving_scheme(info: AiosyncInitInfo) -> WeightSyncScheme:
-    """The scheme of a worker, without a role.
-
-    Raises:
-        ConfigError: The address or the token file cannot be used.
-    """
-    scheme: WeightSyncScheme
-    if info.address.startswith(f"{_SHARED}:"):
-        scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=info.timeout)
-        parts = urlsplit(info.address)
-        inner = scheme._scheme
-        pid = parse_qs(parts.query).get("pid", [""])[0]
-        if not parts.path.strip("/") and not parts.netloc:
-            raise ConfigError(f"{info.address!r} is not the address of a trainer's shared memory")
-        inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
-        inner._sender_pid = int(pid) if pid.isdigit() else None
-    else:
-        scheme = TCPWeightSyncScheme(
-            info.address,
-            "state_dict",
-            apply="manual",
-            timeout=info.timeout,
-            token=read_token(info.token_file),
-            tls=None if info.tls is None else TLS(**info.tls),
-            reconnect=None,  # the engine outlives trainers, and goes on with what it has
-        )
-    # Weights are loaded in update_weights(), on the thread that runs the model, and nowhere else.
-    scheme._scheme._waits_for_first = False
-    return scheme
 
 
 def sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:

@@ -30,7 +30,7 @@ from aiosync.errors import (
     RecvTimeout,
 )
 from aiosync.integrations.vllm._base import WeightTransferEngine
-from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo, receiving_scheme
+from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.integrations.vllm._ranks import Ranks
 from aiosync.integrations.vllm._reference import Reference, of_checkpoint, of_tensors
 from aiosync.integrations.vllm._undo import Backup, Undo
@@ -95,7 +95,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
                 "expert load balancing moves weights between updates, which a copy of them cannot "
                 "follow: set rollback=False"
             )
-        scheme = receiving_scheme(info)
+        scheme = info.receiving_scheme()
         index = info.first_worker + self._ranks.index
         scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=self._load)
         try:
