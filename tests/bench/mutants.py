@@ -1,0 +1,435 @@
+"""How good is the net? One-line faults, each put into a copy of the checkout, and who finds it.
+
+``python -m tests.bench.mutants`` tries them all; ``--only NAME`` one, ``--list`` none. Each fault
+names the tests that have to find it. Whoever rewrites the code of a fault writes a fault anew for
+what stands there then: one whose old text does not occur exactly once in its file fails the run,
+and an ordinary test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 100.0
+PATIENCE_SECONDS = 6.0
+"""For what a check of the contract waits for, which a fault may keep from happening."""
+
+
+class Mutant(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: What is wrong.
+        file: Where, below ``aiosync/``.
+        old: What stands there, once in the file.
+        new: What is put in its place.
+        tests: Arguments of pytest: who has to find it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def fits(self, root: Path = ROOT) -> bool:
+        """Whether it can be put in."""
+        path = root / "aiosync" / self.file
+        return path.exists() and path.read_text().count(self.old) == 1
+
+
+def contract(*names: str) -> str:
+    """The tests of some checks of the contract, over shared memory, pipes and TCP."""
+    return f"tests/contract/test_contract.py -k '{' or '.join(names)}'"
+
+
+def conformance(*names: str) -> str:
+    """The tests of some checks of the transports."""
+    return f"tests/conformance/test_transports.py -k '{' or '.join(names)}'"
+
+
+MUTANTS = [
+    # -- the guard and applying
+    Mutant(
+        "a read is not counted",
+        "schemes/guard.py",
+        "self._open.setdefault(thread, []).append(frame)",
+        "self._open.setdefault(thread, [])",
+        contract("update_waits_for_reader"),
+    ),
+    Mutant(
+        "an update is applied while somebody reads",
+        "schemes/guard.py",
+        "if self._open or self._applying is not None or self._pending is not None:",
+        "if self._applying is not None or self._pending is not None:",
+        contract("update_waits_for_forward"),
+    ),
+    Mutant(
+        "a read begins in the middle of an apply",
+        "schemes/guard.py",
+        "if self._applying is not None and self._applying[0] != thread:",
+        "if False:",
+        contract("read_waits_for_update"),
+    ),
+    Mutant(
+        "a refused version counts as applied",
+        "schemes/_applying.py",
+        "if error is None:  # readers see the version together with the weights",
+        "if True:",
+        contract("refused_names"),
+    ),
+    Mutant(
+        "what a refusal changed is not undone",
+        "tensors/apply.py",
+        "for step in reversed(undo):",
+        "for step in ():",
+        contract("refused_halfway"),
+    ),
+    Mutant(
+        "a buffer of the model is not copied",
+        "tensors/apply.py",
+        "        if plan.small:\n",
+        "        if False:\n",
+        contract("everything_travels"),
+    ),
+    Mutant(
+        "another dtype is cast in silence",
+        "tensors/_matching.py",
+        "if tensor.dtype is not dtype:",
+        "if False:",
+        contract("refused_names"),
+    ),
+    Mutant(
+        "a model goes on viewing a slot that its worker left",
+        "tensors/apply.py",
+        "tensor.data = tensor.data.clone()",
+        "pass",
+        contract("nothing_is_aliased"),
+    ),
+    # -- the snapshot
+    Mutant(
+        "weights that moved are copied from where they were",
+        "tensors/snapshot.py",
+        "elif program.addresses != addresses:",
+        "elif False:",
+        contract("changed_source"),
+    ),
+    Mutant(
+        "large tensors are copied only the first time",
+        "tensors/snapshot.py",
+        "        if self._large:\n",
+        "        if False:\n",
+        contract("several_workers"),
+    ),
+    Mutant(
+        "what was borrowed is not copied when the send is over",
+        "schemes/sender.py",
+        "            if send.borrowed:\n",
+        "            if False:\n",
+        contract("late_joiner_gets_what_was_sent"),
+    ),
+    # -- slots of shared memory
+    Mutant(
+        "a slot is written while a worker reads it",
+        "transports/_segment.py",
+        "return not (self.refs or self.holders or self.num_orphans)",
+        "return not (self.refs or self.num_orphans)",
+        contract("update_waits_for_reader"),
+    ),
+    Mutant(
+        "a slot that was left is never free again",
+        "transports/_segment.py",
+        "        if self.holders.pop(holder, None) is not None:\n",
+        "        if False:\n",
+        contract("memory_stays"),
+    ),
+    Mutant(
+        "a peer names a slot of a segment that it never announced",
+        "transports/_incoming.py",
+        "if view is None or nbytes > view.slot_nbytes:",
+        "if view is None:",
+        "tests/transports/test_hostile_slots.py",
+    ),
+    # -- versions, and what is on its way
+    Mutant(
+        "the same version twice is news",
+        "protocol/versions.py",
+        "if epoch == self._newest_epoch and version <= self._newest:",
+        "if epoch == self._newest_epoch and version < self._newest:",
+        "tests/unit/test_versions.py",
+    ),
+    Mutant(
+        "versions of another trainer are compared",
+        "protocol/versions.py",
+        "if epoch == self._newest_epoch and version <= self._newest:",
+        "if version <= self._newest:",
+        contract("other_trainer"),
+    ),
+    Mutant(
+        "the oldest update wins",
+        "protocol/outbox.py",
+        "self._pending = self._last_offered = version",
+        "self._last_offered, self._pending = version, self._pending or version",
+        contract("slow_worker"),
+    ),
+    Mutant(
+        "what is in flight is forgotten when the link ends",
+        "protocol/outbox.py",
+        "versions = [*self._in_flight, *pending, *self._waiting]",
+        "versions = [*pending, *self._waiting]",
+        contract("killed_worker", "close_wakes"),
+    ),
+    Mutant(
+        "an answer to another epoch counts",
+        "protocol/outbox.py",
+        "if ack.epoch != self.epoch or version not in in_flight:",
+        "if version not in in_flight:",
+        "tests/unit/test_outbox.py",
+    ),
+    Mutant(
+        "a part takes the place of another that waits",
+        "schemes/_coverage.py",
+        "if not kept and under_way <= names:",
+        "if True:",
+        contract("parts"),
+    ),
+    # -- the send and its report
+    Mutant(
+        "a worker that refused counts as one that applied",
+        "protocol/aggregate.py",
+        "self.failed[worker_idx] = outcome.error",
+        "self.acked.add(worker_idx)",
+        contract("refused_shape"),
+    ),
+    Mutant(
+        "a dead worker is an error of every send",
+        "schemes/sender.py",
+        "self.workers.unreported -= tracker.failed.keys()",
+        "pass",
+        contract("dead_worker"),
+    ),
+    Mutant(
+        "a send has no deadline",
+        "schemes/_send.py",
+        "            if send.deadline <= now:\n",
+        "            if False:\n",
+        contract("send_timeout"),
+    ),
+    Mutant(
+        "a send that closing ends looks like a failure of workers",
+        "schemes/sender.py",
+        "            if not self.workers.closed:\n",
+        "            if True:\n",
+        contract("close_wakes"),
+    ),
+    # -- who comes, goes, and comes again
+    Mutant(
+        "a late joiner gets only the newest part",
+        "schemes/_latest.py",
+        "if each.names and not each.names <= newer:",
+        "if False:",
+        contract("parts_for_a_late_joiner"),
+    ),
+    Mutant(
+        "an index is given to two workers",
+        "schemes/_workers.py",
+        "return self._pids[worker_idx] if any(map(is_up, links)) else None",
+        "return None",
+        contract("index_taken"),
+    ),
+    Mutant(
+        "a worker that came again stays lost",
+        "schemes/_workers.py",
+        "        self.lost.pop(worker_idx, None)\n",
+        "",
+        contract("dead_worker"),
+    ),
+    Mutant(
+        "a worker of another model is let in",
+        "schemes/_handshake.py",
+        "if message.model_id != model_id:",
+        "if False:",
+        contract("other_model"),
+    ),
+    Mutant(
+        "a worker that asks for a later version gets what there is",
+        "schemes/_workers.py",
+        "if version < peer.wanted:",
+        "if False:",
+        contract("pull"),
+    ),
+    Mutant(
+        "the first attempt to dial is the last",
+        "schemes/_dialling.py",
+        "self._last, self._reached = exc, False",
+        "raise",
+        contract("worker_before_trainer"),
+    ),
+    Mutant(
+        "a lost link is not replaced",
+        "schemes/_stream_receiving.py",
+        "if self._pipe is not None or self.reconnect == 0:",
+        "if True:",
+        contract("cut_link"),
+    ),
+    Mutant(
+        "a process that ends before it connects is waited for",
+        "schemes/_joining.py",
+        "watched.watch(loop, self.notify)",
+        "pass",
+        contract("dead_before_connect"),
+    ),
+    Mutant(
+        "a scheme that is closed goes on connecting",
+        "schemes/_closing.py",
+        "task is not None and not self._inherited and task is not current_task():",
+        "False:",
+        contract("close_wakes"),
+    ),
+    Mutant(
+        "a copy has the role of what it was made of",
+        "schemes/_core.py",
+        "other.__setstate__(self.__getstate__())",
+        "other.__dict__.update(vars(self))",
+        contract("pickling"),
+    ),
+    # -- the wire
+    Mutant(
+        "any proof of the token is good",
+        "wire/auth.py",
+        "if not hmac.compare_digest(message.mac, expected) or not fresh:",
+        "if not fresh:",
+        "tests/unit/test_auth.py",
+    ),
+    Mutant(
+        "a proof that is said back is good",
+        "wire/auth.py",
+        "data = _PREFIX + role + ",
+        "data = _PREFIX + ",
+        "tests/unit/test_auth.py",
+    ),
+    Mutant(
+        "a frame may announce any payload",
+        "wire/framing.py",
+        "if payload_nbytes > limits.max_payload_nbytes:",
+        "if False:",
+        conformance("limit"),
+    ),
+    Mutant(
+        "a damaged header is taken",
+        "wire/framing.py",
+        "if _crc32(header) != self._header_crc:",
+        "if False:",
+        "tests/unit/test_framing.py",
+    ),
+    Mutant(
+        "a damaged chunk is taken",
+        "protocol/chunks.py",
+        "if found != update.checksum:",
+        "if False:",
+        "tests/unit/test_chunks.py",
+    ),
+    Mutant(
+        "a send that was cut in the middle leaves the link open",
+        "transports/_writer.py",
+        '_state.fail(TransportBroken(f"a send to {name} was cut in mid-message"))',
+        "_state.check()",
+        conformance("cancel"),
+    ),
+]
+
+
+def pytest(copy: Path, tests: str) -> tuple[int, str]:
+    """Run tests in the copy; the exit status, 1 where they do not end, and the last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *shlex.split(tests)],
+            cwd=copy,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(copy),
+                "PYTHONDONTWRITEBYTECODE": "1",  # the copy changes within the second
+                "PATIENCE": str(PATIENCE_SECONDS),
+            },
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "the tests did not end"
+    return done.returncode, (done.stdout + done.stderr).strip().rpartition("\n")[2]
+
+
+def without_faults(copy: Path, chosen: list[Mutant]) -> bool:
+    """Whether the tests pass as long as nothing is wrong."""
+    wanted: dict[str, list[str]] = {}
+    for mutant in chosen:
+        path, *filters = shlex.split(mutant.tests)
+        wanted.setdefault(path, []).extend(filters[1:])
+    for path, filters in wanted.items():
+        some = f" -k {shlex.quote(' or '.join(filters))}" if filters else ""
+        status, last = pytest(copy, path + some)
+        if status:
+            print(f"without any fault {path} fails: {last}")
+            return False
+    return True
+
+
+def run(mutant: Mutant, copy: Path) -> str:
+    """Try one; ``""`` where it was found, else why not."""
+    if not mutant.fits(copy):
+        return f"does not apply: its old text does not occur once in {mutant.file}"
+    path = copy / "aiosync" / mutant.file
+    text = path.read_text()
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        status, last = pytest(copy, mutant.tests)
+    finally:
+        path.write_text(text)
+    return "" if status == 1 else f"{'pytest failed' if status else 'missed'}: {last}"
+
+
+def main() -> int:
+    """Try those that were asked for; 1 if one was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", help="those whose name holds this")
+    parser.add_argument("--list", action="store_true", help="only say what there is")
+    asked = parser.parse_args()
+    chosen = [each for each in MUTANTS if (asked.only or "") in each.name]
+    if asked.list:
+        for each in chosen:
+            print(f"{each.name}  [{each.file}: {each.tests}]")
+        return 0
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="aiosync-mutants-") as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        if not without_faults(copy, chosen):
+            return 1
+        for each in chosen:
+            started = time.monotonic()
+            why = run(each, copy)
+            bad += bool(why)
+            took = time.monotonic() - started
+            print(f"{'MISSED' if why else 'found '} {took:5.1f} s  {each.name}", flush=True)
+            if why:
+                print(f"        {why}", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} faults were found")
+    return 1 if bad or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
