@@ -1,0 +1,399 @@
+"""A model of publishing over shared memory: one sender, two workers, every order of their steps.
+
+What the model has of a segment: slots of two halves (the parameters, viewed; the buffers, copied),
+the kernel's lock on each, and for each worker the word that the sender writes. Each function below
+is one process. It takes a state and yields the states that one step of it can lead to, where a step
+is what no other process can see half of. The explorer walks all of them.
+
+The rules that a test may take away are in :data:`RULES`, so that it can show what each is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+RULES = frozenset(
+    {
+        "lock",  # the sender writes a slot only under an exclusive lock
+        "named",  # it never writes one that a word names
+        "newest",  # nor that of the newest version, where the next worker begins
+        "taken",  # nor one that another send of its own writes
+        "unlock first",  # it stores the words after it unlocked the slot
+        "overtaken",  # a send that is older than what was stored stores nothing
+        "store together",  # words are stored under the lock under which a worker joins
+        "look again",  # a worker reads its word again once it has the lock
+        "label last",  # the label changes at the end of a take: a read repeats one that was cut
+        "exclusive take",  # nobody reads in that process during a take
+        "parts after takes",  # a part is applied after the full version that the word names
+        "parts wait",  # a part waits for the sends that began before it
+    }
+)
+
+
+class Send(NamedTuple):
+    """A send under way: ``pc`` is what it does next."""
+
+    pc: str = "begin"
+    version: int = 0
+    slot: int = -1
+    is_part: bool = False
+    stored: int = 0  # words, in the order of the workers
+
+
+class Read(NamedTuple):
+    """A thread of a worker that takes and computes, again and again."""
+
+    pc: str = "idle"
+    left: int = 0
+    word: tuple[int, int] = (0, -1)  # what it read
+    since: int = 0  # the version that a read which began then may not be older than
+    first: tuple[int, int] = (0, 0)  # full and part, as its first layer saw them
+    joined: bool = False  # another read was open as it began
+    answers: bool = False  # it takes to answer a message, not to compute
+
+
+class Worker(NamedTuple):
+    """What a worker's process has."""
+
+    alive: bool = True
+    joined: bool = False
+    label: int = 0
+    slot: int = -1  # that its parameters view
+    buffers: int = 0  # the version of those that it copied
+    part: int = 0  # a part that came by message, on top
+    inbox: tuple[int, ...] = ()  # parts
+    threads: tuple[Read, ...] = (Read(),)
+
+
+class State(NamedTuple):
+    """Everything."""
+
+    slots: tuple[tuple[int, int], ...]
+    writers: tuple[int, ...]  # the send that has the exclusive lock of a slot, or -1
+    readers: tuple[frozenset[int], ...]  # the workers with a shared lock
+    words: tuple[tuple[int, int], ...]  # for each worker: version and slot
+    sends: tuple[Send, ...]
+    workers: tuple[Worker, ...]
+    next_version: int = 2
+    newest: tuple[int, int] = (1, 0)
+    full: frozenset[int] = frozenset({1})  # versions of which a word was stored
+    parts: frozenset[int] = frozenset()
+    returned: int = 1  # the newest version whose send has returned
+    owner: int = -1  # the send that holds the sender's lock
+    kills: int = 0
+    interrupts: int = 0
+
+
+def start(
+    *,
+    sends: int = 2,
+    parts: int = 0,
+    slots: int = 4,
+    workers: int = 2,
+    joiners: int = 0,
+    threads: int = 1,
+    reads: int = 1,
+    kills: int = 0,
+    interrupts: int = 0,
+) -> State:
+    """Version 1 stands in slot 0, and the workers have it, but for those that join later."""
+    reading = (Read(left=reads),) * threads
+    has = Worker(True, True, 1, 0, 1, threads=reading)
+    return State(
+        slots=((1, 1), *(((0, 0),) * (slots - 1))),
+        writers=(-1,) * slots,
+        readers=(frozenset(range(workers)), *((frozenset(),) * (slots - 1))),
+        words=(*(((1, 0),) * workers), *(((0, -1),) * joiners)),
+        sends=(*((Send(),) * sends), *((Send(is_part=True),) * parts)),
+        workers=(*((has,) * workers), *((Worker(threads=reading),) * joiners)),
+        kills=kills,
+        interrupts=interrupts,
+    )
+
+
+def put(old: tuple, idx: int, new: object) -> tuple:  # type: ignore[type-arg]
+    """A tuple with another item."""
+    return (*old[:idx], new, *old[idx + 1 :])
+
+
+# -- the sender ---------------------------------------------------------------------------------
+
+
+def is_free(state: State, slot: int, rules: frozenset[str]) -> bool:
+    """Whether a send may write a slot."""
+    return not (
+        ("taken" in rules and any(send.slot == slot for send in state.sends))
+        or ("named" in rules and any(
+            word[1] == slot for word, worker in zip(state.words, state.workers, strict=True)
+            if worker.alive
+        ))
+        or ("newest" in rules and state.newest[1] == slot)
+        or ("lock" in rules and (state.readers[slot] or state.writers[slot] >= 0))
+    )  # fmt: skip
+
+
+def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
+    """One step of a send."""
+    send = state.sends[idx]
+
+    def to(send: Send, **changes: object) -> State:
+        return state._replace(sends=put(state.sends, idx, send), **changes)
+
+    free = state.owner in (-1, idx)
+    if send.pc == "begin" and free and send.is_part:
+        under_way = any(each.pc not in ("begin", "done") for each in state.sends)
+        if under_way and "parts wait" in rules:
+            return
+        version = state.next_version
+        workers = tuple(
+            worker._replace(inbox=(*worker.inbox, version))
+            if worker.alive and worker.joined
+            else worker
+            for worker in state.workers
+        )
+        yield to(
+            send._replace(pc="answers", version=version),
+            next_version=version + 1,
+            workers=workers,
+            parts=state.parts | {version},
+        )
+    elif send.pc == "answers":
+        if all(send.version not in each.inbox for each in state.workers if each.alive):
+            yield to(send._replace(pc="done"), returned=max(state.returned, send.version))
+    elif send.pc == "begin" and free:
+        version = state.next_version
+        for slot in range(len(state.slots)):
+            if is_free(state, slot, rules):
+                yield to(
+                    send._replace(pc="copy", version=version, slot=slot),
+                    next_version=version + 1,
+                    writers=put(state.writers, slot, idx),
+                )
+                return  # which of the free ones makes no difference
+    elif send.pc in ("copy", "copy more"):
+        assert not state.readers[send.slot], "a slot is written while it is read"
+        half = send.pc == "copy more"
+        content = put(state.slots[send.slot], int(half), send.version)
+        after = "unlock" if "unlock first" in rules else "store"
+        yield to(
+            send._replace(pc=after if half else "copy more"),
+            slots=put(state.slots, send.slot, content),
+        )
+    elif send.pc == "unlock":
+        after = "store" if "unlock first" in rules else "return"
+        yield to(send._replace(pc=after), writers=put(state.writers, send.slot, -1))
+    elif send.pc == "store" and free:
+        if "overtaken" in rules and state.newest[0] > send.version:
+            done = send._replace(pc="done", slot=-1)  # skipped: it says so
+            yield to(done, writers=put(state.writers, send.slot, -1), owner=-1)
+            return
+        changes: dict[str, object] = {"owner": idx if "store together" in rules else -1}
+        if send.stored < len(state.words):
+            worker = state.workers[send.stored]
+            if worker.joined and worker.alive:
+                words = put(state.words, send.stored, (send.version, send.slot))
+                changes.update(words=words, full=state.full | {send.version})
+            yield to(send._replace(stored=send.stored + 1), **changes)
+            return
+        after = "return" if "unlock first" in rules else "unlock"
+        newest = max(state.newest, (send.version, send.slot))
+        full = state.full | {send.version}
+        yield to(send._replace(pc=after), newest=newest, full=full, owner=-1)
+    elif send.pc == "return":
+        returned = max(state.returned, send.version)
+        yield to(send._replace(pc="done", slot=-1), returned=returned)
+
+
+def cut_send(state: State, idx: int) -> Iterator[State]:
+    """An exception in a send, between any two of its steps: what its ``finally`` leaves."""
+    send = state.sends[idx]
+    if send.is_part or send.pc in ("begin", "done") or not state.interrupts:
+        return
+    locked = state.writers[send.slot] == idx
+    yield state._replace(
+        sends=put(state.sends, idx, send._replace(pc="done", slot=-1)),
+        writers=put(state.writers, send.slot, -1) if locked else state.writers,
+        owner=-1 if state.owner == idx else state.owner,
+        interrupts=state.interrupts - 1,
+    )
+
+
+# -- a worker ---------------------------------------------------------------------------------
+
+
+def unlock(state: State, who: int, but: set[int]) -> tuple[frozenset[int], ...]:
+    """The shared locks without those of a worker, but for some slots."""
+    readers = enumerate(state.readers)
+    return tuple(each if slot in but else each - {who} for slot, each in readers)
+
+
+def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> Iterator[State]:
+    """One step of a thread of a worker."""
+    worker = state.workers[who]
+    read = worker.threads[thread]
+    others = put(worker.threads, thread, Read())
+    taking = any(each.pc.startswith("take") for each in others)
+    reading = any(each.pc == "compute" for each in others)
+
+    def to(read: Read, own: dict[str, object] | None = None, **changes: object) -> State:
+        new = worker._replace(threads=put(worker.threads, thread, read), **(own or {}))
+        return state._replace(workers=put(state.workers, who, new), **changes)
+
+    if not worker.joined:
+        if thread == 0 and (state.owner == -1 or "store together" not in rules):
+            version, slot = state.newest  # the first word, under the sender's lock
+            yield to(
+                read._replace(pc="take", since=state.returned, word=(0, -1)),
+                {"joined": True},
+                words=put(state.words, who, (version, slot)),
+            )
+        return
+    if read.pc == "idle":
+        if taking and "exclusive take" in rules:
+            return
+        if worker.inbox and not reading:
+            yield to(read._replace(pc="take", answers=True))
+        if not read.left:
+            return
+        if reading:  # joins the version that is open
+            first = (state.slots[worker.slot][0], worker.part)
+            yield to(read._replace(pc="compute", first=first, joined=True))
+        else:
+            yield to(read._replace(pc="take", since=state.returned))
+    elif read.pc == "take":
+        word = state.words[who]
+        behind = word[0] > worker.label
+        if read.answers and not (behind and "parts after takes" in rules):
+            version, *rest = worker.inbox
+            own: dict[str, object] = {"inbox": tuple(rest)}
+            if version > worker.label:
+                own.update(part=version, label=version)
+            yield to(Read(left=read.left), own)
+        elif behind:
+            yield to(read._replace(pc="take lock", word=word))
+        else:
+            first = (state.slots[worker.slot][0], worker.part)
+            yield to(read._replace(pc="compute", first=first))
+    elif read.pc == "take lock":
+        slot = read.word[1]
+        if state.writers[slot] >= 0:
+            yield to(read._replace(pc="take"))
+        else:
+            readers = put(state.readers, slot, state.readers[slot] | {who})
+            yield to(read._replace(pc="take look"), readers=readers)
+    elif read.pc == "take look":
+        if state.words[who] == read.word or "look again" not in rules:
+            early = {} if "label last" in rules else {"label": read.word[0]}
+            yield to(read._replace(pc="take flip"), early)
+        else:
+            yield to(read._replace(pc="take"), readers=unlock(state, who, {worker.slot}))
+    elif read.pc == "take flip":
+        yield to(read._replace(pc="take copy"), {"slot": read.word[1]})
+    elif read.pc == "take copy":
+        buffers = state.slots[read.word[1]][1]
+        yield to(read._replace(pc="take label"), {"buffers": buffers})
+    elif read.pc == "take label":
+        own = {"label": read.word[0], "part": 0}
+        first = (state.slots[worker.slot][0], 0)
+        then = read._replace(pc="take" if read.answers else "compute", first=first)
+        yield to(then, own, readers=unlock(state, who, {read.word[1]}))
+    elif read.pc == "compute":
+        check_read(state, worker, read)
+        yield to(Read(left=read.left - 1))
+
+
+def check_read(state: State, worker: Worker, read: Read) -> None:
+    """What a forward saw, in its first layer and now, is one version, and new enough."""
+    assert worker.alive
+    seen = (state.slots[worker.slot][0], worker.part)
+    full, part = seen
+    assert seen == read.first, f"a forward saw {read.first} first, and then {seen}"
+    assert worker.buffers == full, f"parameters of {full} beside buffers of {worker.buffers}"
+    label = worker.label
+    expected = max(version for version in state.full if version <= label)
+    assert full == expected, f"label {label} with what {full} had, and not {expected}"
+    parts = [version for version in state.parts if full < version <= label]
+    assert part == max(parts, default=0), f"label {label} without the parts {parts}"
+    assert read.joined or label >= read.since, f"{label} is older than {read.since}"
+
+
+def cut_worker(state: State, who: int, thread: int) -> Iterator[State]:
+    """An exception of a signal handler in a worker's thread, between any two of its steps."""
+    worker = state.workers[who]
+    read = worker.threads[thread]
+    if not worker.joined or read.pc == "idle" or not state.interrupts:
+        return
+    cut = worker._replace(threads=put(worker.threads, thread, Read(left=read.left)))
+    yield state._replace(
+        workers=put(state.workers, who, cut), interrupts=state.interrupts - 1
+    )  # its locks stay: the next take ends them
+
+
+def kill(state: State, who: int) -> Iterator[State]:
+    """SIGKILL: the kernel drops the locks, and the sender sees the link end."""
+    worker = state.workers[who]
+    if state.kills and worker.alive and worker.joined:
+        yield state._replace(
+            workers=put(state.workers, who, Worker(alive=False, joined=True, threads=())),
+            readers=tuple(each - {who} for each in state.readers),
+            kills=state.kills - 1,
+        )
+
+
+# -- the explorer -------------------------------------------------------------------------------
+
+
+def next_states(state: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
+    """Each state that can come next, and who makes the step."""
+    for idx in range(len(state.sends)):
+        yield from (("sender", new) for new in step_send(state, idx, rules))
+        yield from (("fault", new) for new in cut_send(state, idx))
+    for who, worker in enumerate(state.workers):
+        for thread in range(len(worker.threads)):
+            yield from (("worker", new) for new in step_worker(state, who, thread, rules))
+            yield from (("fault", new) for new in cut_worker(state, who, thread))
+        yield from (("fault", new) for new in kill(state, who))
+
+
+def explore(first: State, rules: frozenset[str] = RULES, most: int = 200_000) -> int:
+    """Walk every state; returns their number.
+
+    Raises:
+        AssertionError: A state in which something is wrong; one from which no end can be reached,
+            or in which a read cannot end while the sender stands still.
+    """
+    before: dict[State, list[tuple[str, State]]] = {first: []}
+    waiting = [first]
+    while waiting:
+        state = waiting.pop()
+        for who, new in next_states(state, rules):
+            if new not in before:
+                assert len(before) < most, "too many states"
+                before[new] = []
+                waiting.append(new)
+            before[new].append((who, state))
+
+    def check(good: set[State], steps: tuple[str, ...], what: str) -> None:
+        waiting = list(good)
+        while waiting:
+            for who, state in before[waiting.pop()]:
+                if who in steps and state not in good:
+                    good.add(state)
+                    waiting.append(state)
+        bad = next((state for state in before if state not in good), None)
+        assert bad is None, f"{what} from {bad}"
+
+    def threads(state: State) -> list[Read]:
+        return [thread for worker in state.workers for thread in worker.threads]
+
+    ended = {
+        state
+        for state in before
+        if all(send.pc == "done" for send in state.sends)
+        and not any(thread.left for thread in threads(state))
+    }
+    check(ended, ("sender", "worker"), "no end can be reached")
+    idle = {state for state in before if all(each.pc == "idle" for each in threads(state))}
+    check(idle, ("worker",), "a read cannot end without the sender")
+    return len(before)
