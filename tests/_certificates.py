@@ -6,7 +6,6 @@ import atexit
 import datetime
 import functools
 import shutil
-import ssl
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +60,3 @@ def certificates() -> Certificates:
         expired=TLS(cert=folder / "expired.pem"),
         foreign=TLS(cert=folder / "foreign.pem", ca=folder / "other-ca.pem"),
     )
-
-
-def without_certificate() -> ssl.SSLContext:
-    """A context of the side that listens, which has nothing to show."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # Some builds of Python offer pre-shared keys as they come, for which no certificate is needed.
-    context.set_ciphers("DEFAULT:!PSK:!aNULL")
-    return context

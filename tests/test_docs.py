@@ -9,10 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,49 +133,29 @@ def _run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _build(builder: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", builder, *options]
-    command += ["-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / builder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-# What takes long and waits for nothing that the others do; two at a time, on two cores.
-JOBS: dict[str, Callable[[Path], subprocess.CompletedProcess[str]]] = {
-    # Every page and docstring is read and every reference resolved, but nothing is written.
-    "docs": lambda folder: _build(
-        "dummy", folder, "-D", "extensions=myst_parser,sphinx.ext.autodoc,sphinx.ext.napoleon"
-    ),
-    **{str(block): partial(_run, block) for block in PROGRAMS},
-}
-
-
 @pytest.fixture(scope="module")
 def done(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, subprocess.CompletedProcess[str]]:
-    """How the jobs ended that the chosen tests ask for."""
+    """How the programs ended that the chosen tests ask for; two at a time, on two cores."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {call.params["job"] for call in calls if call and "job" in call.params}
-    jobs = [name for name in JOBS if name in wanted]
-    folder = tmp_path_factory.mktemp("jobs")
+    wanted = {str(call.params["program"]) for call in calls if call and "program" in call.params}
+    folder = tmp_path_factory.mktemp("programs")
+    programs = [block for block in PROGRAMS if str(block) in wanted]
     with ThreadPoolExecutor(2) as pool:
-        ended = pool.map(lambda name: JOBS[name](folder), jobs)
-        return dict(zip(jobs, ended, strict=True))
+        ended = pool.map(lambda block: _run(block, folder), programs)
+        return dict(zip(map(str, programs), ended, strict=True))
 
 
 @pytest.mark.apart
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "job",
-    # .ci/run builds the pages, too.
-    [pytest.param(job, marks=pytest.mark.heavy) if job == "docs" else job for job in JOBS],
-)
-def test_complete_programs_run_and_the_pages_are_sound(
-    job: str, done: dict[str, subprocess.CompletedProcess[str]]
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_complete_programs_run(
+    program: Block, done: dict[str, subprocess.CompletedProcess[str]]
 ) -> None:
-    assert done[job].returncode == 0, done[job].stdout + done[job].stderr
-    assert done[job].stderr == ""
+    ended = done[str(program)]
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
 
 
 def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
@@ -220,17 +198,6 @@ def test_every_exception_is_in_the_drawn_tree() -> None:
     errors = importlib.import_module("aiosync.errors")
     drawn = set(re.findall(r"\w+", inspect.getdoc(errors) or ""))
     assert set(errors.__all__) - drawn == set()
-
-
-@pytest.mark.heavy
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    """Heavy, because ``.ci/run`` does the same after the tests."""
-    done = _build("html", tmp_path)
-    assert done.returncode == 0, done.stderr
-    for page in ("index.html", "topics/wire-format.html", "reference/schemes.html"):
-        assert (tmp_path / "html" / page).stat().st_size > 1000
 
 
 def test_ci_builds_the_documentation() -> None:

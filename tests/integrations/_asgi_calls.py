@@ -13,19 +13,17 @@ from torch import nn
 
 import aiosync
 from aiosync.serving import AdmissionGate, WeightFeed
-from tests.schemes._harness import PATIENCE
+from tests.schemes._harness import PATIENCE, until
 
 
-def feed_at(version: int | None = None, epoch: int | None = None, **gate: Any) -> WeightFeed:
+def feed_at(version: int | None = None, **gate: Any) -> WeightFeed:
     """A feed whose gate the test switches; nobody listens at its address."""
-    feed = WeightFeed(
+    return WeightFeed(
         aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9"),
         model=nn.Linear(4, 2),
         gate=AdmissionGate(initial_version=version, **gate),
         max_pause=0.1,
     )
-    feed.gate._epoch = epoch
-    return feed
 
 
 async def switch(feed: WeightFeed, version: int, epoch: int | None = None) -> None:
@@ -33,10 +31,11 @@ async def switch(feed: WeightFeed, version: int, epoch: int | None = None) -> No
         pass
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.002)
+async def switched(version: int, epoch: int, **gate: Any) -> WeightFeed:
+    """A feed whose gate has been switched to a version of an epoch."""
+    feed = feed_at(**gate)
+    await switch(feed, version, epoch)
+    return feed
 
 
 @dataclass
@@ -147,7 +146,8 @@ async def uvicorn_of(app: Any, **options: Any) -> AsyncIterator[str]:
 
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", **options)
     server = uvicorn.Server(config)
-    running = asyncio.ensure_future(server._serve())  # serve() would take the signals
+    server.capture_signals = contextlib.nullcontext  # they are not for this server
+    running = asyncio.ensure_future(server.serve())
     try:
         await until(lambda: server.started or running.done())
         assert server.started

@@ -6,20 +6,19 @@ import contextlib
 import copy
 import multiprocessing
 import os
-import signal
 import threading
 import time
 import warnings
 from multiprocessing import resource_sharer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import Transform, TransformedEnv, VecNormV2
+from torchrl.envs import Transform, TransformedEnv
 
+import aiosync.sync
 from tests.integrations import _worlds as worlds
 
 with warnings.catch_warnings():
@@ -31,14 +30,20 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tensordict.nn import TensorDictModule
+
 __all__ = [
+    "FORKED",
     "FRAMES",
+    "MARKS",
     "PATIENCE",
+    "PIPE",
+    "SCHEMES",
+    "SHM",
+    "TCP",
     "Collector",
     "Evaluator",
     "Factory",
-    "Heavy",
-    "Many",
     "MultiAsyncCollector",
     "MultiSyncCollector",
     "Offset",
@@ -47,16 +52,11 @@ __all__ = [
     "ask",
     "collecting",
     "held",
-    "make_heavy",
-    "make_many",
-    "make_normal_world",
     "make_offset_world",
     "open_fds",
-    "resident",
     "seen",
     "seen_by_one",
     "start_method",
-    "stopping",
     "until",
     "weights_of",
 ]
@@ -65,6 +65,19 @@ PATIENCE = 30.0
 """Seconds that anything may take on a busy machine before a test fails."""
 
 FRAMES = 16  # of a batch: 8 from each worker
+
+SHM = aiosync.sync.SharedMemWeightSyncScheme
+PIPE = aiosync.sync.MultiProcessWeightSyncScheme
+TCP = aiosync.sync.TCPWeightSyncScheme
+SCHEMES = [SHM, PIPE, TCP]
+
+MARKS = [
+    pytest.mark.slow,
+    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+FORKED = [*MARKS, pytest.mark.usefixtures("forked")]
 
 
 @contextlib.contextmanager
@@ -143,20 +156,9 @@ def ask(collector: Any, worker_idx: int, path: str, *args: Any) -> Any:
 
 def held(collector: Any, worker_idx: int) -> float:
     """The value that one worker's policy has now."""
-    values = all_held(collector, worker_idx)
-    assert len(values) == 1, values
-    return values.pop()
-
-
-def all_held(collector: Any, worker_idx: int) -> set[float]:
-    """The same while an update may be on its way: only forwards see one version."""
     weights = ask(collector, worker_idx, "policy.state_dict")
-    return {
-        value
-        for name, tensor in weights.items()
-        if "values" in name
-        for value in tensor.flatten().tolist()
-    }
+    (value,) = {tensor.item() for name, tensor in weights.items() if "values" in name}
+    return value
 
 
 def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
@@ -166,29 +168,6 @@ def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         pause.wait(0.002)
-
-
-@contextlib.contextmanager
-def stopping(process: Any) -> Iterator[None]:
-    """Let a process stand still, and go on afterwards, unless it was killed."""
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        until(lambda: _stands_still(process.pid))
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # killed, and waited for
-            os.kill(process.pid, signal.SIGCONT)
-
-
-def _stands_still(pid: int) -> bool:
-    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(task.read_text().rpartition(")")[2].split()[0] in "Tt" for task in tasks)
-
-
-def resident() -> int:
-    """Bytes of memory that this process has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_fds() -> int:
@@ -225,11 +204,6 @@ class Plain(worlds.Values):
         return super().forward(observation)
 
 
-def make_normal_world() -> TransformedEnv:
-    """A world with observations that its transform keeps statistics of."""
-    return TransformedEnv(worlds.World(), VecNormV2(in_keys=["observation"]))
-
-
 def make_offset_world() -> TransformedEnv:
     return TransformedEnv(worlds.World(), Offset())
 
@@ -246,49 +220,6 @@ class Factory:
 
     def __call__(self) -> TensorDictModule:
         return worlds.make_policy(self.value)
-
-
-class Heavy(worlds.Values):
-    """As large as 4 MiB, of one value as well.
-
-    Args:
-        value: Of everything in it.
-    """
-
-    def __init__(self, value: float) -> None:
-        super().__init__(value)
-        self.ballast = nn.Parameter(torch.full((2**20,), value))
-
-
-def make_heavy(value: float) -> TensorDictModule:
-    return TensorDictModule(Heavy(value), in_keys=["observation"], out_keys=["action"])
-
-
-class Many(nn.Module):
-    """300 small tensors, buffers of batch norms among them, and two tied layers."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.values = nn.ParameterList(
-            [nn.Parameter(torch.full((), value)) for _ in range(worlds.WIDTH)]
-        )
-        self.norms = nn.ModuleList([nn.BatchNorm1d(2) for _ in range(57)])  # five tensors each
-        self.first = nn.Linear(2, 2)
-        self.last = nn.Linear(2, 2)
-        self.last.weight = self.first.weight
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each + 0 * observation[..., 0] for each in self.values], -1)
-
-    @property
-    def tied(self) -> bool:
-        """Whether the two layers share their weights."""
-        return self.last.weight is self.first.weight
-
-
-def make_many(value: float) -> TensorDictModule:
-    return TensorDictModule(Many(value), in_keys=["observation"], out_keys=["action"])
 
 
 def weights_of(policy: nn.Module) -> TensorDict:

@@ -1,4 +1,4 @@
-"""Deployments of the Ray Serve tests; imported by replicas, too."""
+"""Deployments of the Ray Serve tests, imported by replicas, too; and trainers for them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import asyncio
 import os
 import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import torch
 from fastapi import FastAPI
 from ray import serve
 from torch import nn
 
+import aiosync
 from aiosync.integrations.ray_serve import ReplicaWeightsMiddleware, WeightsMixin, admitted
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 TOKEN = "a token of these tests"
 QUICK = {
@@ -50,6 +49,33 @@ class Constant(nn.Module):
                 weight.fill_(value)
 
 
+class Trainer:
+    """Sends versions whose every element is the version."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self.model = Constant(1.0)
+        self.epoch = 0  # known after the first push
+        self.scheme = aiosync.TCPWeightSyncScheme(address, token=token)
+        self.scheme.init_on_sender(model_id="policy", model=self.model)
+
+    async def push(self) -> int:
+        self.model.fill(self.scheme.version + 1)
+        # A replica that dies fails a send; the others have it.
+        with suppress(aiosync.PartialSyncError):
+            self.epoch = (await self.scheme.send(timeout=10)).epoch
+        return self.scheme.version
+
+
+@asynccontextmanager
+async def trainer(
+    address: str = "tcp://127.0.0.1:0", token: str | None = None
+) -> AsyncIterator[Trainer]:
+    it = Trainer(address, token)
+    async with it.scheme:
+        await it.scheme.connect()
+        yield it
+
+
 http = FastAPI()
 http.add_middleware(ReplicaWeightsMiddleware, exempt=("/pid",), timeout=0.5)
 
@@ -59,44 +85,29 @@ http.add_middleware(ReplicaWeightsMiddleware, exempt=("/pid",), timeout=0.5)
 class Policy(WeightsMixin):
     """Computes in all the ways that there are."""
 
-    async def __init__(self, source: Any, births: str, **options: Any) -> None:
+    async def __init__(self, source: Any, **options: Any) -> None:
         torch.set_num_threads(1)
-        (Path(births) / str(os.getpid())).touch()
-        self.births = births
         self.model = Constant()
-        self.loop = asyncio.get_running_loop()
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         await self.follow_weights(source, model=self.model, model_id="policy", **options)
-        self._tell_of_the_end()
 
-    def _tell_of_the_end(self) -> None:
-        feed = self.weight_feed
-        aclose = feed.aclose
-
-        async def tell() -> None:
-            await aclose()
-            (Path(self.births) / f"{os.getpid()}.{feed.status.state}").touch()
-
-        feed.aclose = tell  # type: ignore[method-assign]  # still the same, and a file
-
-    def _outcome(self, ends: tuple[float, float]) -> tuple[int, float, float]:
-        return (os.getpid(), *ends)
+    def outcome(self, *passes: tuple[float, float]) -> tuple[int, float, float]:
+        return os.getpid(), min(least for least, _ in passes), max(most for _, most in passes)
 
     @admitted
     async def on_loop(self, pause: float = 0.0) -> tuple[int, float, float]:
         """Two forwards with the loop free between them."""
         first = self.model()
         await asyncio.sleep(pause)
-        second = self.model()
         assert asyncio.get_running_loop() is self.loop
-        return self._outcome((min(first[0], second[0]), max(first[1], second[1])))
+        return self.outcome(first, self.model())
 
     @admitted
     def in_thread(self, pause: float = 0.0) -> tuple[int, float, float]:
         first = self.model()
         time.sleep(pause)
-        second = self.model()
-        assert threading.get_ident() != getattr(self.loop, "_thread_id", None)
-        return self._outcome((min(first[0], second[0]), max(first[1], second[1])))
+        assert threading.get_ident() != self.thread
+        return self.outcome(first, self.model())
 
     @admitted(timeout=0.5)
     async def impatient(self) -> int:
@@ -110,15 +121,13 @@ class Policy(WeightsMixin):
 
     @admitted
     async def together(self) -> tuple[int, float, float]:
-        return await self._batch(None)
+        return await self.batch(None)
 
     @serve.batch(max_batch_size=4, batch_wait_timeout_s=0.005)
-    async def _batch(self, inputs: list[None]) -> list[tuple[int, float, float]]:
+    async def batch(self, inputs: list[None]) -> list[tuple[int, float, float]]:
         first = self.model()
         await asyncio.sleep(0.002)
-        second = self.model()
-        outcome = self._outcome((min(first[0], second[0]), max(first[1], second[1])))
-        return [outcome for _ in inputs]
+        return [self.outcome(first, self.model())] * len(inputs)
 
     def plain(self, pause: float) -> tuple[float, float]:
         """Not admitted, in a thread of Serve's: only the guard of the model is there."""
@@ -127,17 +136,13 @@ class Policy(WeightsMixin):
     async def die(self) -> None:
         os._exit(1)
 
-    async def __del__(self) -> None:
-        # The feed is closed after this.
-        (Path(self.births) / f"{os.getpid()}.{self.weight_feed.status.state}").touch()
-
     @http.get("/on_loop")
-    async def http_on_loop(self, pause: float = 0.0) -> tuple[int, float, float]:
-        return (await self.on_loop(pause)).value
+    async def http_on_loop(self) -> tuple[int, float, float]:
+        return (await self.on_loop()).value
 
     @http.get("/in_thread")
-    def http_in_thread(self, pause: float = 0.0) -> tuple[int, float, float]:
-        return self._outcome(self.model(pause))
+    def http_in_thread(self) -> tuple[int, float, float]:
+        return self.outcome(self.model())
 
     @http.get("/pid")
     async def http_pid(self) -> int:

@@ -7,8 +7,14 @@ go and another one come between two scenarios.
 from __future__ import annotations
 
 import asyncio
-import os
+import json
+import random
+import socket
 import time
+import urllib.error
+import urllib.request
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +22,100 @@ import pytest
 from ray import serve
 from ray.exceptions import RayActorError
 
-import aiosync
 from aiosync.errors import AdmissionTimeout, PartialSyncError
 from tests.integrations import _ray_serve_apps as apps
-from tests.integrations._ray_serve_tools import (
-    APP,
-    PATIENCE,
-    ask_all,
-    ask_both,
-    births,
-    check,
-    connected,
-    free_port,
-    get,
-    running,
-    statuses,
-    trainer,
-    until,
-)
+from tests.schemes._harness import PATIENCE, until
 
 if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
     from aiosync.integrations.ray_serve import Answer
+
+APP = "policy"
+
+
+@cache
+def free_port(name: str) -> int:
+    """A port for this name, which the system gives to nobody by itself."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def source() -> str:
+    return f"tcp://127.0.0.1:{free_port('trainer')}"
+
+
+def trainer() -> AbstractAsyncContextManager[apps.Trainer]:
+    return apps.trainer(source(), apps.TOKEN)
+
+
+async def deploy(name: str, *args: Any, options: Any = None, **kwargs: Any) -> DeploymentHandle:
+    app = apps.Policy.options(**(options or {})).bind(*args, **kwargs)
+    prefix = "/" if name == APP else f"/{name}"
+    return await asyncio.to_thread(serve.run, app, name=name, route_prefix=prefix)
+
+
+def status_of(name: str) -> Any:
+    """What Serve says of the deployment of an app."""
+    return serve.status().applications[name].deployments["Policy"]
+
+
+async def running() -> DeploymentHandle:
+    """The app, whose replicas have found the trainer of this scenario."""
+    handle = serve.get_app_handle(APP)
+    await both(handle, connected=True)
+    return handle
+
+
+async def both(handle: DeploymentHandle, **expected: Any) -> None:
+    """Wait until each of two replicas says so of itself."""
+    seen: dict[str, dict[str, Any]] = {}
+    async with asyncio.timeout(PATIENCE - 2):
+        while [expected.items() <= each.items() for each in seen.values()] != [True, True]:
+            for status in await asyncio.gather(*(handle.weight_status.remote() for _ in range(8))):
+                seen[status["replica"]] = status
+
+
+def check(answer: Answer[tuple[int, float, float]]) -> int:
+    """No answer is mixed, and each says with which version it was computed."""
+    pid, least, greatest = answer.value
+    assert (least, greatest, answer.versions) == (answer.version, answer.version, (answer.version,))
+    return pid
+
+
+async def ask(handle: DeploymentHandle, **options: Any) -> Answer[Any]:
+    """An answer; repeats a call to a replica that nobody knew to be dead yet."""
+    while True:
+        with suppress(RayActorError):
+            return await handle.on_loop.remote(0.01, **options)
+
+
+async def ask_both(handle: DeploymentHandle, **options: Any) -> list[Answer[Any]]:
+    """Answers, of which each of two replicas has given some: Serve sends calls where it likes."""
+    answers: list[Answer[Any]] = []
+    async with asyncio.timeout(PATIENCE / 2):
+        while len({check(answer) for answer in answers}) < 2:
+            answers += await asyncio.gather(*(ask(handle, **options) for _ in range(10)))
+    return answers
+
+
+async def get(path: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    def call() -> tuple[int, Any, Any]:
+        url = f"http://127.0.0.1:{free_port('http')}/{path}"
+        request = urllib.request.Request(url, headers=headers or {})
+        try:
+            response = urllib.request.urlopen(request, timeout=20)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            return response.status, response.headers, json.loads(response.read())
+
+    return await asyncio.to_thread(call)
+
+
+# -- scenarios ---------------------------------------------------------------------------------
 
 
 async def start_serve() -> None:
@@ -47,9 +126,7 @@ async def start_serve() -> None:
 
 async def start_app() -> None:
     async with trainer():
-        source = f"tcp://127.0.0.1:{free_port('trainer')}"
-        app = apps.Policy.bind(source, births(), timeout=30)
-        await asyncio.to_thread(serve.run, app, name=APP)
+        await deploy(APP, source(), timeout=30)
 
 
 async def versions() -> None:
@@ -60,56 +137,77 @@ async def versions() -> None:
         version = await it.push()
         asked = handle.on_loop.remote(min_version=version + 1)  # has to wait
         answers = await ask_both(handle)
-        assert {answer.version for answer in answers} == {version}
-        assert {answer.epoch for answer in answers} == {it.epoch}
+        assert {(each.version, each.epoch) for each in answers} == {(version, it.epoch)}
         assert await it.push() == version + 1
-        answer = await asked
-        check(answer)
-        assert answer.version == version + 1
-        answer = await handle.in_thread.remote(min_version=version + 1, epoch=it.epoch)
-        check(answer)
+        later = await handle.in_thread.remote(min_version=version + 1, epoch=it.epoch)
+        for answer in (await asked, later):
+            check(answer)
+            assert answer.version == version + 1
         with pytest.raises(AdmissionTimeout, match="version 99 was requested") as caught:
             await handle.impatient.remote(min_version=99)
         error: Any = caught.value  # of Ray's, and ours
         assert (error.version, error.min_version, error.retry_after > 0) == (version + 1, 99, True)
         with pytest.raises(AdmissionTimeout, match="epoch 0*5 was requested"):
             await handle.impatient.remote(epoch=5)
-        async with asyncio.timeout(10):
-            items = [item async for item in handle.options(stream=True).items.remote(3)]
+        items = [item async for item in handle.options(stream=True).items.remote(3)]
         assert [(item.value, item.version) for item in items] == [(version + 1, version + 1)] * 3
 
 
 async def under_load() -> None:
     """Updates back to back while all kinds of methods compute: nothing fails, nothing is mixed."""
-    async with trainer(pushing=True) as it:
+    async with trainer() as it:
         handle = await running()
-        first = it.scheme.version
+        last, end = it.scheme.version + 10, time.monotonic() + 2.0
         seen: dict[str, set[int]] = {"on_loop": set(), "in_thread": set(), "together": set()}
         pids: set[int] = set()
-        end = time.monotonic() + 2.0
 
-        async def ask(name: str, *args: Any) -> None:
-            while time.monotonic() < end or it.scheme.version < first + 10:
+        def goes_on() -> bool:
+            return time.monotonic() < end or it.scheme.version < last
+
+        async def push() -> None:
+            while goes_on():
+                await it.push()
+                await asyncio.sleep(0.01)
+
+        async def call(name: str, *args: Any) -> None:
+            while goes_on():
                 answer = await getattr(handle, name).remote(*args)
                 pids.add(check(answer))
                 seen[name].add(answer.version)
 
         async def stream() -> None:
-            while time.monotonic() < end:
+            while goes_on():
                 items = [item async for item in handle.options(stream=True).items.remote(5)]
                 assert len({item.version for item in items}) == 1
                 assert {item.value for item in items} == {items[0].version}
 
         async def guarded() -> None:
-            while time.monotonic() < end:
+            while goes_on():
                 least, greatest = await handle.plain.remote(0.01)
                 assert least == greatest
 
-        calls = [ask("on_loop", 0.003), ask("in_thread", 0.003), ask("together")]
-        await asyncio.gather(*calls, *calls[:0], ask("together"), stream(), guarded())
+        calls = [call("on_loop", 0.003), call("in_thread", 0.003), call("together")]
+        await asyncio.gather(push(), *calls, call("together"), stream(), guarded())
         assert len(pids) == 2
-        for name, versions in seen.items():
-            assert len(versions) > 3, name
+        assert all(len(each) > 3 for each in seen.values())
+
+
+async def ingress() -> None:
+    """HTTP: the version in a header, and asked for in one; methods with and without async."""
+    async with trainer() as it:
+        await running()
+        version = await it.push()
+        for path in ("on_loop", "in_thread"):
+            status, headers, body = await get(path, {"x-min-weight-version": str(version)})
+            assert (status, headers["x-weight-version"]) == (200, str(version))
+            assert headers["x-weight-epoch"] == f"{it.epoch:016x}"
+            assert body[1:] == [version, version]
+        status, _, body = await get("readyz")
+        assert (status, body["state"], body["version"]) == (200, "live", version)
+        status, _, body = await get("on_loop", {"x-weight-epoch": f"{5:016x}"})
+        assert (status, body["error"]) == (503, "weight_version")
+        status, headers, _ = await get("pid")
+        assert (status, "x-weight-version" in headers) == (200, False)
 
 
 async def restarted() -> None:
@@ -117,81 +215,23 @@ async def restarted() -> None:
     async with trainer() as it:
         handle = await running()
         await it.push()
-        old_epoch, old_version = it.epoch, it.scheme.version
+        old = (it.epoch, it.scheme.version)
         pids = {check(answer) for answer in await ask_both(handle)}
-    # The trainer is gone.
-    seen: dict[str, dict[str, Any]] = {}
-    deadline = time.monotonic() + PATIENCE / 2
-    while {status["state"] for status in seen.values()} != {"stale"} or len(seen) < 2:
-        assert time.monotonic() < deadline, seen
-        seen.update(await statuses(handle))
-    assert all("link to the source" in status["reason"] for status in seen.values())
-    born = set(os.listdir(births()))
+    await both(handle, state="stale")
     with pytest.raises(RayActorError):
         await handle.die.remote()
-    await until(lambda: set(os.listdir(births())) - born, "another replica")
-    (newcomer,) = {int(name) for name in set(os.listdir(births())) - born}
-    answers = await ask_all(handle, 40)
+    await until(lambda: status_of(APP).replica_states.get("STARTING"))
+    answers = await asyncio.gather(*(ask(handle) for _ in range(40)))
     (survivor,) = {check(answer) for answer in answers}
     assert survivor in pids
-    assert {(answer.epoch, answer.version) for answer in answers} == {(old_epoch, old_version)}
+    assert {(answer.epoch, answer.version) for answer in answers} == {old}
     async with trainer() as it:
-        await connected(handle, 2)
+        await both(handle, connected=True)
         version = await it.push()
-        assert it.epoch != old_epoch
         answers = await ask_both(handle, min_version=version, epoch=it.epoch)
-        assert {check(answer) for answer in answers} == {survivor, newcomer}
-        assert {answer.version for answer in answers} == {version}
-        assert {s["state"] for s in (await statuses(handle)).values()} == {"live"}
-
-
-async def scaled_up() -> None:
-    """One more replica under load: its first answer is of a version that there was already."""
-    async with trainer(pushing=True) as it:
-        source = f"tcp://127.0.0.1:{free_port('trainer')}"
-        scaling = {
-            "min_replicas": 1,
-            "max_replicas": 2,
-            "target_ongoing_requests": 1,
-            "upscale_delay_s": 0.1,
-            "metrics_interval_s": 0.1,
-            "look_back_period_s": 0.3,
-        }
-        policy = apps.Policy.options(num_replicas=None, autoscaling_config=scaling)
-        app = policy.bind(source, births(), timeout=30)
-        handle = await asyncio.to_thread(serve.run, app, name="wide", route_prefix="/wide")
-        first = check(await handle.on_loop.remote())
-        version = it.scheme.version
-        late: list[Answer[Any]] = []
-        deadline = time.monotonic() + PATIENCE - 2
-        while not late:
-            assert time.monotonic() < deadline, "one replica was enough"
-            late += [each for each in await ask_all(handle, 8) if check(each) != first]
-        assert min(answer.version for answer in late) > version
-        assert {answer.epoch for answer in late} == {it.epoch}
-        await asyncio.to_thread(serve.delete, "wide")
-
-
-async def ingress() -> None:
-    """HTTP: the version in a header, and asked for in one; methods with and without async."""
-    async with trainer() as it:
-        handle = await running()
-        version = await it.push()
-        await connected(handle, 2)
-        for path in ("on_loop", "in_thread"):
-            status, headers, body = await get(path, {"x-min-weight-version": str(version)})
-            assert (status, headers["x-weight-version"]) == (200, str(version))
-            assert headers["x-weight-epoch"] == f"{it.epoch:016x}"
-            assert body[1:] == [version, version]
-        status, headers, body = await get("readyz")
-        assert (status, body["state"], body["version"]) == (200, "live", version)
-        status, headers, body = await get("on_loop", {"x-min-weight-version": "seven"})
-        assert status == 400
-        status, headers, body = await get("on_loop", {"x-weight-epoch": f"{5:016x}"})
-        assert (status, body["error"]) == (503, "weight_version")
-        assert "retry-after" in headers
-        status, headers, _ = await get("pid")
-        assert (status, "x-weight-version" in headers) == (200, False)
+        assert {check(answer) for answer in answers} & pids == {survivor}
+        assert {(answer.epoch, answer.version) for answer in answers} == {(it.epoch, version)}
+        await both(handle, state="live")
 
 
 async def deleted() -> None:
@@ -205,20 +245,16 @@ async def deleted() -> None:
         with pytest.raises(PartialSyncError, match="PeerClosed") as caught:
             await it.scheme.send(timeout=5)
         assert set(caught.value.failed) == workers
-        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "their end")
-        # The user's destructor ran first, while the feed was still there.
-        ends = {f"{pid}.{state}" for pid in pids for state in ("live", "closed")}
-        assert ends <= set(os.listdir(births()))
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 async def never_ready() -> None:
     """Without a source a deployment fails in time, and says why."""
-    source = f"tcp://127.0.0.1:{free_port('nobody')}"
-    app = apps.Policy.options(num_replicas=1).bind(source, births(), timeout=0.5)
+    nobody = f"tcp://127.0.0.1:{free_port('nobody')}"
     with pytest.raises(RuntimeError, match="failed"):
-        await asyncio.to_thread(serve.run, app, name="lonely", route_prefix="/lonely")
-    message = serve.status().applications["lonely"].deployments["Policy"].message
-    assert f"has no version of the weights from {source} to start with after 0.5 s" in message
+        await deploy("lonely", nobody, timeout=0.5, options={"num_replicas": 1})
+    message = status_of("lonely").message
+    assert f"has no version of the weights from {nobody} to start with after 0.5 s" in message
     assert "the source was not reached yet" in message
     await asyncio.to_thread(serve.delete, "lonely")
 
@@ -226,33 +262,27 @@ async def never_ready() -> None:
 async def too_stale() -> None:
     """With max_staleness a replica whose source is gone is replaced."""
     async with trainer():
-        source = f"tcp://127.0.0.1:{free_port('trainer')}"
-        app = apps.Policy.options(num_replicas=1).bind(source, births(), max_staleness=0.5)
-        handle = await asyncio.to_thread(serve.run, app, name="fresh", route_prefix="/fresh")
-        born = set(os.listdir(births()))
-    await until(lambda: set(os.listdir(births())) - born, "another replica")
+        handle = await deploy("fresh", source(), max_staleness=0.5, options={"num_replicas": 1})
+        pid = check(await ask(handle))
+    await until(lambda: status_of("fresh").replica_states.get("STARTING"))
     async with trainer() as it:
         await it.push()
-        answer = await handle.on_loop.remote(epoch=it.epoch)
-        assert check(answer) != int(max(born, key=len).partition(".")[0])
+        assert check(await ask(handle, epoch=it.epoch)) != pid
     await asyncio.to_thread(serve.delete, "fresh")
 
 
-async def other_sources() -> None:
+async def other_source(kind: Any) -> None:
     """A scheme that was made in the trainer travels to the replicas."""
-    for kind in (aiosync.RayWeightSyncScheme, aiosync.SharedMemWeightSyncScheme):
-        model = apps.Constant(1.0)
-        async with kind() as scheme:
-            scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-            app = apps.Policy.bind(scheme, births(), timeout=20)
-            connecting = asyncio.create_task(scheme.connect(timeout=PATIENCE))
-            handle = await asyncio.to_thread(serve.run, app, name="other", route_prefix="/other")
-            await connecting
-            model.fill(2.0)
-            version = (await scheme.send()).version
-            answers = await ask_both(handle)
-            assert {answer.version for answer in answers} == {version}
-        await asyncio.to_thread(serve.delete, "other")
+    model = apps.Constant(1.0)
+    async with kind() as scheme:
+        scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+        connecting = asyncio.create_task(scheme.connect(timeout=PATIENCE))
+        handle = await deploy("other", scheme, timeout=20)
+        await connecting
+        model.fill(2.0)
+        version = (await scheme.send()).version
+        assert {answer.version for answer in await ask_both(handle)} == {version}
+    await asyncio.to_thread(serve.delete, "other")
 
 
 async def on_the_actors_loop() -> None:
@@ -264,14 +294,10 @@ async def on_the_actors_loop() -> None:
     }
     where = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
     async with trainer() as it:
-        source = f"tcp://127.0.0.1:{free_port('trainer')}"
-        app = apps.Policy.options(ray_actor_options=where).bind(source, births(), timeout=30)
-        handle = await asyncio.to_thread(serve.run, app, name="actor", route_prefix="/actor")
+        handle = await deploy("actor", source(), timeout=30, options={"ray_actor_options": where})
         version = await it.push()
-        for answer in await ask_both(handle, min_version=version):
-            assert answer.version == version
+        answers = await ask_both(handle, min_version=version)
+        assert {answer.version for answer in answers} == {version}
         check(await handle.in_thread.remote())
         check(await handle.together.remote())
-        items = [item async for item in handle.options(stream=True).items.remote(3)]
-        assert [(item.value, item.version) for item in items] == [(version, version)] * 3
         await asyncio.to_thread(serve.delete, "actor")

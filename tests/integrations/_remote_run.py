@@ -53,8 +53,6 @@ def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
     if kind == "distributed":
         from torchrl.collectors.distributed import DistributedCollector
 
-        if "each" in modes:
-            options["update_after_each_batch"] = True
         return DistributedCollector(launcher="mp", backend="gloo", tcp_port=free_port(), **options)
     if kind == "rpc":
         from torchrl.collectors.distributed import RPCCollector
@@ -96,8 +94,7 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
     for version in range(1, UPDATES + 1):
         set_value(policy, float(version))
         begun = time.perf_counter()
-        if "each" not in modes:
-            collector.update_policy_weights_(policy if "factory" in modes else None)
+        collector.update_policy_weights_(policy if "factory" in modes else None)
         times.append(time.perf_counter() - begun)
         seen["batches"].append(values_of(next(batches)))
     if "one" in modes:

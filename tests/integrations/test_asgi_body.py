@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from aiosync.integrations import _asgi_body
 from aiosync.integrations.asgi import WeightsMiddleware
 from tests.integrations._asgi_calls import (
     Answer,
@@ -16,10 +15,9 @@ from tests.integrations._asgi_calls import (
     never,
     scope_of,
     switch,
-    until,
     uvicorn_of,
 )
-from tests.schemes._harness import PATIENCE
+from tests.schemes._harness import PATIENCE, until
 
 asynchronous = pytest.mark.asyncio
 GONE = {"type": "http.disconnect"}
@@ -37,9 +35,9 @@ class Upload:
         self.asked = 0
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         scope = scope_of("/", **{"method": "POST", "headers": headers, **scope})
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self.task = asyncio.ensure_future(app(scope, self.receive, self._send))
 
-    async def _receive(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         self.asked += 1
         return await self._sent.get()
 
@@ -129,7 +127,7 @@ async def test_what_announces_no_body_is_let_in_at_once(
 
     upload = Upload(WeightsMiddleware(app, feed, **options), *headers, **scope)
     await upload.end()
-    assert seen == [(upload._receive, 1)]
+    assert seen == [(upload.receive, 1)]
     assert upload.asked == 0
 
 
@@ -150,29 +148,6 @@ async def test_a_long_body_is_let_in_at_the_bound() -> None:
 
 
 @asynchronous
-async def test_one_huge_message_is_kept_whole() -> None:
-    feed, app = feed_at(3), Reader()
-    upload = Upload(WeightsMiddleware(app, feed, max_early_body=10), CHUNKED)
-    upload.send(part(b"1" * 1000))
-    await upload.taken(2)
-    assert (feed.gate.running, len(app.messages[0]["body"])) == (1, 1000)
-    upload.send(part(b"", False), GONE)
-    await upload.end()
-
-
-@asynchronous
-async def test_tiny_messages_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_asgi_body, "_MOST_MESSAGES", 5)
-    feed, app = feed_at(3), Reader()
-    upload = Upload(WeightsMiddleware(app, feed), CHUNKED)
-    upload.send(*[part(b"1")] * 5)
-    await upload.taken(6)
-    assert (feed.gate.running, len(app.messages)) == (1, 5)
-    upload.send(part(b"", False), GONE)
-    await upload.end()
-
-
-@asynchronous
 @pytest.mark.parametrize("before", [[], [part(b"abc")]])
 async def test_a_client_that_leaves_while_it_uploads_is_not_served(before: Any) -> None:
     feed = feed_at(3)
@@ -180,47 +155,6 @@ async def test_a_client_that_leaves_while_it_uploads_is_not_served(before: Any) 
     upload.send(*before, GONE)
     assert (await upload.end()).messages == []
     assert (feed.gate.running, feed.gate.waiting) == (0, 0)
-
-
-@asynchronous
-async def test_a_client_that_leaves_after_the_bound_is_seen_by_the_application() -> None:
-    feed, app = feed_at(3), Reader()
-    upload = Upload(WeightsMiddleware(app, feed, max_early_body=3), CHUNKED)
-    upload.send(part(b"abc"), GONE, GONE)
-    await upload.end()
-    assert app.messages == [part(b"abc"), GONE, GONE]
-
-
-@asynchronous
-async def test_an_application_that_never_reads() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 401})
-        await send({"type": "http.response.body"})
-
-    feed = feed_at(3)
-    upload = Upload(WeightsMiddleware(app, feed), CHUNKED)
-    upload.send(part(b"abc", False))
-    assert (await upload.end()).status == 401
-    assert (upload.asked, feed.gate.running) == (1, 0)
-
-
-@asynchronous
-async def test_a_bad_header_is_answered_before_the_body() -> None:
-    upload = Upload(WeightsMiddleware(never, feed_at(3)), CHUNKED, ("x-weight-epoch", "?"))
-    assert (await upload.end()).status == 400
-    assert upload.asked == 0
-
-
-@asynchronous
-async def test_the_wait_for_a_version_begins_after_the_body() -> None:
-    feed = feed_at(3)
-    headers = [CHUNKED, ("x-min-weight-version", "9")]
-    upload = Upload(WeightsMiddleware(never, feed, timeout=0.01), *headers)
-    await upload.taken(1)
-    await asyncio.sleep(0.03)
-    assert not upload.task.done()
-    upload.send(part(b"abc", False))
-    assert (await upload.end()).status == 503
 
 
 @asynchronous

@@ -31,5 +31,3 @@ def test_requests_while_updates_arrive_back_to_back() -> None:
     assert held["count"] > 100
     # The processor time, as the tests share the machine; twice what the benchmark has to show.
     assert held["busy"]["p99"] < 10.0
-    (switching,) = [part for part in held["parts"] if part["what"] == "Following._run"]
-    assert switching["busy"]["max"] < 10.0

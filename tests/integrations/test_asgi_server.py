@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +12,10 @@ import aiosync
 from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.serving import WeightFeed
 from tests.integrations._asgi_calls import (
-    feed_at,
-    scope_of,
-    until,
     uvicorn_of,
 )
 from tests.schemes import _models as models
-from tests.schemes._harness import PATIENCE
+from tests.schemes._harness import until
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +28,7 @@ def starlette_app(policy: nn.Module, feed: WeightFeed) -> Any:
     from starlette.applications import Starlette
     from starlette.background import BackgroundTask
     from starlette.responses import JSONResponse, StreamingResponse
-    from starlette.routing import Mount, Route, WebSocketRoute
+    from starlette.routing import Mount, Route
 
     background = asyncio.Event()
 
@@ -57,13 +53,6 @@ def starlette_app(policy: nn.Module, feed: WeightFeed) -> Any:
 
         return StreamingResponse(chunks())
 
-    async def talk(socket: Any) -> None:
-        await socket.accept()
-        while await socket.receive_text() == "act":
-            async with feed.request() as version:
-                await socket.send_json([version, value()])
-        await socket.close()
-
     def fail(request: Any) -> Any:
         raise ValueError("of the application")
 
@@ -75,7 +64,6 @@ def starlette_app(policy: nn.Module, feed: WeightFeed) -> Any:
             Route("/stream", stream),
             Route("/fail", fail),
             Mount("/sub", app=WeightsMiddleware(Starlette(routes=[Route("/act", act)]), feed)),
-            WebSocketRoute("/talk", talk),
         ]
     )
     app.state.background = background
@@ -140,30 +128,3 @@ async def test_under_uvicorn_with_a_trainer() -> None:
             assert not sending.done()
         assert await sending == version + 1
         assert feed.gate.running == 0
-
-
-@asynchronous
-@pytest.mark.slow
-async def test_a_socket_sees_new_versions_between_its_messages() -> None:
-    pytest.importorskip("uvicorn")
-    testclient = pytest.importorskip("starlette.testclient")
-    del testclient
-    policy = models.linear()
-    models.fill(policy, 1.0)
-    feed = feed_at(1)
-    app = WeightsMiddleware(starlette_app(policy, feed), feed)
-    said: asyncio.Queue[Any] = asyncio.Queue()
-    heard: asyncio.Queue[Any] = asyncio.Queue()
-    said.put_nowait({"type": "websocket.connect"})
-    scope = {**scope_of("/talk"), "type": "websocket", "scheme": "ws", "subprotocols": []}
-    talking = asyncio.ensure_future(app(scope, said.get, heard.put))
-    async with asyncio.timeout(PATIENCE):
-        assert (await heard.get())["type"] == "websocket.accept"
-        for version in (1, 2, 3):
-            if version > 1:
-                async with feed.gate.swap(version=version):
-                    models.fill(policy, float(version))
-            said.put_nowait({"type": "websocket.receive", "text": "act"})
-            assert json.loads((await heard.get())["text"]) == [version, 5.0 * version]
-        said.put_nowait({"type": "websocket.receive", "text": "bye"})
-        await talking

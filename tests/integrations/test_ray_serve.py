@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +17,12 @@ from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
 from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
-from tests.integrations._ray_serve_apps import Constant
+from tests.integrations._ray_serve_apps import TOKEN, Constant, Trainer, trainer
+from tests.schemes import _harness as harness
 from tests.schemes._ray_driver import Driver
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-
-TOKEN = "a token of these tests"
 
 
 # -- in a cluster ------------------------------------------------------------------------------
@@ -30,13 +30,10 @@ TOKEN = "a token of these tests"
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    driver = Driver()
-    try:
+    with closing(Driver()) as driver:
         driver.run(scenarios.start_serve)
         driver.run(scenarios.start_app)
         yield driver
-    finally:
-        driver.close()
 
 
 @pytest.mark.heavy  # the cluster and Serve take most of a minute to start; .ci/run has them apart
@@ -48,14 +45,14 @@ def driver() -> Iterator[Driver]:
         scenarios.under_load,
         scenarios.ingress,
         scenarios.restarted,
-        scenarios.scaled_up,
         scenarios.deleted,
         scenarios.never_ready,
         scenarios.too_stale,
-        scenarios.other_sources,
+        partial(scenarios.other_source, aiosync.RayWeightSyncScheme),
+        partial(scenarios.other_source, aiosync.SharedMemWeightSyncScheme),
         scenarios.on_the_actors_loop,
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=lambda value: getattr(value, "__name__", None) or value.args[0].__name__,
 )
 def test_replicas(driver: Driver, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     driver.run(scenario)
@@ -74,7 +71,10 @@ class Replica(WeightsMixin):
         self.model = Constant()
         self.computing = threading.Event()
         self.go_on = threading.Event()
-        self.ended = False
+
+    async def end(self) -> None:
+        """What Serve does."""
+        await self.__dict__["__del__"]()
 
     @admitted
     async def act(self, factor: int) -> float:
@@ -85,9 +85,7 @@ class Replica(WeightsMixin):
         first = self.model()
         self.computing.set()
         assert self.go_on.wait(20)
-        second = self.model()
-        self.ended = True
-        return min(first[0], second[0]), max(first[1], second[1])
+        return min(first[0], self.model()[0]), max(first[1], self.model()[1])
 
     @admitted
     async def steps(self, count: int) -> AsyncIterator[float]:
@@ -96,25 +94,13 @@ class Replica(WeightsMixin):
                 value = self.model()[1]
             yield value
 
+    @admitted
+    async def fail(self) -> None:
+        raise KeyError("loop")
 
-class Trainer:
-    def __init__(self, **options: Any) -> None:
-        self.model = Constant(1.0)
-        self.scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", **options)
-        self.scheme.init_on_sender(model=self.model)
-
-    async def push(self) -> int:
-        self.model.fill(self.scheme.version + 1)
-        await self.scheme.send()
-        return self.scheme.version
-
-
-@asynccontextmanager
-async def trainer(**options: Any) -> AsyncIterator[Trainer]:
-    it = Trainer(**options)
-    async with it.scheme:
-        await it.scheme.connect()
-        yield it
+    @admitted
+    def fail_in_thread(self) -> None:
+        raise KeyError("thread")
 
 
 @asynccontextmanager
@@ -124,13 +110,7 @@ async def following(it: Trainer, **options: Any) -> AsyncIterator[Replica]:
     try:
         yield replica
     finally:
-        await replica.__dict__["__del__"]()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
+        await replica.end()
 
 
 @pytest.mark.asyncio
@@ -140,9 +120,7 @@ async def test_an_answer_names_its_version() -> None:
         later = asyncio.create_task(replica.act(10, min_version=2))
         await asyncio.sleep(0)
         await it.push()
-        answer = await later
-        assert (answer.value, answer.version, answer.versions) == (20.0, 2, (2,))
-        assert answer.epoch == replica.weight_feed.epoch
+        assert await later == Answer(20.0, 2, replica.weight_feed.epoch, (2,))
         status = await replica.weight_status()
         assert (status["state"], status["version"]) == ("live", 2)
         assert status["replica"].startswith("process")
@@ -154,57 +132,39 @@ async def test_answers_of_several_versions_name_them() -> None:
     async with trainer() as it, following(it, gate=gate) as replica:
         answers = []
         async for answer in replica.steps(2):
-            answers.append(answer)
+            answers.append((answer.value, answer.version, answer.versions))
             await it.push()
-        assert [answer.value for answer in answers] == [1.0, 2.0]
-        assert [answer.version for answer in answers] == [1, 1]
-        assert [answer.versions for answer in answers] == [(1,), (1, 2)]
+        assert answers == [(1.0, 1, (1,)), (2.0, 1, (1, 2))]
 
 
 @pytest.mark.asyncio
 async def test_no_switch_while_a_thread_computes_though_its_caller_gave_up() -> None:
     async with trainer() as it, following(it) as replica:
         asking = asyncio.create_task(replica.compute())
-        await until(replica.computing.is_set)
+        await harness.until(replica.computing.is_set)
         for _ in range(2):
             asking.cancel()
             await asyncio.sleep(0.02)
         pushing = asyncio.create_task(it.push())
-        await until(lambda: replica.weight_feed.status.newest == 2)
-        await asyncio.sleep(0.1)
+        await harness.until(lambda: replica.weight_feed.status.newest == 2)
+        await asyncio.wait({asking}, timeout=0.1)
         assert not asking.done()
         assert replica.weight_feed.version == 1
-        assert not replica.ended
         replica.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await asking
         await pushing
-        assert replica.ended
         assert replica.weight_feed.version == 2
         assert (await replica.compute()) == Answer((2.0, 2.0), 2, replica.weight_feed.epoch, (2,))
 
 
 @pytest.mark.asyncio
 async def test_an_error_of_a_method_is_raised_and_ends_its_admission() -> None:
-    class Failing(Replica):
-        @admitted
-        async def on_loop(self) -> None:
-            raise KeyError("loop")
-
-        @admitted
-        def in_thread(self) -> None:
-            raise KeyError("thread")
-
-    async with trainer() as it:
-        replica = Failing()
-        await replica.follow_weights(it.scheme.address, model=replica.model)
-        try:
-            for method in (replica.on_loop, replica.in_thread):
-                with pytest.raises(KeyError):
-                    await method()
-                assert replica.weight_feed.gate.running == 0
-        finally:
-            await replica.__dict__["__del__"]()
+    async with trainer() as it, following(it) as replica:
+        for method in (replica.fail, replica.fail_in_thread):
+            with pytest.raises(KeyError):
+                await method()
+            assert replica.weight_feed.gate.running == 0
 
 
 @pytest.mark.slow
@@ -213,29 +173,29 @@ async def test_no_source_in_time_is_an_error_that_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica = Replica()
+
+    async def follow(address: str, **options: Any) -> int:
+        return await replica.follow_weights(address, model=replica.model, **options)
+
     with pytest.raises(RecvTimeout, match=r"from tcp://127.0.0.1:1 .* not reached yet"):
-        await replica.follow_weights("tcp://127.0.0.1:1", model=replica.model, timeout=0.2)
-    with pytest.raises(LocalProtocolError, match="follow_weights"):
-        _ = replica.weight_feed
+        await follow("tcp://127.0.0.1:1", timeout=0.2)
     async with trainer(token=TOKEN) as it:
         address = it.scheme.address
         monkeypatch.setenv("AIOSYNC_TOKEN", "another one")
         with pytest.raises(RecvTimeout, match="AuthError"):
-            await replica.follow_weights(address, model=replica.model, timeout=0.3)
+            await follow(address, timeout=0.3)
         monkeypatch.setenv("AIOSYNC_TOKEN", TOKEN)
         with pytest.raises(RecvTimeout, match="has version 1 and needs 3; .* nothing newer"):
-            await replica.follow_weights(address, model=replica.model, timeout=0.3, min_version=3)
-        asking = asyncio.create_task(
-            replica.follow_weights(address, model=replica.model, min_version=3)
-        )
+            await follow(address, timeout=0.3, min_version=3)
+        asking = asyncio.create_task(follow(address, min_version=3))
         await asyncio.sleep(0.05)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert await replica.follow_weights(address, model=replica.model, timeout=10) == 1
+        assert await follow(address, timeout=10) == 1
         with pytest.raises(LocalProtocolError, match="one already"):
-            await replica.follow_weights(address, model=replica.model)
-        await replica.__dict__["__del__"]()
+            await follow(address)
+        await replica.end()
         assert replica.weight_feed.status.state == "closed"
 
 
@@ -244,22 +204,23 @@ async def test_no_source_in_time_is_an_error_that_says_why(
 async def test_stale_is_healthy_unless_there_is_a_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    it = Trainer()
-    async with it.scheme:
-        await it.scheme.connect()
-        async with following(it) as patient, following(it, max_staleness=0.2) as strict:
-            for replica in (patient, strict):
-                await replica.check_health()
-            assert not caplog.records
-            await it.scheme.aclose()
-            await until(lambda: strict.weight_feed.status.stale_for > 0.2)
-            await patient.check_health()
-            with pytest.raises(RecvTimeout, match=r"max_staleness is 0.2 s: the link"):
-                await strict.check_health()
-            await patient.check_health()
-            assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # once each
-            assert "answers with version 1, which is stale" in caplog.text
-            assert (await patient.act(1)).value == 1.0
+    async with (
+        trainer() as it,
+        following(it) as patient,
+        following(it, max_staleness=0.2) as strict,
+    ):
+        for replica in (patient, strict):
+            await replica.check_health()
+        assert not caplog.records
+        await it.scheme.aclose()
+        await harness.until(lambda: strict.weight_feed.status.stale_for > 0.2)
+        await patient.check_health()
+        with pytest.raises(RecvTimeout, match=r"max_staleness is 0.2 s: the link"):
+            await strict.check_health()
+        await patient.check_health()
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # once each
+        assert "answers with version 1, which is stale" in caplog.text
+        assert (await patient.act(1)).value == 1.0
 
 
 @pytest.mark.asyncio
@@ -275,7 +236,7 @@ async def test_the_users_own_end_comes_first() -> None:
     async with trainer() as it:
         replica = Ending()
         await replica.follow_weights(it.scheme.address, model=replica.model)
-        await replica.__dict__["__del__"]()
+        await replica.end()
         assert seen == ["live"]
         assert replica.weight_feed.status.state == "closed"
         type(replica).__del__ = lambda self: None  # type: ignore[assignment]

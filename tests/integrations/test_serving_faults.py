@@ -27,17 +27,16 @@ import aiosync.sync
 from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.serving import WeightFeed
 from aiosync.testing import FaultProxy, Faults, Plan
-from tests.integrations._asgi_calls import until, uvicorn_of
+from tests.integrations._asgi_calls import uvicorn_of
 from tests.schemes import _harness as harness
-from tests.schemes._harness import PATIENCE
+from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill
-from tests.schemes.test_loading import _free_address
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 NBYTES = 2**24
 """More than the kernel keeps: what a dead process has written to its sockets still arrives."""
-SLOW = Plan(back=Faults(rate=NBYTES * 1.5))
+SLOW = Plan(back=Faults(delay=0.0025))
 """An update takes most of a second, so that there is a middle to hit."""
 CUT = Plan(back=Faults(reset_at=0), forward=Faults(reset_at=0))
 STALE = 0.2
@@ -184,8 +183,12 @@ async def in_the_middle(proxy: FaultProxy) -> None:
 # -- the tests --------------------------------------------------------------------------------
 
 
-async def test_a_trainer_is_killed_in_mid_update_and_started_again() -> None:
-    address = _free_address()
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix://{tmp_path / 'trainer'}"
+
+
+async def test_a_trainer_is_killed_in_mid_update_and_started_again(address: str) -> None:
     async with FaultProxy(address) as proxy:
         proxy.plan = SLOW
         with trainer(address, 1.0) as first:
@@ -211,8 +214,7 @@ async def test_a_trainer_is_killed_in_mid_update_and_started_again() -> None:
                     assert {value for value, *_ in server.seen} == {1.0, 3.0, 4.0}
 
 
-async def test_the_network_is_cut_in_mid_update() -> None:
-    address = _free_address()
+async def test_the_network_is_cut_in_mid_update(address: str) -> None:
     async with FaultProxy(address) as proxy:
         proxy.plan = SLOW
         with trainer(address, 1.0) as process:
@@ -235,12 +237,11 @@ async def test_the_network_is_cut_in_mid_update() -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_weight_server_is_killed_in_mid_update(tmp_path: Path) -> None:
+async def test_a_weight_server_is_killed_in_mid_update(address: str, tmp_path: Path) -> None:
     pytest.importorskip("typer")
     pytest.importorskip("safetensors")
     from tests.cli._serving import serving
 
-    address = _free_address()
     async with FaultProxy(address) as proxy, contextlib.AsyncExitStack() as stack:
         proxy.plan = SLOW
         process = stack.enter_context(trainer(address, 1.0, dial="both"))

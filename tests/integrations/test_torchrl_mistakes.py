@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,29 +20,9 @@ from torchrl.modules import RandomPolicy
 
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
-from tests.integrations._multi_workers import Collector, ask, collecting, seen
+from tests.integrations._multi_workers import SCHEMES, SHM, Collector, ask, collecting, seen
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-SHM = aiosync.sync.SharedMemWeightSyncScheme
-PIPE = aiosync.sync.MultiProcessWeightSyncScheme
-TCP = aiosync.sync.TCPWeightSyncScheme
-SCHEMES = [SHM, PIPE, TCP]
-
-pytestmark = [
-    pytest.mark.slow,
-    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def forked() -> Iterator[None]:
-    """Fork the workers, which takes a tenth of a second; spawning them takes five."""
-    with workers.start_method("fork"):
-        yield
+pytestmark = workers.FORKED
 
 
 # -- buffers that are in no state dict --------------------------------------------------------
@@ -80,16 +59,6 @@ def test_state_dicts_and_a_buffer_that_is_in_none(make: Any, method: str) -> Non
         assert seen(next(batches)) == [(6.0, 1)] * 2
         scales = [ask(collector, idx, "policy.module.scale.tolist") for idx in range(2)]
         assert scales == [[2.0] * worlds.WIDTH] * 2
-
-
-def test_such_a_buffer_that_cannot_be_brought_is_named() -> None:
-    """Whoever gave the scheme its role did it before there was a collector to look into."""
-    policy = make_scaled(1.0)
-    scheme = SHM(strategy="state_dict", timeout=5.0)
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-    with scheme, pytest.raises(Exception, match=r"module\.scale.*strategy='tensordict'"):
-        with collecting(scheme, policy):
-            pass
 
 
 # -- where an event loop runs, as in a notebook -----------------------------------------------
@@ -130,83 +99,6 @@ def test_a_collector_of_one_process_where_an_event_loop_runs() -> None:
     asyncio.run(cell())
 
 
-def test_a_scheme_of_its_own_still_refuses_to_block_a_loop() -> None:
-    async def program() -> None:
-        with SHM() as scheme:
-            scheme.init_on_sender(model=worlds.make_policy(1.0), num_workers=0)
-            with pytest.raises(aiosync.LocalProtocolError, match="running event loop"):
-                scheme.connect()
-
-    asyncio.run(program())
-
-
-def test_the_loop_of_the_schemes_is_never_blocked() -> None:
-    """It would wait for itself for ever."""
-    scheme = SHM()
-    with collecting(scheme, worlds.make_policy(1.0)):
-        held = scheme._lease
-        assert held is not None
-
-        async def inside() -> None:
-            scheme.send()
-
-        with pytest.raises(aiosync.LocalProtocolError, match="running event loop"):
-            held.call(inside())
-
-
-# -- the wrong class --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        aiosync.SharedMemWeightSyncScheme,
-        aiosync.MultiProcessWeightSyncScheme,
-        aiosync.TCPWeightSyncScheme,
-        aiosync.NoWeightSyncScheme,
-    ],
-)
-def test_the_async_class_names_its_blocking_twin(make: Any) -> None:
-    started = time.monotonic()
-    with pytest.raises(aiosync.ConfigError, match=rf"aiosync\.sync\.{make.__name__}"):
-        with collecting(make(), worlds.make_policy(1.0)):
-            pass
-    assert time.monotonic() - started < workers.PATIENCE / 2
-    with pytest.raises(aiosync.ConfigError, match=rf"aiosync\.sync\.{make.__name__}"):
-        Collector(
-            worlds.World,
-            worlds.make_policy(1.0),
-            frames_per_batch=4,
-            total_frames=-1,
-            weight_sync_schemes={"policy": make()},
-        )
-
-
-def test_the_blocking_twin_of_a_class_of_the_users_own_is_that_of_its_base() -> None:
-    class Mine(aiosync.SharedMemWeightSyncScheme):
-        pass
-
-    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync\.SharedMemWeightSyncScheme"):
-        with collecting(Mine(), worlds.make_policy(1.0)):
-            pass
-
-
-def test_an_async_scheme_by_hand_beside_a_collector() -> None:
-    """Only TorchRL's own calls would never be awaited."""
-
-    async def program() -> None:
-        collector = Collector(
-            worlds.World, worlds.make_policy(1.0), frames_per_batch=4, total_frames=-1
-        )
-        async with aiosync.SharedMemWeightSyncScheme() as scheme:
-            scheme.init_on_sender(model_id="policy", context=collector)
-            await scheme.connect()
-            await scheme.send()
-        collector.shutdown()
-
-    asyncio.run(program())
-
-
 # -- a policy that is no module ---------------------------------------------------------------
 
 
@@ -236,19 +128,3 @@ def test_a_policy_that_is_no_module_needs_no_scheme(make: Any, kind: str) -> Non
             trust_policy=True,
             weight_sync_schemes={"policy": make()},
         )
-
-
-def test_no_synchronization_takes_a_policy_that_is_no_module() -> None:
-    scheme = aiosync.sync.NoWeightSyncScheme()
-    collector = Collector(
-        worlds.World,
-        Constant(),
-        frames_per_batch=4,
-        total_frames=-1,
-        trust_policy=True,
-        weight_sync_schemes={"policy": scheme},
-    )
-    with scheme:
-        next(iter(collector))
-        collector.update_policy_weights_()
-        collector.shutdown()

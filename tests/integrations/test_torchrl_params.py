@@ -26,18 +26,7 @@ if TYPE_CHECKING:
 
 AGENTS = 3
 
-pytestmark = [
-    pytest.mark.slow,
-    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def forked() -> Iterator[None]:
-    with workers.start_method("fork"):
-        yield
+pytestmark = workers.FORKED
 
 
 class Agents(worlds.World):

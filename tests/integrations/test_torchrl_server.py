@@ -25,16 +25,25 @@ SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeig
 
 
 @contextmanager
-def serving(name: str) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """A trainer's scheme and policy, a server in a thread of this process, and a client."""
-    trained = make_policy(7.0)
-    sender = getattr(aiosync.sync, name)()
+def serving(
+    name: str = "SharedMemWeightSyncScheme", role: str = "", **options: Any
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """A trainer's scheme and policy, a server in a thread of this process, and a client.
+
+    With ``role`` the server gets a scheme that is "initialized" or "connected" already.
+    """
+    trained, served = make_policy(7.0), make_policy()
+    sender = getattr(aiosync.sync, name)(**options)
     sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
     receiver = pickle.loads(pickle.dumps(sender))
     transport = ThreadingTransport()
-    server = InferenceServer(make_policy(), transport, weight_sync=receiver, max_batch_size=8)
     connecting = threading.Thread(target=sender.connect)
     connecting.start()
+    if role:
+        receiver.init_on_receiver(model_id="policy", model=served)
+    if role == "connected":
+        receiver.connect()
+    server = InferenceServer(served, transport, weight_sync=receiver, max_batch_size=8)
     server.start()
     try:
         connecting.join(PATIENCE)
@@ -44,6 +53,19 @@ def serving(name: str) -> Iterator[tuple[Any, Any, Any, Any]]:
         server.shutdown()
         receiver.shutdown()
         sender.shutdown()
+
+
+@contextmanager
+def warned(client: Any, text: str, answer: tuple[float, int]) -> Iterator[None]:
+    """What the server's thread warns of soon after the block; it answers as before."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+        give_up = time.monotonic() + PATIENCE
+        while not caught and time.monotonic() < give_up:
+            assert ask(client) == answer
+    assert text in str(caught[0].message)
+    assert [ask(client) for _ in range(5)] == [answer] * 5
 
 
 def ask(client: Any) -> tuple[float, int]:
@@ -85,37 +107,24 @@ def test_every_answer_is_of_one_version_and_labelled_with_it(name: str) -> None:
 
 
 def test_the_server_goes_on_without_its_trainer() -> None:
-    with serving("SharedMemWeightSyncScheme") as (sender, trained, server, client):
+    with serving() as (sender, trained, server, client):
         set_value(trained, 1.0)
         sender.send()
         assert ask(client) == (1.0, 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned(client, "the trainer is gone", (1.0, 1)):
             sender.shutdown()
-            give_up = time.monotonic() + PATIENCE
-            while not caught and time.monotonic() < give_up:
-                assert ask(client) == (1.0, 1)
-        assert "the trainer is gone" in str(caught[0].message)
-        assert [ask(client) for _ in range(5)] == [(1.0, 1)] * 5
         assert server.policy_version == 1
 
 
 def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None:
-    with serving("SharedMemWeightSyncScheme") as (sender, trained, _server, client):
+    with serving() as (sender, trained, _server, client):
         wrong = Values()
         wrong.values[0] = torch.nn.Parameter(torch.zeros(3))
         broken = make_policy()
         broken.module = wrong
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned(client, "the server refused an update", (7.0, 0)):
             with pytest.raises(PartialSyncError, match=r"values\.0"):
                 sender.send(broken)
-            # The trainer hears of it first; the server's thread warns after that.
-            give_up = time.monotonic() + PATIENCE
-            while not caught and time.monotonic() < give_up:
-                assert ask(client) == (7.0, 0)
-        assert "the server refused an update" in str(caught[0].message)
-        assert ask(client) == (7.0, 0)
         set_value(trained, 5.0)
         sender.send()
         value, version = ask(client)
@@ -123,35 +132,17 @@ def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None
         assert version > 0
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_scheme_with_a_role_already_is_labelled_as_well(connected: bool) -> None:
-    trained, served = make_policy(7.0), make_policy()
-    sender = aiosync.sync.SharedMemWeightSyncScheme()
-    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
-    receiver = pickle.loads(pickle.dumps(sender))
-    receiver.init_on_receiver(model_id="policy", model=served)
-    connecting = threading.Thread(target=sender.connect)
-    connecting.start()
-    if connected:
-        receiver.connect()
-    transport = ThreadingTransport()
-    server = InferenceServer(served, transport, weight_sync=receiver)
-    server.start()
-    try:
-        connecting.join(PATIENCE)
-        client = transport.client()
+@pytest.mark.parametrize("role", ["initialized", "connected"])
+def test_a_scheme_with_a_role_already_is_labelled_as_well(role: str) -> None:
+    with serving(role=role) as (sender, trained, _server, client):
         for version in range(1, 4):
             set_value(trained, float(version))
             sender.send()
             assert ask(client) == (float(version), version)
-    finally:
-        server.shutdown()
-        receiver.shutdown()
-        sender.shutdown()
 
 
 def test_a_trainer_is_told_when_the_server_ends() -> None:
-    with serving("SharedMemWeightSyncScheme") as (sender, _trained, server, _client):
+    with serving() as (sender, _trained, server, _client):
         server.shutdown()
         began = time.monotonic()
         with pytest.raises(PartialSyncError, match="closed"):
@@ -160,37 +151,15 @@ def test_a_trainer_is_told_when_the_server_ends() -> None:
 
 
 def test_a_trainer_with_another_token_does_not_end_the_server() -> None:
-    trained, served = make_policy(7.0), make_policy()
     token = secrets.token_hex(16)
-    sender = aiosync.sync.TCPWeightSyncScheme(token=token)
-    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
-    receiver = pickle.loads(pickle.dumps(sender))
-    connecting = threading.Thread(target=sender.connect)
-    connecting.start()
-    transport = ThreadingTransport()
-    server = InferenceServer(served, transport, weight_sync=receiver)
-    server.start()
-    other = aiosync.sync.TCPWeightSyncScheme(sender.address, token=token[::-1])
-    try:
-        connecting.join(PATIENCE)
-        client = transport.client()
-        assert ask(client) == (7.0, 0)
-        sender.shutdown()
-        other.init_on_sender(model_id="policy", model=trained)
-        other.connect()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            give_up = time.monotonic() + PATIENCE
-            while not caught and time.monotonic() < give_up:
-                assert ask(client) == (7.0, 0)
-        assert "the trainer is gone" in str(caught[0].message)
+    with serving("TCPWeightSyncScheme", token=token) as (sender, trained, server, client):
+        other = aiosync.sync.TCPWeightSyncScheme(sender.address, token=token[::-1])
+        with warned(client, "the trainer is gone", (7.0, 0)):
+            sender.shutdown()
+            other.init_on_sender(model_id="policy", model=trained)
+            other.connect()
         assert server.is_alive
-        assert ask(client) == (7.0, 0)
-    finally:
-        server.shutdown()
-        receiver.shutdown()
         other.shutdown()
-        sender.shutdown()
 
 
 def test_the_actions_of_the_world_tell_a_mix() -> None:

@@ -52,9 +52,8 @@ def td(value: float) -> TensorDict:
     return TensorDict({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)}, [])
 
 
-def check_calls(scheme: Any, told: Any) -> None:
+def check_calls(sender: Any, transport: Any, told: Any) -> None:
     """What is the same for every transport that calls ``update_policy_weights_``."""
-    sender = scheme.get_sender()
     sender.send(td(1.0))
     weights = td(2.0)
     sender.send_async(weights)
@@ -66,11 +65,10 @@ def check_calls(scheme: Any, told: Any) -> None:
     assert told() == [("policy", 2.0), ("policy", 4.0), ("policy", 2.0)], told()
     error = expect(aiosync.ApplyError, sender.send, td(-1.0))
     assert "negative weights" in str(error), error
-    for transport in sender._iterate_transports():
-        assert isinstance(transport, legacy.TransportBackend)
-        assert transport.check_connection()
-        assert transport.receive_weights() is None
-        transport.send_weights("critic", td(4.0))
+    assert isinstance(transport, legacy.TransportBackend)
+    assert transport.check_connection()
+    assert transport.receive_weights() is None
+    transport.send_weights("critic", td(4.0))
     assert told()[-1] == ("critic", 8.0)
 
 
@@ -96,7 +94,8 @@ def _call_actors(ray: Any) -> None:
     actors = [ray.remote(num_cpus=0)(Collector).remote()]
     scheme = legacy.RayWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", remote_collectors=actors, num_collectors=1)
-    check_calls(scheme, lambda: ray.get(actors[0].told.remote()))
+    transport = scheme.create_transport(actors[0])
+    check_calls(scheme.get_sender(), transport, lambda: ray.get(actors[0].told.remote()))
     for strategy in ("tensordict", "state_dict"):
         wrapped = legacy.RayModuleTransformScheme(strategy)
         wrapped.init_on_sender(model_id="policy", actor_refs=actors)
@@ -107,7 +106,7 @@ def _call_actors(ray: Any) -> None:
         assert ray.get(actors[0].value.remote()) == float(model.weight.detach().sum())
     ray.kill(actors[0])
     expect(aiosync.PeerClosed, scheme.get_sender().send, td(5.0))
-    assert not legacy.RayTransport(actors[0]).check_connection()
+    assert not transport.check_connection()
 
 
 class Attached:
@@ -230,10 +229,9 @@ def rpc_program(rank: int, port: int) -> None:
         end = (rpc.get_worker_info("process1"), rref, Collector)
         sender = scheme.create_sender()
         sender.register_worker(0, end)
-        scheme._sender = sender
-        check_calls(scheme, lambda: rref.rpc_sync().told())
+        check_calls(sender, scheme.create_transport(end), lambda: rref.rpc_sync().told())
         _check_rpc_roles(rpc)
-        del rref, end, sender, scheme
+        del rref, end, sender
     rpc.shutdown()
 
 

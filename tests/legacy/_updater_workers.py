@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ FRAMES = 20
 
 
 class Line(EnvBase):
-    """An environment without end; its observation is always one."""
+    """An environment without end; its observation is always one, its reward what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, reward: int = 0) -> None:
         super().__init__()
+        self.reward = reward
         self.observation_spec = Composite(observation=Unbounded((1,)))
         self.action_spec = Unbounded((1,))
         self.reward_spec = Unbounded((1,))
@@ -44,10 +46,8 @@ class Line(EnvBase):
         return TensorDict({"observation": torch.ones(1)}, [])
 
     def _step(self, tensordict: TensorDict) -> TensorDict:
-        done = torch.zeros(1, dtype=torch.bool)
-        return TensorDict(
-            {"observation": torch.ones(1), "reward": torch.zeros(1), "done": done}, []
-        )
+        done, reward = torch.zeros(1, dtype=torch.bool), torch.full((1,), float(self.reward))
+        return TensorDict({"observation": torch.ones(1), "reward": reward, "done": done}, [])
 
     def _set_seed(self, seed: int | None) -> None:
         pass
@@ -99,10 +99,6 @@ def portal_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("aiosync")]
 
 
-def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def raised(call: Any, *args: Any, **kwargs: Any) -> tuple[BaseException, float]:
     """What a call raises, and after how many seconds."""
     started = time.monotonic()
@@ -125,11 +121,6 @@ def assert_lost(call: Any, pid: int) -> None:
 
 
 # -- scenarios --------------------------------------------------------------------------------
-
-
-def local() -> None:
-    vanilla()
-    custom()
 
 
 def vanilla() -> None:
@@ -206,7 +197,7 @@ def custom() -> None:
 
 def multi(kind: str, policy: Any, updater: Any, count: int = 2, **options: Any) -> Any:
     return getattr(theirs, kind)(
-        [Line] * count,
+        [partial(Line, idx) for idx in range(count)],
         policy,
         frames_per_batch=FRAMES,
         total_frames=-1,
@@ -255,15 +246,13 @@ def sync() -> None:
         assert isinstance(
             raised(collector.update_policy_weights_, worker_ids=wrong)[0], aiosync.ConfigError
         )
-    error, _ = raised(collector.update_policy_weights_, {"module": {"bias": torch.zeros(7)}})
-    assert isinstance(error, aiosync.PartialSyncError)
-    assert set(error.failed) == {0, 1}
-    assert all(isinstance(each, aiosync.ApplyError) for each in error.failed.values())
+    refuse(collector)
     assert by_worker(next(batches)) == [{3.0}, {3.0}]
     assert len(hooks) == 4
-    other = multi_error(collector, updater)
-    assert isinstance(other, ValueError), other
-
+    late = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
+    for registering, kind in ((late, aiosync.LocalProtocolError), (updater, ValueError)):
+        error, _ = raised(registering.register_collector, collector)  # its workers run already
+        assert isinstance(error, kind), error
     assert_lost(collector.update_policy_weights_, collector.procs[0].pid)
     collector.update_policy_weights_()  # the others go on
     assert updater.last_report.acked == {1}
@@ -274,14 +263,6 @@ def sync() -> None:
     collector.shutdown(timeout=5)
 
 
-def multi_error(collector: Any, updater: Any) -> BaseException:
-    """What registering twice raises; and a collector whose workers run already."""
-    late = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
-    error, _ = raised(late.register_collector, collector)
-    assert isinstance(error, aiosync.LocalProtocolError), error
-    return raised(updater.register_collector, collector)[0]
-
-
 def many() -> None:
     """Small tensors cost no descriptors, and nothing is left when nobody shuts anything down."""
     policy = TensorDictModule(Many(300), in_keys=["observation"], out_keys=["action"])
@@ -290,7 +271,7 @@ def many() -> None:
     collector = multi("MultiSyncCollector", policy, updater)
     batches = iter(collector)
     next(batches)
-    worker = f"/proc/{collector.procs[0].pid}/fd"
+    fds = ("/proc/self/fd", f"/proc/{collector.procs[0].pid}/fd")
     counts = []
     for value in range(1, 51):
         with torch.no_grad():
@@ -298,7 +279,7 @@ def many() -> None:
         collector.update_policy_weights_()
         if value in (1, 5, 50):
             assert actions(next(batches)) == {float(value)}
-            counts.append((fds(), len(os.listdir(worker))))
+            counts.append([len(os.listdir(folder)) for folder in fds])
     assert counts[1] == counts[2], counts
     batches.close()
     collector.shutdown(timeout=5)
@@ -317,19 +298,10 @@ def asynchronous() -> None:
         get_server_weights=None, policy_weights={}, timeout=20
     )
     collector = multi("MultiAsyncCollector", policy, updater, count=3, policy_device="cpu")
-    arrived: list[int] = []
-    take = collector._get_from_queue
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        found = take(*args, **kwargs)
-        arrived.append(found[0])
-        return found
-
-    collector._get_from_queue = note
     batches = iter(collector)
     assert actions(next(batches)) == {1.0}
     seen: set[float] = set()
-    workers: set[int] = set()
+    workers: set[float] = set()
     for value in range(2, 42):
         fill(policy, float(value))
         allowed = {float(each) for each in range(1, value)}
@@ -337,8 +309,9 @@ def asynchronous() -> None:
         collector.update_policy_weights_()  # while two of them collect
         seen |= actions(next(batches))
     for _ in range(60):  # all of them still do
-        seen |= actions(next(batches))
-        workers.add(arrived[-1])
+        data = next(batches)
+        seen |= actions(data)
+        workers |= set(data["next", "reward"].flatten().tolist())
         if len(workers) == 3:
             break
     assert seen <= {float(each) for each in range(1, 42)}, seen
@@ -347,6 +320,7 @@ def asynchronous() -> None:
 
     stopped = collector.procs[0].pid
     os.kill(stopped, signal.SIGSTOP)
+    os.waitpid(stopped, os.WUNTRACED)  # its threads run on until it has stopped
     updater.timeout = 0.5
     error, seconds = raised(collector.update_policy_weights_)
     assert isinstance(error, aiosync.PartialSyncError), error
@@ -362,21 +336,25 @@ def asynchronous() -> None:
     collector.shutdown(timeout=5)
 
 
-def distributed() -> None:
-    from torchrl.collectors.distributed import DistributedCollector
+def remote(kind: str, policy: Any, updater: Any, **options: Any) -> Any:
+    from torchrl.collectors import distributed as collectors
 
-    policy = policy_of(1.0).share_memory()  # as a pickle for a process of this host does it
-    updater = legacy.DistributedWeightUpdater()
-    collector = DistributedCollector(
+    return getattr(collectors, kind)(
         [Line, Line],
         policy,
         frames_per_batch=FRAMES,
         total_frames=10**6,
         weight_updater=updater,
-        launcher="mp",
-        tcp_port=free_port(),
         sync=True,
+        **options,
     )
+
+
+def distributed() -> None:
+    policy = policy_of(1.0).share_memory()  # as a pickle for a process of this host does it
+    updater = legacy.DistributedWeightUpdater()
+    options = {"launcher": "mp", "tcp_port": free_port()}
+    collector = remote("DistributedCollector", policy, updater, **options)
     check_remote(collector, policy, rank=1)
     partial = {"module": {"bias": torch.full((1,), 9.0 - 6.0 * BIG)}}
     collector.update_policy_weights_(partial)
@@ -385,20 +363,9 @@ def distributed() -> None:
 
 
 def rpc() -> None:
-    from torchrl.collectors.distributed import RPCCollector
-
     policy = policy_of(1.0)
     updater = legacy.RPCWeightUpdater()
-    collector = RPCCollector(
-        [Line, Line],
-        policy,
-        frames_per_batch=FRAMES,
-        total_frames=10**6,
-        weight_updater=updater,
-        launcher="mp",
-        tcp_port=free_port(),
-        sync=True,
-    )
+    collector = remote("RPCCollector", policy, updater, launcher="mp", tcp_port=free_port())
     check_remote(collector, policy)
     later = policy_of(7.0)
     collector.update_policy_weights_(later, wait=False)
@@ -416,20 +383,13 @@ def rpc() -> None:
 
 def ray() -> None:
     import ray as cluster
-    from torchrl.collectors.distributed import RayCollector
 
-    cluster.init(num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20)
+    cluster.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20
+    )
     policy = policy_of(1.0)
     updater = legacy.RayWeightUpdater()
-    collector = RayCollector(
-        [Line, Line],
-        policy,
-        frames_per_batch=FRAMES,
-        total_frames=10**6,
-        weight_updater=updater,
-        sync=True,
-        remote_configs={"num_cpus": 1},
-    )
+    collector = remote("RayCollector", policy, updater, remote_configs={"num_cpus": 1})
     check_remote(collector, policy)
     refuse(collector)
     updater.max_interval = 1
@@ -450,6 +410,7 @@ def refuse(collector: Any) -> None:
     wrong = {"module": {"bias": torch.zeros(7)}}
     error, _ = raised(collector.update_policy_weights_, wrong)
     assert isinstance(error, aiosync.PartialSyncError), error
+    assert set(error.failed) == {0, 1}
     assert all(isinstance(each, aiosync.ApplyError) for each in error.failed.values())
     assert "module.bias" in str(error)
 

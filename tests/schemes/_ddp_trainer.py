@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import socket
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import aiosync
-
-PATIENCE = 40
+from tests.schemes._driver import PATIENCE, free_port, together
+from tests.schemes._harness import context
 
 
 def make_model() -> nn.Module:
@@ -27,9 +25,7 @@ def total(model: nn.Module) -> float:
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
-def worker(scheme: Any, idx: int, expected: Any) -> None:
-    torch.set_num_threads(1)
-
+def worker(scheme: Any, idx: int, totals: Any) -> None:
     async def main() -> None:
         model = make_model()
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
@@ -37,14 +33,13 @@ def worker(scheme: Any, idx: int, expected: Any) -> None:
             await scheme.connect(timeout=PATIENCE)
             await scheme.wait_for_version(4, timeout=PATIENCE)  # 1 is the initial one
             assert not dist.is_initialized()
-            assert await asyncio.to_thread(expected.poll, PATIENCE)
-            assert total(model) == expected.recv()
+            assert total(model) == await asyncio.to_thread(totals.get)
             print(f"worker {idx} has the weights of step 3", flush=True)
 
     aiosync.run(main)
 
 
-def rank(number: int, port: int, scheme: Any, told: Any) -> None:
+def rank(number: int, port: int, scheme: Any, totals: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=number, world_size=2)
@@ -53,13 +48,12 @@ def rank(number: int, port: int, scheme: Any, told: Any) -> None:
 
     async def main() -> None:
         if number == 0:
-            told[2].send(pickled(scheme, model.module))
+            scheme.init_on_sender(model_id="policy", model=model.module, num_workers=2)
             await scheme.connect(timeout=PATIENCE)
         for step in range(3):
             torch.manual_seed(10 * step + number)
             optimizer.zero_grad()
-            loss = model(torch.randn(16, 512)).pow(2).mean()
-            loss.backward()  # an all-reduce over the default group
+            model(torch.randn(16, 512)).pow(2).mean().backward()  # reduces over the default group
             optimizer.step()
             if number == 0:
                 await scheme.send()
@@ -67,40 +61,24 @@ def rank(number: int, port: int, scheme: Any, told: Any) -> None:
         dist.all_gather(sums, torch.tensor([total(model)], dtype=torch.float64))
         assert sums[0] == sums[1]
         if number == 0:
-            for pipe in told[:2]:
-                pipe.send(total(model.module))
+            for _ in range(2):
+                totals.put(total(model.module))
             print("both ranks hold the same weights", flush=True)
-            await scheme.aclose()
+        await scheme.aclose()
 
     aiosync.run(main)
     dist.destroy_process_group()
 
 
-def pickled(scheme: Any, model: nn.Module) -> Any:
-    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-    return scheme
-
-
 def main() -> None:
-    ctx = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pipes = [ctx.Pipe() for _ in range(3)]
-    told = [theirs for _, theirs in pipes]
-    scheme = aiosync.DistributedWeightSyncScheme(shared_memory=False)
-    processes = [ctx.Process(target=rank, args=(i, port, scheme, told)) for i in range(2)]
-    for process in processes:
-        process.start()
-    assert pipes[2][0].poll(PATIENCE)
-    copy = pipes[2][0].recv()  # rank 0's, with its address
-    for idx in range(2):
-        processes.append(ctx.Process(target=worker, args=(copy, idx, pipes[idx][0])))
-        processes[-1].start()
-    for process in processes:
-        process.join(PATIENCE)
-        if process.exitcode is None:
-            process.kill()
-        assert process.exitcode == 0, process
+    ctx = context("forkserver")
+    scheme = aiosync.DistributedWeightSyncScheme(
+        shared_memory=False, address=f"tcp://127.0.0.1:{free_port()}"
+    )
+    port, totals = free_port(), ctx.SimpleQueue()
+    ranks = [ctx.Process(target=rank, args=(i, port, scheme, totals)) for i in range(2)]
+    workers = [ctx.Process(target=worker, args=(scheme, i, totals)) for i in range(2)]
+    together(ranks + workers)
 
 
 if __name__ == "__main__":

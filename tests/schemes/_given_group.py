@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from datetime import timedelta
 
 import torch
@@ -11,8 +9,9 @@ from torch import distributed as dist
 from torch import nn
 
 import aiosync
-
-PATIENCE = 40
+from tests.schemes._driver import PATIENCE, free_port, together
+from tests.schemes._harness import context
+from tests.schemes._models import fill, filled
 
 
 def process(rank: int, port: int) -> None:
@@ -23,27 +22,25 @@ def process(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     group = dist.new_group([0, 1, 2])
     model = nn.Linear(512, 4096)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
+    fill(model, 1.0)
     scheme = aiosync.DistributedWeightSyncScheme(group=group, store=store)
 
     async def main() -> None:
         if rank == 0:
             scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-            async with scheme:
-                await scheme.connect(timeout=PATIENCE)
-                for number in (2.0, 3.0):
-                    with torch.no_grad():
-                        model.weight.fill_(number)
-                    await scheme.send(timeout=PATIENCE)
-                await scheme.send(timeout=PATIENCE)
         else:
             scheme.init_on_receiver(model_id="policy", model=model, worker_idx=rank - 1)
-            async with scheme:
-                await scheme.connect(timeout=PATIENCE)
-                await scheme.wait_for_version(4, timeout=PATIENCE)
-                assert bool((model.weight == 3.0).all())
-                print(f"rank {rank} has version 3", flush=True)
+        async with scheme:
+            await scheme.connect(timeout=PATIENCE)
+            for number in (2, 3):
+                if rank == 0:
+                    fill(model, float(number))
+                    await scheme.send(timeout=PATIENCE)
+                else:
+                    await scheme.wait_for_version(number, timeout=PATIENCE)
+            with scheme.reading():
+                assert filled(model, 3.0)
+            print(f"rank {rank} has version 3", flush=True)
 
     aiosync.run(main)
     number = torch.ones(1)
@@ -55,17 +52,8 @@ def process(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    ctx = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = [ctx.Process(target=process, args=(rank, port)) for rank in range(3)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(PATIENCE)
-        if each.exitcode is None:
-            each.kill()
-        assert each.exitcode == 0, each
+    ctx, port = context("forkserver"), free_port()
+    together([ctx.Process(target=process, args=(rank, port)) for rank in range(3)])
 
 
 if __name__ == "__main__":

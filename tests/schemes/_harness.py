@@ -15,15 +15,17 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import aiosync
+from tests.schemes import _models as models
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
@@ -47,8 +49,20 @@ class State:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
-def serve(conn: Connection, scheme: Any, build: Callable[[], Any] | None, loop: str) -> None:
+_pipe: Connection | None = None
+"""The worker's end of a pipe that the user made."""
+
+
+def serve(
+    conn: Connection,
+    scheme: Any,
+    build: Callable[[], Any] | None,
+    loop: str,
+    pipe: Connection | None = None,
+) -> None:
     """Run a worker until the test closes its end of ``conn``."""
+    global _pipe
+    _pipe = pipe
     torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
         runner.run(_serve(conn, scheme, build))
@@ -110,22 +124,22 @@ async def join(
     return state.scheme.version
 
 
+async def join_through_pipe(state: State, worker_idx: int) -> int:
+    return await join(state, worker_idx, pipe=_pipe)
+
+
 def version(state: State) -> int:
     return state.scheme.version
 
 
 def weights(state: State) -> dict[str, torch.Tensor]:
-    """A copy of the model's state dict."""
-    return {
-        name: value.detach().clone()
-        for name, value in state.model.state_dict().items()
-        if isinstance(value, torch.Tensor)  # and not an extra state
-    }
-
-
-async def receive(state: State, timeout: float | None = PATIENCE) -> int | None:
-    update = await state.scheme.receive(timeout=timeout)
-    return None if update is None else update.version
+    """A copy of the model's state dict, as a read finds it."""
+    with state.scheme.reading():
+        return {
+            name: value.detach().clone()
+            for name, value in state.model.state_dict().items()
+            if isinstance(value, torch.Tensor)  # and not an extra state
+        }
 
 
 async def wait_for_version(state: State, wanted: int, timeout: float = PATIENCE) -> int:
@@ -139,12 +153,12 @@ async def close(state: State) -> None:
 # -- in the test ------------------------------------------------------------------------------
 
 
+@dataclass
 class Worker:
     """One worker process, from the test's side."""
 
-    def __init__(self, process: BaseProcess | subprocess.Popen[bytes], conn: Connection) -> None:
-        self.process = process
-        self.conn = conn
+    process: BaseProcess | subprocess.Popen[bytes]
+    conn: Connection
 
     @property
     def pid(self) -> int:
@@ -190,17 +204,20 @@ class Worker:
             self.conn.send_bytes(b"")  # a forked sibling may keep the pipe open
         self.conn.close()
         if isinstance(self.process, subprocess.Popen):
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
-            finally:
-                self.process.kill()
-                self.process.wait()
-            return
-        self.process.join(PATIENCE)
-        if self.process.exitcode is None:
             self.process.kill()
-            self.process.join()
-        self.process.close()
+            self.process.wait()
+            return
+        end(self.process)
+
+
+def end(process: BaseProcess) -> None:
+    """Wait for a process, or kill it."""
+    process.join(PATIENCE)
+    process.kill()
+    process.join()
+    process.close()
 
 
 def this_loop() -> str:
@@ -227,12 +244,13 @@ def start(
     *,
     method: str = "forkserver",
     loop: str | None = None,
+    pipe: Connection | None = None,
 ) -> Worker:
     """Start a worker process with a pickle of ``scheme``, or a fork of it."""
     mine, theirs = multiprocessing.Pipe()
     if method == "subprocess":
         return _start_subprocess(mine, theirs, scheme, build)
-    args = (theirs, scheme, build, loop or this_loop())
+    args = (theirs, scheme, build, loop or this_loop(), pipe)
     process = context(method).Process(target=serve, args=args, daemon=True)
     process.start()
     theirs.close()
@@ -246,6 +264,13 @@ from tests.schemes import _harness
 scheme, build, loop = pickle.load(sys.stdin.buffer)
 _harness.serve(Connection(int(sys.argv[1])), scheme, build, loop)
 """
+
+
+def start_with_pipe(
+    scheme: Any, build: Callable[[], Any], pipe: Connection, *, method: str
+) -> Worker:
+    """Start a worker process with its end of a pipe that the user made."""
+    return start(scheme, build, method=method, pipe=pipe)
 
 
 def _start_subprocess(mine: Connection, theirs: Connection, scheme: Any, build: Any) -> Worker:
@@ -293,25 +318,6 @@ async def workers(
             worker.end()
 
 
-@contextlib.asynccontextmanager
-async def here(
-    scheme: Any, target: Any, *, sender: dict[str, Any], receiver: dict[str, Any] | None = None
-) -> AsyncIterator[tuple[Any, Any]]:
-    """A connected sender and one receiver in this process, over the scheme's real link."""
-    scheme.init_on_sender(**{"model_id": "policy", "num_workers": 1, **sender})
-    other = type(scheme).__new__(type(scheme))
-    other.__setstate__(scheme.__getstate__())
-    init = {"model_id": "policy", "worker_idx": 0, "model": target, **(receiver or {})}
-    try:
-        other.init_on_receiver(**init)
-        async with asyncio.timeout(PATIENCE):
-            await asyncio.gather(scheme.connect(), other.connect())
-        yield scheme, other
-    finally:
-        await other.aclose()
-        await scheme.aclose()
-
-
 def twin(scheme: Any) -> Any:
     """What arrives when ``scheme`` is pickled into a worker."""
     return pickle.loads(pickle.dumps(scheme))
@@ -341,38 +347,73 @@ async def crowd(
         await scheme.aclose()
 
 
+@contextlib.asynccontextmanager
+async def here(
+    scheme: Any, target: Any, *, sender: dict[str, Any], receiver: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Any, Any]]:
+    """A connected sender and one receiver in this process, over the scheme's real link."""
+    async with crowd(scheme, [target], sender=sender, receiver=receiver) as (_, [other]):
+        yield scheme, other
+
+
+async def deliver(
+    sender: Any, receiver: Any, value: float, weights: Any = None, **options: Any
+) -> aiosync.SendReport:
+    """Fill the sender's model, send it (or ``weights``), and look at what the receiver has."""
+    if weights is None:
+        models.fill(sender.model, value)
+    report: aiosync.SendReport = await sender.send(weights, **options)
+    assert report.acked == {receiver.worker_idx}
+    assert receiver.version == report.version
+    assert models.holds(receiver, value)
+    return report
+
+
+async def stage(
+    sender: Any, receiver: Any, weights: Any = None, **options: Any
+) -> aiosync.SendHandle:
+    """Send, and wait until the receiver has all of it, applied or not."""
+    handle: aiosync.SendHandle = sender.send_nowait(weights, **options)
+    await receiver.wait_staged(handle.version, timeout=PATIENCE)
+    return handle
+
+
+async def came_again(sender: Any, idx: int, target: Any = None) -> Any:
+    """Who comes after worker ``idx`` has gone."""
+    await until(lambda: idx not in sender.worker_versions)
+    late = twin(sender)
+    late.init_on_receiver(model_id="policy", model=target or models.linear(), worker_idx=idx)
+    await late.connect(timeout=PATIENCE)
+    return late
+
+
+@contextlib.contextmanager
+def read_elsewhere(
+    receiver: Any, read: Callable[[Callable[..., None]], Any] | None = None
+) -> Iterator[None]:
+    """Another thread is inside of a read, or of what calls ``wait`` in its middle."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        leave.wait(PATIENCE)
+
+    def reading(wait: Callable[..., None]) -> None:
+        with receiver.reading():
+            wait()
+
+    thread = threading.Thread(target=read or reading, args=[wait])
+    thread.start()
+    try:
+        assert inside.wait(PATIENCE)
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until ``condition()``."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-# -- workers with a pipe that the user made -----------------------------------------------------
-
-
-def serve_with_pipe(
-    conn: Connection, scheme: Any, build: Callable[[], Any], loop: str, pipe: Connection
-) -> None:
-    """As :func:`serve`, with the worker's end of a pipe."""
-    global _pipe
-    _pipe = pipe
-    serve(conn, scheme, build, loop)
-
-
-_pipe: Connection | None = None
-
-
-async def join_through_pipe(state: State, worker_idx: int) -> int:
-    return await join(state, worker_idx, pipe=_pipe)
-
-
-def start_with_pipe(
-    scheme: Any, build: Callable[[], Any], pipe: Connection, *, method: str
-) -> Worker:
-    mine, theirs = multiprocessing.Pipe()
-    args = (theirs, scheme, build, this_loop(), pipe)
-    process = context(method).Process(target=serve_with_pipe, args=args, daemon=True)
-    process.start()
-    theirs.close()
-    return Worker(process, mine)

@@ -21,9 +21,18 @@ def filled(model: nn.Module, value: float) -> bool:
     return all(bool((parameter == value).all()) for parameter in model.parameters())
 
 
-def linear() -> nn.Module:
+def holds(receiver: Any, value: float) -> bool:
+    """Whether a read of a receiver's model, such as a forward pass, finds ``value`` everywhere.
+
+    What was sent before the read began is there; outside a read the parameters may lag.
+    """
+    with receiver.reading():
+        return filled(receiver.model, value)
+
+
+def linear(value: float = -1.0) -> nn.Module:
     model = nn.Linear(4, 2)
-    fill(model, -1.0)
+    fill(model, value)
     return model
 
 
@@ -90,11 +99,6 @@ class Extra(nn.Module):
 
 def extra() -> nn.Module:
     return Extra()
-
-
-def slow() -> nn.Module:
-    """An apply takes 20 ms."""
-    return Extra(0.02)
 
 
 def very_slow() -> nn.Module:

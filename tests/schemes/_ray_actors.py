@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import threading
@@ -12,19 +11,14 @@ from typing import Any
 import ray
 import torch
 
-import aiosync
 import aiosync.sync
 from aiosync.schemes.ray import RayWeightSyncScheme
 from tests.schemes import _models
 
+TOKEN = "a token of these tests"
 
-def facade(scheme: Any) -> Any:
-    """The blocking twin of an async scheme."""
-    twin = object.__new__(
-        getattr(aiosync.sync, type(scheme).__name__, aiosync.sync.WeightSyncScheme)
-    )
-    twin._adopt(scheme)
-    return twin
+here = ray.remote(num_cpus=0, resources={"node0": 0.001})
+"""Actors are on the driver's node, unless they are told otherwise."""
 
 
 def extremes(weights: dict[str, torch.Tensor]) -> set[float]:
@@ -37,24 +31,21 @@ class Base:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.model: Any = None
+        self.model = _models.big()
         self.scheme: Any = None
         self.kept: dict[str, torch.Tensor] = {}
 
-    def build(self, name: str) -> None:
-        self.model = getattr(_models, name)()
-
-    def pid(self) -> int:
-        return os.getpid()
+    def who(self) -> tuple[int, str]:
+        return os.getpid(), ray.get_runtime_context().get_actor_id()
 
     def look(self) -> tuple[int, set[float]]:
-        return self.scheme.version, extremes(self.model.state_dict())
+        with self.scheme.reading():
+            return self.scheme.version, extremes(self.model.state_dict())
 
-    def memory(self) -> dict[str, int]:
-        """Resident bytes by kind."""
+    def memory(self) -> int:
+        """Resident bytes of its own."""
         with open("/proc/self/status", encoding="utf-8") as file:
-            lines = [line.split() for line in file if line.startswith("Rss")]
-        return {name.rstrip(":"): int(kib) * 1024 for name, kib, _ in lines}
+            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
     def keep(self) -> None:
         self.kept = dict(self.model.state_dict())
@@ -68,65 +59,55 @@ class Base:
                 parameter.add_(1.0)
 
 
-@ray.remote(num_cpus=0)
+@here
 class Worker(Base):
     """With a receiver on its own loop."""
 
-    async def join(self, scheme: RayWeightSyncScheme, idx: int, model: str = "medium") -> int:
-        self.build(model)
+    async def join(self, scheme: RayWeightSyncScheme, idx: int) -> int:
         self.scheme = scheme
         scheme.init_on_receiver(model_id="policy", model=self.model, worker_idx=idx)
         await scheme.connect(timeout=30)
         return scheme.version
 
-    async def ping(self) -> int:
-        await asyncio.sleep(0)
-        return self.scheme.version
-
     async def wait_for(self, version: int) -> int:
         return await self.scheme.wait_for_version(version, timeout=30)
 
     async def close(self) -> None:
-        if self.scheme is not None:
-            await self.scheme.aclose()
-            self.scheme = None
+        await self.scheme.aclose()
 
 
-@ray.remote(num_cpus=0)
+@here
 class Serial(Base):
-    """Without a loop, with the blocking facade."""
+    """Without a loop, with the blocking twin of the scheme."""
 
-    def join(self, scheme: RayWeightSyncScheme, idx: int, model: str = "medium") -> int:
-        self.build(model)
-        self.scheme = facade(scheme)
+    def join(self, scheme: RayWeightSyncScheme, idx: int) -> int:
+        self.scheme = aiosync.sync.RayWeightSyncScheme(
+            address=str(scheme.address), token=TOKEN, shared_memory=scheme.shared_memory
+        )
         self.scheme.init_on_receiver(model_id="policy", model=self.model, worker_idx=idx)
         self.scheme.connect(timeout=30)
         return self.scheme.version
 
     def close(self) -> None:
-        if self.scheme is not None:
-            self.scheme.shutdown()
-            self.scheme = None
+        self.scheme.shutdown()
 
 
-@ray.remote(num_cpus=0)
+@here
 class Owner:
     """Its objects are lost with it."""
 
-    def make(self) -> list[Any]:
-        return [ray.put(bytes(2**20))]
+    def put(self, value: Any) -> list[Any]:
+        return [ray.put(value)]
 
 
-@ray.remote(num_cpus=0)
+@here
 class Plain:
     """Knows nothing of aiosync."""
 
     def __init__(self) -> None:
         self.model = _models.medium()
-        self.weights: dict[str, torch.Tensor] = {}
 
     def update(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights = weights
         self.model.load_state_dict(weights)
 
     @ray.method(num_returns=2)
@@ -143,19 +124,8 @@ class Plain:
     def look(self) -> set[float]:
         return extremes(self.model.state_dict())
 
-    def where(self) -> str:
-        """What kind of memory the weights lie in, and who may write to it."""
-        address = next(iter(self.weights.values())).data_ptr()
-        with open("/proc/self/maps", encoding="utf-8") as file:
-            for line in file:
-                area, rights, *_ = line.split()
-                start, stop = (int(each, 16) for each in area.split("-"))
-                if start <= address < stop:
-                    return rights
-        return ""
 
-
-@ray.remote(num_cpus=0)
+@here
 class Transform:
     """A module inside of an actor, which computes in calls that block."""
 
@@ -174,11 +144,11 @@ class Transform:
     def save(self) -> bytes:
         return pickle.dumps(vars(self))
 
-    def threads(self) -> list[str]:
-        return [thread.name for thread in threading.enumerate()]
+    def receives(self) -> bool:
+        return "aiosync-transform" in [thread.name for thread in threading.enumerate()]
 
 
-@ray.remote(num_cpus=0)
+@here
 class TransformTrainer:
     """Sends to the module of a transform from an actor, which can be killed."""
 
@@ -186,8 +156,3 @@ class TransformTrainer:
         self.scheme = aiosync.sync.RayModuleTransformScheme(reconnect=reconnect)
         self.scheme.init_on_sender(model=_models.medium(), ray_transform=transform)
         self.scheme.connect(timeout=30)
-
-
-@ray.remote(num_cpus=0)
-class NoTransform:
-    """Has no module."""

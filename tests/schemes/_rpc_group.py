@@ -1,27 +1,27 @@
 """An RPC group of processes that tests run in: a trainer with an event loop, and workers.
 
-A scenario of :mod:`tests.schemes._rpc_scenarios` runs in the trainer's process, which is not that
-of pytest: RPC keeps threads and sockets for as long as its process lives.
+The trainer is not pytest's process: RPC keeps threads and sockets for as long as its process lives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
-import pickle
-import socket
-import subprocess
-import sys
-import threading
 import time
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import rpc
 
+from aiosync.testing import assert_no_leaks
+from tests.contract.remote import Remote, act
 from tests.schemes import _harness as harness
+from tests.schemes._driver import free_port
 
 MAX_SECONDS = 40.0
 LOOPS = ("uvloop", "asyncio")  # of the workers, in turn
@@ -35,105 +35,28 @@ def init(rank: int, world: int, port: int, name: str) -> None:
     torch.set_num_threads(1)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-# -- models ------------------------------------------------------------------------------------
-
-
-def block(mebibytes: int, value: float) -> nn.Module:
-    model = nn.Module()
-    model.block = nn.Parameter(torch.full((mebibytes, 2**18), value))
-    return model
-
-
-def fill(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-
-
 # -- in a worker -------------------------------------------------------------------------------
 
-_loop: asyncio.AbstractEventLoop | None = None
-_schemes: dict[str, Any] = {}
-_models: dict[str, nn.Module] = {}
+_loop: Any = None
 
 
-def work(rank: int, world: int, port: int, loop: str) -> None:
+def work(rank: int, world: int, port: int) -> None:
     """Main of a worker: a loop in the main thread until the trainer shuts RPC down."""
     global _loop
-    init(rank, world, port, f"worker{rank - 1}")
-    with asyncio.Runner(loop_factory=harness.loop_factory(loop)) as runner:
+    with asyncio.Runner(loop_factory=harness.loop_factory(LOOPS[rank % 2])) as runner:
         _loop = runner.get_loop()
-        ended = threading.Thread(target=_until_shutdown)
-        ended.start()
-        runner.run(_serve())
-    ended.join()
+        init(rank, world, port, f"worker{rank - 1}")
+        runner.run(serve())
 
 
-def _until_shutdown() -> None:
-    rpc.shutdown()
-    assert _loop is not None
-    _loop.call_soon_threadsafe(_ended.set)
+async def serve() -> None:
+    async with assert_no_leaks(kinds=("tasks",)):
+        await asyncio.to_thread(rpc.shutdown)
 
 
-_ended = asyncio.Event()
-
-
-async def _serve() -> None:
-    await _ended.wait()
-    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert not left, left
-    names = [each.name for each in threading.enumerate() if each.name.startswith("aiosync")]
-    assert not names, names
-
-
-def _on_loop(coroutine: Any) -> Any:
-    assert _loop is not None
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop).result(MAX_SECONDS)
-
-
-def hold(key: str, scheme: bytes) -> int:
-    """Keep a copy of a scheme that was pickled at some time; returns the process id."""
-    _schemes[key] = pickle.loads(scheme)
-    return os.getpid()
-
-
-def join(key: str, mebibytes: int, idx: int | None) -> int:
-    """Become a receiver, with a model of -1."""
-    return int(_on_loop(_join(_schemes[key], key, mebibytes, idx)))
-
-
-async def _join(scheme: Any, key: str, mebibytes: int, idx: int | None) -> int:
-    _models[key] = block(mebibytes, -1.0)
-    scheme.init_on_receiver(model_id="policy", model=_models[key], worker_idx=idx)
-    await scheme.connect(timeout=MAX_SECONDS)
-    return int(scheme.version)
-
-
-def state(key: str) -> tuple[int, list[float], int]:
-    """Version, the distinct values of the weights, and the reconnects."""
-    values = {float(each) for p in _models[key].parameters() for each in p.detach().aminmax()}
-    return _schemes[key].version, sorted(values), _schemes[key].reconnects
-
-
-def payloads_awaited() -> int:
-    from aiosync.transports._rpc_landing import landings
-
-    return len(landings)
-
-
-def offered() -> int:
-    from aiosync.transports._rpc_carrier import _offers
-
-    return len(_offers)
-
-
-def leave(key: str) -> None:
-    _on_loop(_schemes.pop(key).aclose())
+def obey(*args: Any) -> Any:
+    """On a thread of RPC."""
+    return asyncio.run_coroutine_threadsafe(act(*args), _loop).result(MAX_SECONDS)
 
 
 # -- in the trainer ----------------------------------------------------------------------------
@@ -143,49 +66,52 @@ class Group:
     """The workers' processes, from the trainer's side."""
 
     def __init__(self, workers: int) -> None:
-        port = free_port()
+        port, ctx = free_port(), harness.context("forkserver")
         self.names = [f"worker{idx}" for idx in range(workers)]
+        ranks = range(1, workers + 1)
         self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    __name__,
-                    *map(str, (rank, workers + 1, port)),
-                    LOOPS[rank % 2],
-                ]
-            )
-            for rank in range(1, workers + 1)
+            ctx.Process(target=work, args=(rank, workers + 1, port)) for rank in ranks
         ]
+        for process in self.processes:
+            process.start()
         init(0, workers + 1, port, "trainer")
+        self._turns = itertools.cycle(range(workers))
 
-    async def call(self, idx: int, function: Any, *args: Any) -> Any:
-        return await asyncio.to_thread(
-            rpc.rpc_sync, self.names[idx], function, args=args, timeout=MAX_SECONDS
-        )
+    def hire(self, scheme: Any, init: dict[str, Any]) -> Any:
+        """A receiver in the next one of the workers' processes."""
+        idx = next(self._turns)
 
-    async def all(self, function: Any, *args: Any) -> list[Any]:
-        return list(
-            await asyncio.gather(
-                *(self.call(idx, function, *args) for idx in range(len(self.names)))
-            )
-        )
+        async def call(*args: Any) -> Any:
+            there = partial(rpc.rpc_sync, self.names[idx], obey, args=args, timeout=MAX_SECONDS)
+            return await asyncio.to_thread(there)
+
+        worker = Remote(scheme, init, call)
+        worker.process = self.processes[idx]
+        return worker
 
     def shut_down(self) -> None:
         """End RPC everywhere; it must not wait for anything of aiosync."""
+        living = all(process.is_alive() for process in self.processes)
         started = time.monotonic()
-        rpc.shutdown()
+        rpc.shutdown(graceful=living)  # who is dead would be waited for, by RPC itself
         assert time.monotonic() - started < 5.0
-        for process in self.processes:
-            assert process.wait(10) == 0
+        for process in self.processes if living else ():
+            process.join(10)
+            assert process.exitcode == 0
 
-    def kill(self) -> None:
-        for process in self.processes:
+
+group: Group
+
+
+@contextlib.contextmanager
+def grouped(workers: int) -> Iterator[None]:
+    """A context in which this process is the trainer of :data:`group`."""
+    global group
+    group = Group(workers)
+    try:
+        yield
+        group.shut_down()
+    finally:
+        for process in group.processes:
             process.kill()
-            process.wait()
-
-
-if __name__ == "__main__":
-    from tests.schemes import _rpc_group
-
-    _rpc_group.work(*map(int, sys.argv[1:4]), sys.argv[4])
+            process.join()

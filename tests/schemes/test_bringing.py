@@ -1,391 +1,199 @@
-"""Weights that are elsewhere are brought into a slot, while others send or copy them."""
+"""Weights that are sent from the tensors themselves, and then wanted by who reads shared memory.
+
+The scheme of RPC does so where all workers are elsewhere. Each worker knows the address here, so
+RPC only has to seem to be there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed import rpc
 
-from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.schemes._making import SnapshotMaker
-from aiosync.schemes._peer import Peer
-from aiosync.schemes._snapshots import ArenaStore, PrivateStore
-from aiosync.schemes._tasks import TaskOwner
+import aiosync
 from aiosync.tensors import Flattener
-from aiosync.transports import _segment
-from aiosync.transports._carrier import KEPT
-from aiosync.transports._segment import Arena
-from aiosync.wire import Hello, Update
+from aiosync.testing import FaultProxy
+from aiosync.transports import SharedMemTransport
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from typing import Self
 
-    from aiosync.schemes._snapshots import Snapshot
+PATIENCE = harness.PATIENCE
+TOKEN = "a secret of the test"
 
-PATIENCE = 20.0
-COUNT = 4 * 2**20  # elements: 16 MiB, which is copied in a thread
-
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
-class Gate:
-    """Holds copies up, in their thread."""
+def large() -> nn.Module:
+    """16 MiB: copied in a thread, and more than sockets hold."""
+    return nn.ParameterDict({f"w{i}": nn.Parameter(torch.full((2**20,), -1.0)) for i in range(4)})
+
+
+class Stage(contextlib.AsyncExitStack):
+    """A sender in the middle of its first send, to a worker elsewhere, whose link takes no more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.open = threading.Semaphore(0), threading.Event()
-        self.count = 0
-        copy_into = Flattener.copy_into
+        super().__init__()
+        monkeypatch.setattr(rpc, "get_worker_info", lambda: None)
 
-        def held(*args: Any, **kwargs: Any) -> None:
-            self.count += 1
-            self.begun.release()
-            assert self.open.wait(PATIENCE)
-            copy_into(*args, **kwargs)
+    async def __aenter__(self) -> Self:
+        self.source = large()
+        self.sender = aiosync.RPCWeightSyncScheme(timeout=PATIENCE, token=TOKEN)
+        self.sender.init_on_sender(model_id="policy")
+        await self.enter_async_context(self.sender)
+        await self.sender.connect()
+        self.proxy = await self.enter_async_context(FaultProxy(self.sender.address))
+        self.far = await self.worker(shared_memory=False, address=self.proxy.url)
+        await self.far.connect()
+        self.proxy.stall()
+        models.fill(self.source, 1.0)
+        self.sending = asyncio.ensure_future(self.sender.send(self.source))
+        await harness.until(lambda: self.sender.version == 1)
+        return self
 
+    async def worker(self, **options: Any) -> Any:
+        options = {"address": self.sender.address, "timeout": PATIENCE, "token": TOKEN, **options}
+        worker = aiosync.RPCWeightSyncScheme(**options)
+        worker.init_on_receiver(model_id="policy", model=large())
+        return await self.enter_async_context(worker)
+
+    async def end_send(self) -> None:
+        """Have the call return; the weights are the caller's again then."""
+        self.sending.cancel()
+        await asyncio.wait({self.sending})
+        models.fill(self.source, -9.0)
+
+    async def everybody_has(self, near: list[Any], version: int = 1) -> None:
+        self.proxy.resume()
+        await self.far.wait_for_version(version)
+        assert self.far.reconnects == 0  # although the rest of a chunk was still to come
+        assert [type(each.receiver_transport) for each in near] == [SharedMemTransport] * len(near)
+        assert all(models.holds(each, float(version)) for each in (self.far, *near))
+
+
+@pytest.mark.parametrize("when", ["before it is copied", "while it is copied", "afterwards"])
+async def test_who_comes_gets_what_was_sent(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one copy serves all."""
+    copies, begun, going = [], threading.Event(), threading.Event()
+    copy_into = Flattener.copy_into
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        copies.append(args)
+        begun.set()
+        assert going.wait(PATIENCE)
+        copy_into(*args, **kwargs)
+
+    async with Stage(monkeypatch) as stage:
         monkeypatch.setattr(Flattener, "copy_into", held)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self.begun.acquire, timeout=PATIENCE)
-
-
-class Trainer:
-    """Sends from the tensors themselves."""
-
-    def __init__(self) -> None:
-        self.arena = Arena()
-        self.maker = SnapshotMaker(ArenaStore(self.arena, lambda _: False), "state_dict")
-        self.weights = {"a": torch.empty(COUNT)}
-
-    async def borrow(self, value: float) -> Snapshot:
-        self.fill(value)
-        snapshot = await self.maker.borrow(self.maker.prepare(self.weights))
-        assert snapshot.live is not None and snapshot.slot is None
-        return snapshot
-
-    def fill(self, value: float) -> None:
-        self.weights["a"].fill_(value)
-
-    async def end_send(self, snapshot: Snapshot) -> None:
-        await self.maker.copy(snapshot)
-        self.fill(-1.0)  # they are the caller's again
+        near = [await stage.worker() for _ in range(2)]
+        calls = [stage.end_send(), *(each.connect() for each in near)]
+        if when == "before it is copied":
+            calls.append(calls.pop(0))
+        first = asyncio.ensure_future(calls.pop(0))
+        if when == "afterwards":
+            going.set()
+            await first
+        else:
+            await asyncio.to_thread(begun.wait, PATIENCE)
+        others = asyncio.gather(*calls)
+        await harness.until(lambda: len(stage.sender.sender_transports) == 3)
+        going.set()
+        await asyncio.gather(first, others)
+        assert len(copies) == 1
+        await stage.everybody_has(near)
 
 
-@pytest.fixture
-def trainer() -> Iterator[Trainer]:
-    trainer = Trainer()
-    yield trainer
-    trainer.maker.close()
-
-
-def values(snapshot: Snapshot) -> set[float]:
-    assert snapshot.slot is not None
-    assert snapshot.payload().obj is not None
-    return set(np.frombuffer(snapshot.slot.view[: snapshot.nbytes], np.float32)[::997].tolist())
-
-
-async def bring(trainer: Trainer, snapshot: Snapshot) -> set[float]:
-    await trainer.maker.bring(snapshot)
-    return values(snapshot)
-
-
-@pytest.mark.parametrize("free", [True, False])
-async def test_while_it_is_copied(
-    trainer: Trainer, free: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", [False, True])
+async def test_who_leaves_in_any_wait_takes_nothing_along(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a slot that is free at once, and with one for which room is made."""
-    if free:
-        (await trainer.maker.take(trainer.maker.prepare(trainer.weights))).release()
-    snapshot = await trainer.borrow(2.0)
-    gate = Gate(monkeypatch)
-    ending = asyncio.ensure_future(trainer.end_send(snapshot))
-    await gate.reached()
-    bringing = asyncio.ensure_future(bring(trainer, snapshot))
-    await asyncio.sleep(0.05)
-    gate.open.set()
-    await ending
-    assert await asyncio.gather(bringing, bring(trainer, snapshot)) == [{2.0}, {2.0}]
-    assert gate.count == 1
+    async with Stage(monkeypatch) as stage:
+        if ended:
+            await stage.end_send()
+        for turns in range(0, 40, 3):
+            worker = await stage.worker()
+            joining = asyncio.ensure_future(worker.connect())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await worker.aclose()
+            await asyncio.gather(joining, return_exceptions=True)
+        await harness.until(lambda: len(stage.sender.sender_transports) == 1)
+        last = await stage.worker()
+        await last.connect()
+        await stage.end_send()
+        await stage.everybody_has([last])
 
 
-async def test_before_it_is_copied(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One copy serves both."""
-    snapshot = await trainer.borrow(2.0)
-    gate = Gate(monkeypatch)
-    both = [asyncio.ensure_future(bring(trainer, snapshot)) for _ in range(2)]
-    await gate.reached()
-    ending = asyncio.ensure_future(trainer.end_send(snapshot))
-    await asyncio.sleep(0.05)
-    gate.open.set()
-    await ending
-    assert snapshot.live is None
-    assert await asyncio.gather(*both) == [{2.0}, {2.0}]
-    assert (gate.count, trainer.arena.num_slots) == (1, 1)
-
-
-async def test_after_it_was_copied(trainer: Trainer) -> None:
-    snapshot = await trainer.borrow(2.0)
-    await trainer.end_send(snapshot)
-    assert await bring(trainer, snapshot) == {2.0}
-    slot = snapshot.slot
-    assert slot is not None
-    snapshot.release()
-    assert slot.is_free()
-
-
-async def test_what_only_a_carrier_has(trainer: Trainer) -> None:
-    calls = []
-
-    async def back() -> list[memoryview]:
-        calls.append(1)
-        array = np.full(COUNT, 2.0, np.float32).view(np.uint8)
-        return [array[:1000].data, array[1000:].data]
-
-    snapshot = await trainer.borrow(2.0)
-    snapshot.memo[KEPT] = back
-    await trainer.end_send(snapshot)
-    assert snapshot.never_copied
-    assert await asyncio.gather(*(bring(trainer, snapshot) for _ in range(3))) == [{2.0}] * 3
-    assert (len(calls), trainer.arena.num_slots) == (1, 1)
-
-
-async def test_what_the_carrier_has_lost(trainer: Trainer) -> None:
-    """The first who wants it finds out, for all."""
-    calls = []
-
-    async def back() -> list[memoryview]:
-        calls.append(1)
-        await asyncio.sleep(0.01)
-        raise LocalProtocolError("it is gone")
-
-    snapshot = await trainer.borrow(2.0)
-    snapshot.memo[KEPT] = back
-    await trainer.end_send(snapshot)
-    found = await asyncio.gather(
-        *(trainer.maker.bring(snapshot) for _ in range(3)), return_exceptions=True
-    )
-    assert [str(each) for each in found] == ["it is gone"] * 3
-    assert len(calls) == 1
-    [slot] = trainer.arena.segment.slots  # type: ignore[union-attr]
-    assert slot.is_free()
-
-
-class Far:
-    """A link that takes the payload some time after it was given it, as those beside a stream."""
-
-    follows_copies_above = None
-
-    def __init__(self) -> None:
-        self.found: set[float] = set()
-
-    def send_nowait(self, message: object, payload: object = ()) -> bool:
-        return not isinstance(message, Update)
-
-    async def send(self, message: object, payload: Any = ()) -> None:
-        await asyncio.sleep(0)
-        self.found = {
-            x for view in payload for x in np.frombuffer(view, np.float32)[::997].tolist()
-        }
-
-    class capabilities:
-        cross_host = False
-
-
-async def test_a_link_elsewhere_sees_no_tensors_that_were_given_back(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It waits for the same copy as send() does, and may go on first."""
-    snapshot = await trainer.borrow(2.0)
-    snapshot.version = 2
-    crashes: list[BaseException] = []
-    tasks, far = TaskOwner(crashes.append), Far()
-    peer = Peer(
-        0,
-        far,  # type: ignore[arg-type]
-        epoch=1,
-        hello=Hello("receiver", "policy", 1),
-        streaming=None,
-        tasks=tasks,
-        on_outcomes=lambda *_: None,
-        on_lost=lambda *_: None,
-        on_fetch=lambda _: None,
-    )
-    gate = Gate(monkeypatch)
-    bringing = asyncio.ensure_future(bring(trainer, snapshot))
-    await gate.reached()
-    peer.offer(snapshot)
-    await asyncio.sleep(0.05)
-    ending = asyncio.ensure_future(trainer.end_send(snapshot))
-    await asyncio.sleep(0.05)
-    gate.open.set()
-    await asyncio.gather(bringing, ending)
-    async with asyncio.timeout(PATIENCE):
-        while not far.found:
-            await asyncio.sleep(0.01)
-    assert (far.found, crashes) == ({2.0}, [])
-    await tasks.aclose()
-
-
-@pytest.mark.parametrize("trouble", ["no descriptor", "no memory"])
+@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
 async def test_without_room_that_update_fails_and_the_next_one_works(
-    trainer: Trainer, trouble: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = await trainer.borrow(2.0)
-    await trainer.end_send(snapshot)
+    failed = threading.Event()
 
-    def fails(*_: object) -> None:
+    def fails(*_: object) -> int:
+        failed.set()
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with monkeypatch.context() as patch:
-        name = "anonymous_file" if trouble == "no descriptor" else "take_pages"
-        patch.setattr(_segment, name, fails)
-        with pytest.raises(LocalProtocolError, match="Too many open files") as caught:
-            await trainer.maker.bring(snapshot)
-        assert caught.value.__cause__ is not None
-    assert await bring(trainer, snapshot) == {2.0}
+    async with Stage(monkeypatch) as stage:
+        await stage.end_send()
+        first, second = await stage.worker(), await stage.worker()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fails)
+            joining = asyncio.ensure_future(first.connect())
+            await harness.until(failed.is_set)
+        await second.connect()
+        assert models.holds(second, 1.0)
+        models.fill(stage.source, 2.0)
+        stage.proxy.resume()
+        assert (await stage.sender.send(stage.source)).acked == {0, 1, 2}
+        await joining
+        await stage.everybody_has([first, second], 2)
 
 
-@pytest.mark.parametrize("copied", [True, False])
-async def test_without_a_thread_that_update_fails_too(
-    trainer: Trainer, copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is room, but nobody to copy: the sender goes on."""
-    (await trainer.maker.take(trainer.maker.prepare(trainer.weights))).release()
-    snapshot = await trainer.borrow(2.0)
-    if copied:
-        await trainer.end_send(snapshot)
-
-    def fails(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SnapshotMaker, "_start_executor", fails)
-        with pytest.raises(LocalProtocolError, match="can't start new thread"):
-            await trainer.maker.bring(snapshot)
-    assert await bring(trainer, snapshot) == {2.0}
-    assert trainer.arena.num_slots == 1
-
-
-@pytest.mark.parametrize("state", ["live", "copied", "kept"])
-async def test_cut_in_any_wait(
-    trainer: Trainer, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever comes next gets the weights all the same, and no slot is lost."""
-    for turns in range(12):
-        snapshot = await trainer.borrow(2.0)
-
-        async def back() -> list[memoryview]:
-            await asyncio.sleep(0)
-            return [np.full(COUNT, 2.0, np.float32).view(np.uint8).data]
-
-        if state == "kept":
-            snapshot.memo[KEPT] = back
-        if state != "live":
-            await trainer.end_send(snapshot)
-        task = asyncio.ensure_future(trainer.maker.bring(snapshot))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-            raise asyncio.CancelledError  # it was quicker
-        assert await bring(trainer, snapshot) == {2.0}
-        await trainer.end_send(snapshot)
-        assert values(snapshot) == {2.0}
-        snapshot.release()
-    assert trainer.arena.num_slots <= 2
-    assert all(slot.is_free() for slot in trainer.arena.segment.slots)  # type: ignore[union-attr]
-
-
-async def test_a_closed_sender(trainer: Trainer) -> None:
-    snapshot = await trainer.borrow(2.0)
-    await trainer.end_send(snapshot)
-    trainer.maker.close()
-    with pytest.raises(TransportClosed):
-        await trainer.maker.bring(snapshot)
-
-
-async def test_without_slots_nothing_is_brought() -> None:
-    trainer = Trainer()
-    trainer.maker = SnapshotMaker(PrivateStore(), "state_dict")
-    snapshot = await trainer.borrow(2.0)
-    await trainer.maker.bring(snapshot)
-    assert snapshot.slot is None and snapshot.live is not None
-    trainer.maker.close()
-
-
-async def test_a_copy_whose_wait_is_cancelled_again_and_again(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As anyio's cancel scopes do: what waits goes on before any callback of the copy has run."""
-    snapshot = await trainer.borrow(2.0)
-    gate = Gate(monkeypatch)
-    borrowed = []
-
-    async def end() -> None:
-        try:
-            await trainer.maker.copy(snapshot)
-        finally:
-            borrowed.append(snapshot.live)
-
-    ending = asyncio.ensure_future(end())
-    await gate.reached()
-    gate.open.set()
-    async with asyncio.timeout(PATIENCE):
-        while not ending.done():
-            ending.cancel()
-            await asyncio.sleep(0)
-    assert ending.cancelled()
-    assert borrowed == [None]
+# -- where slots are taken at once -------------------------------------------------------------
 
 
 async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    maker, take = trainer.maker, _segment.take_pages
-    small, large = {"a": torch.zeros(16)}, {"a": torch.zeros(COUNT)}
+    """And room for a large one is not made on the loop."""
+    take, most, threads = os.posix_fallocate, 2**20, []
 
     def limited(fd: int, offset: int, nbytes: int) -> None:
-        if nbytes > 2**20:
+        if nbytes > most:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if nbytes > 2**20:
+            threads.append(threading.current_thread())
         take(fd, offset, nbytes)
 
-    monkeypatch.setattr(_segment, "take_pages", limited)
-    for _ in range(2):
-        first = await maker.take(maker.prepare(small))
-        with pytest.raises(
-            ConfigError, match="cannot allocate shared memory for another slot of 16777216"
-        ):
-            await maker.take(maker.prepare(large))
-        with pytest.raises(ConfigError, match="cannot allocate shared memory"):
-            maker.take_nowait(maker.prepare(large))
-        second = maker.take_nowait(maker.prepare(small))
-        assert second.slot is not None and second.slot.segment.slot_nbytes < 2**20
-        first.release()
-        second.release()
-    monkeypatch.undo()
-    (await maker.take(maker.prepare(large))).release()
-    assert trainer.arena._retired == []
-
-
-async def test_two_at_once_take_the_pages_of_two_slots(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    take = _segment.take_pages
-
-    def noted(fd: int, offset: int, nbytes: int) -> None:
-        taken.append((offset, threading.current_thread()))
-        take(fd, offset, nbytes)
-
-    monkeypatch.setattr(_segment, "take_pages", noted)
-    planned = trainer.maker.prepare(trainer.weights)
-    both = await asyncio.gather(*(trainer.maker.take(planned) for _ in range(2)))
-    assert {snapshot.slot.index for snapshot in both if snapshot.slot} == {0, 1}
-    assert len({offset for offset, _ in taken}) == len(taken) == 2
-    assert threading.main_thread() not in {thread for _, thread in taken}
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    target = {"small": torch.zeros(16), "large": torch.zeros(2**22)}
+    async with harness.here(
+        aiosync.SharedMemWeightSyncScheme(strict=False, guard="reading", timeout=PATIENCE),
+        None,
+        sender={"weights": {"small": torch.ones(16)}},
+        receiver={"weights": target},
+    ) as (sender, receiver):
+        for number in (2.0, 3.0):
+            large = {"large": torch.full((2**22,), number)}
+            for call in (sender.send, sender.send_nowait):
+                with pytest.raises(aiosync.ConfigError, match="cannot allocate shared memory"):
+                    await call(large)
+            assert (await sender.send({"small": torch.full((16,), number)})).acked == {0}
+        most = 2**30
+        assert (await sender.send(large)).acked == {0}
+        async with receiver.reading():
+            found = receiver.weights.values()
+            assert {float(x) for each in found for x in each.aminmax()} == {3.0}
+    assert threads
+    assert threading.main_thread() not in threads

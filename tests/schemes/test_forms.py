@@ -1,9 +1,12 @@
-"""Every keyword form of ``init_on_sender``, on both schemes, over their real links."""
+"""Every form of ``init_on_sender`` and ``init_on_receiver``, and those that exclude each other."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +18,20 @@ import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
-def _weights(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((2, 4), value), "bias": torch.full((2,), value)}
+class _Owner:
+    """A context with models behind attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.policy = module
+        self.env = SimpleNamespace(transform=[module])
 
 
 class _Trainer:
-    """A context with ``get_model``."""
+    """A context that says how many workers it has, and which models."""
 
     num_workers = 1
 
@@ -34,76 +42,46 @@ class _Trainer:
         return self.nets[model_id]
 
 
-class _Env:
-    def __init__(self, module: nn.Module) -> None:
-        self.transform = [module]
-
-
-class _Owner:
-    def __init__(self, module: nn.Module) -> None:
-        self.policy = module
-        self.env = _Env(module)
-
-
-async def _send_and_check(sender, receiver, target, source) -> None:
-    models.fill(source, 5.0)
-    report = await sender.send()
-    assert report.acked == {0}
-    assert models.filled(target, 5.0)
-    assert sender.version == receiver.version == report.version
+FORMS: dict[str, Any] = {
+    "model": lambda m: {"model": m},
+    "devices": lambda m: {"model": m, "devices": ["cpu"], "num_workers": None},
+    "devices and num_workers": lambda m: {"weights": TensorDict.from_module(m), "devices": ["cpu"]},
+    "a TensorDict": lambda m: {"weights": TensorDict.from_module(m)},
+    "dotted names": lambda m: {"weights": dict(m.state_dict())},
+    "nested dicts": lambda m: {"weights": TensorDict.from_module(m).to_dict()},
+    "params_map": lambda m: {"params_map": {0: TensorDict.from_module(m)}, "num_workers": None},
+}
 
 
 @pytest.mark.asyncio
 @both
-async def test_model(make) -> None:
-    source, target = models.linear(), models.linear()
+@pytest.mark.parametrize("form", FORMS)
+async def test_weights_in_every_form(make, form) -> None:
+    source, target = (nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)) for _ in range(2))
     models.fill(source, 1.0)
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
-        assert models.filled(target, 1.0)
-        assert sender.initialized_on_sender
-        assert sender.synchronized_on_sender
-        assert receiver.initialized_on_receiver
-        assert receiver.synchronized_on_receiver
-        await _send_and_check(sender, receiver, target, source)
-
-
-@pytest.mark.asyncio
-@both
-@pytest.mark.parametrize("form", ["tensordict", "dotted", "nested"])
-async def test_weights(make, form) -> None:
-    target = models.batch_norm()
-    source = models.batch_norm()
-    models.fill(source, 1.0)
-    if form == "tensordict":
-        weights = TensorDict.from_module(source)
-    elif form == "dotted":
-        weights = dict(source.state_dict())
-    else:
-        weights = TensorDict.from_module(source).to_dict()
-    async with harness.here(make(), target, sender={"weights": weights}) as (sender, receiver):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
-        models.fill(source, 6.0)
-        await sender.send(TensorDict.from_module(source))
-        assert models.filled(target, 6.0)
+    async with harness.here(make(), target, sender=FORMS[form](source)) as (sender, receiver):
+        assert models.holds(receiver, 1.0)
+        assert sender.initialized_on_sender and sender.synchronized_on_sender
+        assert receiver.initialized_on_receiver and receiver.synchronized_on_receiver
+        models.fill(source, 5.0)
+        assert (await sender.send()).acked == {0}
+        assert models.holds(receiver, 5.0)
 
 
 @pytest.mark.asyncio
 @both
 async def test_context_with_get_model(make) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    context = _Trainer(source)
+    context = _Trainer(models.linear())
     init = {"context": context, "num_workers": None}
-    async with harness.here(make(), target, sender=init) as (sender, receiver):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
-        context.nets["policy"] = other = models.linear()  # re-created behind our back
-        await _send_and_check(sender, receiver, target, other)
+    async with harness.here(make(), models.linear(), sender=init) as (sender, receiver):
+        await sender.send()
+        context.nets["policy"] = models.linear(6.0)  # re-created behind our back
+        await sender.send()
+        assert models.holds(receiver, 6.0)
         del context
         init.clear()
         assert sender.context is None  # a weak reference
-        with pytest.raises(aiosync.ConfigError, match="nothing to send"):
+        with pytest.raises(aiosync.ConfigError, match="the context is gone"):
             await sender.send()
 
 
@@ -111,93 +89,40 @@ async def test_context_with_get_model(make) -> None:
 @both
 @pytest.mark.parametrize("path", ["policy", "env.transform[0]"])
 async def test_context_with_a_path(make, path) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    context, worker = _Owner(source), _Owner(target)
+    context, worker = _Owner(models.linear(7.0)), _Owner(models.linear())
     init = {"context": context, "model_id": path}
-    receiver_init = {"context": worker, "model_id": path, "model": None}
-    async with harness.here(make(), None, sender=init, receiver=receiver_init) as (
-        sender,
-        receiver,
-    ):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
-        models.fill(source, 7.0)
+    there = {"context": worker, "model_id": path, "model": None}
+    async with harness.here(make(), None, sender=init, receiver=there) as (sender, receiver):
+        assert models.holds(receiver, 7.0)
         await sender.send("env.transform[0]")  # a dotted name
-        assert models.filled(target, 7.0)
+        assert receiver.version == 2
         with pytest.raises(AttributeError, match="nothing_there"):
             await sender.send("nothing_there")
 
 
 @pytest.mark.asyncio
 @both
-async def test_a_name_needs_a_context(make) -> None:
-    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as (
-        sender,
-        _,
-    ):
-        with pytest.raises(aiosync.ConfigError, match="without context"):
-            await sender.send("policy")
-
-
-@pytest.mark.asyncio
-@both
-@pytest.mark.parametrize("form", ["devices", "num_workers", "devices and num_workers"])
-@pytest.mark.parametrize("what", ["model", "weights"])
-async def test_devices(make, form, what) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    init = {what: source if what == "model" else TensorDict.from_module(source)}
-    init["num_workers"] = 1 if "num_workers" in form else None
-    init["devices"] = ["cpu"] if "devices" in form else None
-    async with harness.here(make(), target, sender=init) as (sender, receiver):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
-
-
-@pytest.mark.asyncio
-@both
-@pytest.mark.parametrize("what", ["model", "weights"])
-async def test_device_map_fn(make, what) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    asked = []
-
-    def double(idx, weights):
-        asked.append(idx)
-        return weights.data * 2
-
-    given = source if what == "model" else TensorDict.from_module(source)
-    init = {what: given, "device_map_fn": double}
-    async with harness.here(make(), target, sender=init) as (sender, _):
-        assert models.filled(target, 2.0)
-        models.fill(source, 3.0)
-        assert (await sender.send()).acked == {0}
-        assert models.filled(target, 6.0)
-        assert set(asked) == {0}
-
-
-@pytest.mark.asyncio
-@both
-async def test_device_map_fn_gets_a_tensordict_of_a_state_dict(make) -> None:
-    source, target = models.linear(), models.linear()
-    init = {"model": source, "device_map_fn": lambda idx, weights: weights.to("cpu") * 2}
-    async with harness.here(make(), target, sender=init) as (sender, _):
-        models.fill(source, 3.0)
-        assert (await sender.send(source.state_dict())).acked == {0}
-        assert models.filled(target, 6.0)
-
-
-@pytest.mark.asyncio
-@both
-async def test_params_map(make) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    shared = TensorDict.from_module(source)
-    init = {"params_map": {0: shared}, "num_workers": None}
-    async with harness.here(make(), target, sender=init) as (sender, receiver):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
+async def test_links_that_are_given(make) -> None:
+    """Only their workers are expected, whatever the pipe or the transport."""
+    ours, theirs = multiprocessing.Pipe()
+    one, other = socket.socketpair()
+    maker = make()
+    async with aiosync.MemoryTransport.pair() as (mine, its):
+        for sender, receiver, idx in (
+            ({"pipes": [ours]}, {"pipe": theirs}, 0),
+            ({"transports": {0: mine}}, {"transport": its}, 0),
+            (
+                {"transports": {1: maker.create_transport(one)}},
+                {"transport": maker.create_transport(other), "worker_idx": None},
+                1,
+            ),
+        ):
+            init = {"model": models.linear(), "num_workers": None, **sender}
+            ends = harness.here(make(), models.linear(), sender=init, receiver=receiver)
+            async with ends as pair:
+                await harness.deliver(*pair, 2.0)
+                assert (pair[1].worker_idx, bool(pair[0].ready)) == (idx, True)
+    maker.abort()
 
 
 @pytest.mark.asyncio
@@ -214,182 +139,112 @@ async def test_a_pipe_whose_other_end_is_gone_is_not_waited_for(make) -> None:
 
 @pytest.mark.asyncio
 @both
-async def test_a_pipe_is_waited_for_as_long_as_connect_waits(make, monkeypatch) -> None:
-    monkeypatch.setattr("aiosync.schemes._handshake.HANDSHAKE_SECONDS", 0.05)
-    ours, theirs = multiprocessing.Pipe()
-    async with make() as sender, make() as receiver:
-        sender.init_on_sender(model=models.linear(), pipes=[ours])
-        receiver.init_on_receiver(model=models.linear(), pipe=theirs)
-        connecting = asyncio.ensure_future(sender.connect(timeout=harness.PATIENCE))
-        await asyncio.sleep(0.3)  # the worker's process starts
-        await receiver.connect(timeout=harness.PATIENCE)
-        await connecting
-
-
-@pytest.mark.asyncio
-@both
-async def test_pipes(make) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    ours, theirs = multiprocessing.Pipe()
-    init = {"model": source, "pipes": [ours], "num_workers": None}
-    async with harness.here(make(), target, sender=init, receiver={"pipe": theirs}) as (
-        sender,
-        receiver,
-    ):
-        assert models.filled(target, 1.0)
-        await _send_and_check(sender, receiver, target, source)
-
-
-@pytest.mark.asyncio
-@both
-async def test_transports(make) -> None:
-    source, target = models.linear(), models.linear()
-    models.fill(source, 1.0)
-    async with aiosync.MemoryTransport.pair() as (ours, theirs):
-        init = {"model": source, "transports": {0: ours}, "num_workers": None}
-        async with harness.here(make(), target, sender=init, receiver={"transport": theirs}) as (
-            sender,
-            receiver,
-        ):
-            assert models.filled(target, 1.0)
-            await _send_and_check(sender, receiver, target, source)
-
-
-@pytest.mark.asyncio
-@both
-async def test_nothing_until_the_first_send(make) -> None:
-    target = models.linear()
-    async with harness.here(make(), target, sender={}) as (sender, receiver):
-        assert receiver.version == 0
-        assert models.filled(target, -1.0)
-        with pytest.raises(aiosync.ConfigError, match="nothing to send"):
-            await sender.send()
-        await sender.send(_weights(2.0))
-        assert models.filled(target, 2.0)
-        await sender.send({"weight": _weights(3.0)["weight"], "bias": torch.full((2,), 3.0)})
-        assert models.filled(target, 3.0)
-
-
-@pytest.mark.asyncio
-@both
 async def test_initial_weights_given_to_connect(make) -> None:
-    scheme, target = make(), models.linear()
-    other = scheme.__class__.__new__(scheme.__class__)
-    other.__setstate__(scheme.__getstate__())
+    scheme = make()
+    scheme.init_on_sender(num_workers=1)
+    other = harness.twin(scheme)
+    other.init_on_receiver(model=models.linear())
     async with scheme, other:
-        scheme.init_on_sender(num_workers=1)
-        other.init_on_receiver(model=target)
-        await asyncio.gather(scheme.connect(weights=_weights(4.0)), other.connect())
-        assert models.filled(target, 4.0)
-        assert other.worker_idx == 0
+        given = models.linear(4.0).state_dict()
+        await asyncio.gather(scheme.connect(weights=given), other.connect())
+        assert models.holds(other, 4.0)
+        with pytest.raises(aiosync.ConfigError, match="without context"):
+            await scheme.send("policy")
 
 
-EXCLUDED = {
-    "model and weights": {"model": models.linear(), "weights": _weights(0.0)},
-    "params_map and model": {"params_map": {0: _weights(0.0)}, "model": models.linear()},
-    "params_map and num_workers": {"params_map": {0: _weights(0.0)}, "num_workers": 1},
-    "params_map and context": {"params_map": {0: _weights(0.0)}, "context": _Owner(nn.ReLU())},
-    "params_map of names": {"params_map": {"a": _weights(0.0)}},
-    "params_map empty": {"params_map": {}},
-    "params_map of numbers": {"params_map": {0: 1}},
-    "context and devices": {"context": _Owner(nn.ReLU()), "model_id": "p", "devices": ["cpu"]},
-    "context and device_map_fn": {
-        "context": _Owner(nn.ReLU()),
-        "model_id": "p",
-        "device_map_fn": max,
-    },
-    "context without model_id": {"context": _Owner(nn.ReLU())},
-    "device_map_fn without num_workers": {"model": models.linear(), "device_map_fn": max},
-    "device_map_fn not callable": {
-        "model": models.linear(),
-        "device_map_fn": 3,
-        "num_workers": 1,
-    },
-    "devices and num_workers differ": {
-        "model": models.linear(),
-        "devices": ["cpu"],
-        "num_workers": 2,
-    },
-    "no such device": {"model": models.linear(), "devices": ["abacus"]},
-    "negative num_workers": {"model": models.linear(), "num_workers": -1},
-    "more workers than can be numbered": {"model": models.linear(), "num_workers": 2**31},
-    "a model that is none": {"model": lambda x: x},
-    "weights that are none": {"weights": [1, 2]},
-}
-
-
+@pytest.mark.asyncio
 @both
-@pytest.mark.parametrize("form", EXCLUDED)
-def test_forms_that_exclude_each_other(make, form) -> None:
+async def test_a_context_that_has_no_such_model(make) -> None:
+    owner, missing = models.linear(), "a Linear, has no model 'p'"
     scheme = make()
-    with pytest.raises(aiosync.ConfigError) as caught:
-        scheme.init_on_sender(**EXCLUDED[form])
-    assert str(caught.value)
-    scheme.init_on_sender(model=models.linear())  # nothing was changed by the attempt
-    scheme.abort()
+    scheme.init_on_sender(model_id="p", context=owner, num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="p", context=owner)
+    async with scheme, receiver:
+        with pytest.warns(UserWarning, match=missing):
+            await asyncio.gather(scheme.connect(), receiver.connect())
+        for call in (scheme.send, scheme.send_nowait):
+            with pytest.raises(aiosync.ConfigError, match=missing):
+                await call()
+        with pytest.raises(aiosync.PartialSyncError, match="without a model"):
+            await scheme.send(dict(models.linear().state_dict()), timeout=0.05)
+        with pytest.raises(aiosync.RecvTimeout, match=missing):
+            await receiver.wait_for_version(1, timeout=0.01)
+        receiver.model = models.linear()
+        assert await receiver.wait_for_version(1) == 1
 
 
-@both
-def test_receiver_forms_that_exclude_each_other(make) -> None:
-    scheme = make()
-    with pytest.raises(aiosync.ConfigError, match="weights cannot be provided if model"):
-        scheme.init_on_receiver(model=models.linear(), weights=_weights(0.0))
-    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
-        scheme.init_on_receiver(weights=_weights(0.0))
-    with pytest.raises(aiosync.ConfigError, match="worker_idx must be an int of at most"):
-        scheme.init_on_receiver(model=models.linear(), worker_idx=2**40)
+WEIGHTS = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
+WRONG: list[dict[str, Any]] = [
+    {"weights": WEIGHTS},
+    {"params_map": {0: WEIGHTS}},
+    {"num_workers": True},
+    {"num_workers": torch.tensor(True)},
+    {"num_workers": 1.5},
+    {"num_workers": -1},
+    {"num_workers": 2**31},
+    {"devices": "cpu"},
+    {"devices": torch.device("cpu")},
+    {"devices": ["abacus"]},
+    {"devices": ["cpu"], "num_workers": 2},
+    {"device_map_fn": max},
+    {"device_map_fn": 3, "num_workers": 1},
+    {"pipes": 3},
+    {"transports": {"0": None}},
+    {"transports": {0: None}, "num_workers": 2},
+    {"model": lambda x: x},
+    {"model": None, "weights": [1, 2]},
+    *(
+        {"model": None, "params_map": params_map}
+        for params_map in ({"a": WEIGHTS}, {}, {0: 1}, {True: {}})
+    ),
+    {"model": None, "params_map": {0: WEIGHTS}, "num_workers": 1},
+    {"model": None, "params_map": {0: WEIGHTS}, "context": _Owner(nn.ReLU())},
+    {"model": None, "context": _Owner(nn.ReLU())},
+    {"model": None, "context": {"policy": nn.ReLU()}, "model_id": "policy"},
+    {"model": None, "context": _Owner(nn.ReLU()), "model_id": "p", "devices": ["cpu"]},
+    {"model": None, "context": _Owner(nn.ReLU()), "model_id": "p", "device_map_fn": max},
+    {"model": None, "context": SimpleNamespace(num_workers="two"), "model_id": "p"},
+    *({"model_id": model_id} for model_id in (3, b"policy", "\ud800", "ü" * 512 + "x")),
+]
+
+
+@pytest.mark.parametrize("init", WRONG, ids=range(len(WRONG)))
+def test_what_a_sender_is_not_set_up_with(init) -> None:
+    """The attempt changes nothing: neither a role nor an address is taken."""
+    for make in harness.SCHEMES:
+        scheme = make()
+        with pytest.raises(aiosync.ConfigError):
+            scheme.init_on_sender(**{"model": models.linear(), **init})
+        assert not scheme.initialized_on_sender
+        scheme.init_on_sender(model=models.linear())
+        scheme.abort()
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("init", "match"),
     [
-        {"strategy": "pickle"},
-        {"apply": "later"},
-        {"guard": "none"},
-        {"require": 0},
-        {"require": 1.5},
-        {"require": "most"},
-        {"require": True},
-        {"timeout": 0},
-        {"timeout": -1.0},
+        ({"model": models.linear(), "weights": WEIGHTS}, "weights"),
+        ({"weights": WEIGHTS}, "guard='reading'"),
+        ({"model": models.linear(), "worker_idx": 2**40}, "worker_idx"),
+        ({"model": models.linear(), "worker_idx": True}, "worker_idx"),
+        ({"model": models.linear(), "load": print}, "load"),
+        ({"load": 7}, "load"),
+        ({"load": print}, "no forward pass to guard"),
+        ({"model": models.linear(), "transform": 7}, "transform"),
+        ({"model_id": "policy", "context": {"policy": models.linear()}}, "model itself"),
+        ({"model_id": 3, "model": models.linear()}, "model_id"),
     ],
-    ids=str,
 )
-@both
-def test_options_with_illegal_values(make, options) -> None:
-    with pytest.raises(aiosync.ConfigError):
-        make(**options)
-
-
-def test_schemes_by_back_end_name() -> None:
-    from aiosync.schemes import scheme_from_backend
-
-    expected = {
-        "shared": aiosync.SharedMemWeightSyncScheme,
-        "thread": aiosync.SharedMemWeightSyncScheme,
-        "process": aiosync.MultiProcessWeightSyncScheme,
-        "multiprocessing": aiosync.MultiProcessWeightSyncScheme,
-        "none": aiosync.NoWeightSyncScheme,
-        "direct": aiosync.NoWeightSyncScheme,
-    }
-    for name, cls in expected.items():
-        assert type(scheme_from_backend(name, strategy="state_dict")) is cls
-        named = aiosync.WeightSyncScheme.from_backend(name, strategy="state_dict")
-        assert type(named) is cls
-        assert named.strategy_str == "state_dict"
-    with pytest.raises(aiosync.ConfigError, match="shared"):
-        scheme_from_backend("carrier pigeon")
-
-
-@pytest.mark.parametrize("value", [True, False, torch.tensor(True)])
-def test_a_truth_value_is_no_index_and_no_count(value) -> None:
-    with pytest.raises(aiosync.ConfigError, match="num_workers must be an int"):
-        aiosync.SharedMemWeightSyncScheme().init_on_sender(num_workers=value)
-    with pytest.raises(aiosync.ConfigError, match="worker_idx must be an int"):
-        aiosync.SharedMemWeightSyncScheme().init_on_receiver(worker_idx=value)
-    with pytest.raises(aiosync.ConfigError, match="a key of params_map must be an int"):
-        aiosync.SharedMemWeightSyncScheme().init_on_sender(params_map={value: {}})
+def test_what_a_receiver_is_not_set_up_with(init, match) -> None:
+    for make in harness.SCHEMES:
+        scheme = make()
+        with pytest.raises(aiosync.ConfigError, match=match):
+            scheme.init_on_receiver(**init)
+        scheme.init_on_receiver()
+        if "weights" in init:
+            with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+                scheme.model = WEIGHTS
 
 
 @pytest.mark.parametrize("module", [aiosync, aiosync.sync], ids=["async", "blocking"])
@@ -397,23 +252,21 @@ def test_a_truth_value_is_no_index_and_no_count(value) -> None:
 def test_torchrl_arguments_in_its_order(make, module) -> None:
     cls = getattr(module, make.__name__)
     scheme = cls("state_dict", False, True)
-    assert (scheme.strategy_str, scheme.sync, scheme.per_worker_weights) == (
-        "state_dict",
-        False,
-        True,
-    )
-    scheme = cls("state_dict", per_worker_weights=True, sync=False)
-    assert (scheme.sync, scheme.per_worker_weights) == (False, True)
+    assert scheme.strategy_str == "state_dict"
+    assert (scheme.sync, scheme.per_worker_weights, scheme.shared_transport) == (False, True, None)
     with pytest.raises(TypeError):
         cls("state_dict", False, True, "manual")
-    assert scheme.shared_transport is None
 
 
-@pytest.mark.parametrize("module", [aiosync, aiosync.sync], ids=["async", "blocking"])
-@both
-def test_a_context_without_weak_references(make, module) -> None:
-    scheme = getattr(module, make.__name__)()
-    with pytest.raises(TypeError, match="weak reference") as caught:
-        scheme.context = 3
-    assert isinstance(caught.value, aiosync.ConfigError)
-    assert scheme.context is None
+def test_schemes_by_back_end_name() -> None:
+    for names, cls in (
+        (("shared", "thread"), aiosync.SharedMemWeightSyncScheme),
+        (("process", "multiprocessing"), aiosync.MultiProcessWeightSyncScheme),
+        (("none", "direct"), aiosync.NoWeightSyncScheme),
+    ):
+        for name in names:
+            named = aiosync.WeightSyncScheme.from_backend(name, strategy="state_dict")
+            assert type(named) is cls
+            assert named.strategy_str == "state_dict"
+    with pytest.raises(aiosync.ConfigError, match="shared"):
+        aiosync.WeightSyncScheme.from_backend("carrier pigeon")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -75,19 +72,10 @@ UNFUSE = WeightMap(
 )
 
 
-@contextlib.asynccontextmanager
-async def joined(scheme: Any, source: Any, target: Any, transform: Any) -> AsyncIterator[Any]:
+def joined(scheme: Any, source: Any, target: Any, transform: Any) -> Any:
     """A connected sender, and a receiver that transforms, in this process."""
-    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
-    other = harness.twin(scheme)
-    try:
-        other.init_on_receiver(model_id="policy", worker_idx=0, model=target, transform=transform)
-        async with asyncio.timeout(harness.PATIENCE):
-            await asyncio.gather(scheme.connect(), other.connect())
-        yield scheme
-    finally:
-        await other.aclose()
-        await scheme.aclose()
+    init = {"transform": transform}
+    return harness.here(scheme, target, sender={"model": source}, receiver=init)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -103,35 +91,37 @@ async def test_fused_on_the_way_there_and_split_on_the_way_back(make: Any) -> No
     source = Model()
     engine, copied = Model(fused=True, dtype=torch.bfloat16), Model(dtype=torch.bfloat16)
     async with (
-        joined(make(wire_dtype=torch.bfloat16), source, engine, FUSE) as there,
-        joined(make(), engine, copied, UNFUSE) as back,
+        joined(make(wire_dtype=torch.bfloat16), source, engine, FUSE) as (there, engines),
+        joined(make(), engine, copied, UNFUSE) as (back, copies),
     ):
         for value in (0.1, 0.2):
             with torch.no_grad():
                 for parameter in source.parameters():
                     parameter.uniform_(value, 1)
             assert (await there.send()).acked == {0}
-            qkv = engine.model.layers[1].self_attn.qkv_proj.weight
-            attention = source.model.layers[1].self_attn
-            parts = [getattr(attention, f"{each}_proj").weight for each in "qkv"]
-            assert torch.equal(qkv, torch.cat(parts).bfloat16())
-            assert engine.lm_head.weight is engine.model.embed_tokens.weight
+            with engines.reading():
+                qkv = engine.model.layers[1].self_attn.qkv_proj.weight
+                attention = source.model.layers[1].self_attn
+                parts = [getattr(attention, f"{each}_proj").weight for each in "qkv"]
+                assert torch.equal(qkv, torch.cat(parts).bfloat16())
+                assert engine.lm_head.weight is engine.model.embed_tokens.weight
             assert (await back.send()).acked == {0}
-            assert same(copied, source)
+            with copies.reading():
+                assert same(copied, source)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("make", SCHEMES)
 async def test_a_map_that_does_not_fit_is_refused_with_its_own_words(make: Any) -> None:
     source, engine = Model(), Model(fused=True)
-    async with joined(make(), source, engine, FUSE) as sender:
+    async with joined(make(), source, engine, FUSE) as (sender, receiver):
         weights = source.state_dict()
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         del weights["model.layers.1.self_attn.k_proj.weight"]
         with pytest.raises(aiosync.PartialSyncError, match="Have the trainer send them") as caught:
             await sender.send(weights)
-        error = caught.value.failed[0]
-        assert isinstance(error, aiosync.ApplyError)
-        assert error.remote_type == "ManifestMismatch"
-        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        assert caught.value.failed[0].remote_type == "ManifestMismatch"
+        with receiver.reading():
+            found = engine.state_dict()
+            assert all(torch.equal(value, found[name]) for name, value in before.items())
         await sender.send()

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-pytestmark = pytest.mark.one_loop
+PIPE, SHM = harness.SCHEMES
 
 
-async def _round_trips(make, method, count) -> None:
-    scheme = make()
-    model = models.linear()
-    models.fill(model, 1.0)
-    scheme.init_on_sender(model_id="policy", model=model, num_workers=count)
+async def round_trips(make: Any, method: str, count: int) -> None:
+    scheme, source = make(), models.linear()
+    models.fill(source, 1.0)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=count)
     async with harness.workers(scheme, models.linear, count, method=method) as crew:
-        for worker in crew:
-            got = await worker.call(harness.weights)
-            assert all(torch.equal(got[name], value) for name, value in model.state_dict().items())
-        for value in (2.0, 3.0, 4.0):
-            models.fill(model, value)
-            report = await scheme.send()
-            assert report.acked == set(range(count))
+        for version in range(1, 4):
+            if version > 1:
+                models.fill(source, float(version))
+                assert (await scheme.send()).acked == set(range(count))
             for worker in crew:
-                assert await worker.call(harness.version) == report.version
+                assert await worker.call(harness.version) == version
                 got = await worker.call(harness.weights)
-                assert torch.equal(got["weight"], model.weight)
-        assert scheme.worker_versions == dict.fromkeys(range(count), report.version)
-        assert scheme.lag == 0
-
-
-@pytest.mark.asyncio
-@pytest.mark.slow
-@pytest.mark.parametrize("make", harness.SCHEMES)
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-async def test_weights_reach_forked_workers(make, method) -> None:
-    await _round_trips(make, method, 2)
+                assert all(torch.equal(got[name], each) for name, each in source.named_parameters())
+        assert scheme.worker_versions == dict.fromkeys(range(count), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "method", "loop"),
     [
-        (harness.SCHEMES[0], "spawn", "uvloop"),
-        (harness.SCHEMES[1], "spawn", "asyncio"),
-        (harness.SCHEMES[1], "subprocess", "uvloop"),
+        (PIPE, "forkserver", "asyncio"),
+        (SHM, "forkserver", "uvloop"),
+        (PIPE, "fork", "uvloop"),
+        (SHM, "fork", "asyncio"),
+        (PIPE, "spawn", "uvloop"),
+        (SHM, "subprocess", "uvloop"),
     ],
 )
-def test_weights_reach_fresh_interpreters(make, method, loop) -> None:
-    harness.run(loop, _round_trips(make, method, 1))
+def test_weights_reach_workers(make: Any, method: str, loop: str) -> None:
+    count = 2 if method.startswith("fork") else 1
+    harness.run(loop, round_trips(make, method, count))

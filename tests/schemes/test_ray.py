@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,48 +23,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    driver = Driver()
-    yield driver
-    driver.close()
+    with closing(Driver(nodes=2)) as driver:
+        yield driver
 
 
 @pytest.mark.parametrize(
-    ("scenario", "loop"),
+    ("scenario", "args", "loop"),
     [
-        (scenarios.local_cluster, "uvloop"),
-        pytest.param(scenarios.late_joiner, "asyncio", marks=pytest.mark.heavy),
-        (scenarios.killed_and_restarted, "uvloop"),
-        pytest.param(scenarios.coalesced, "asyncio", marks=pytest.mark.heavy),
-        (scenarios.serves_meanwhile, "uvloop"),
-        pytest.param(scenarios.in_place, "asyncio", marks=pytest.mark.heavy),
-        pytest.param(scenarios.hub_dies, "uvloop", marks=pytest.mark.heavy),
-        pytest.param(scenarios.cancelled_send, "asyncio", marks=pytest.mark.heavy),
-        (scenarios.plain_actors, "uvloop"),
-        (scenarios.transform, "asyncio"),
-        (scenarios.transform_changes, "uvloop"),
-        (scenarios.transform_given_up, "asyncio"),
-        pytest.param(scenarios.full_store, "uvloop", marks=pytest.mark.heavy),
-        (scenarios.on_this_host, "uvloop"),
-        (scenarios.near_and_far, "asyncio"),
-        pytest.param(scenarios.before_anybody_came, "uvloop", marks=pytest.mark.heavy),
-        (scenarios.joins_in_the_middle, "asyncio"),
-        pytest.param(scenarios.lost_in_the_store, "uvloop", marks=pytest.mark.heavy),
-        (scenarios.killed_on_this_host, "uvloop"),
+        (scenarios.many_updates, [False], "uvloop"),
+        (scenarios.many_updates, [True], "uvloop"),
+        (scenarios.two_nodes, [False], "asyncio"),
+        (scenarios.two_nodes, [True], "asyncio"),
+        (scenarios.killed, [False], "uvloop"),
+        (scenarios.killed, [True], "uvloop"),
+        (scenarios.in_place, [], "asyncio"),
+        (scenarios.faults_of_the_store, [], "asyncio"),
+        (scenarios.near_and_far, [], "asyncio"),
+        (scenarios.joins_in_the_middle, [], "asyncio"),
+        (scenarios.lost_in_the_store, [], "uvloop"),
+        (scenarios.plain_actors, [], "uvloop"),
+        (scenarios.transform, [], "asyncio"),
+        (scenarios.transform_given_up, [], "asyncio"),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_scenario(
-    driver: Driver, scenario: Callable[[], Coroutine[Any, Any, None]], loop: str
+    driver: Driver, scenario: Callable[..., Coroutine[Any, Any, None]], args: list[Any], loop: str
 ) -> None:
-    driver.run(scenario, loop=loop)
-
-
-def test_two_nodes() -> None:
-    driver = Driver(nodes=2)
-    try:
-        driver.run(scenarios.two_nodes)
-    finally:
-        driver.close()
+    driver.run(scenario, *args, loop=loop)
 
 
 def test_without_ray() -> None:

@@ -5,44 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
-import gc
-import itertools
 import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch import distributed as dist
 
 import aiosync
-import aiosync.sync
-from aiosync.errors import ApplyError, PartialSyncError
-from aiosync.schemes import _making, _same_host
-from aiosync.schemes._tasks import TaskOwner
-from aiosync.tensors import Flattener
-from aiosync.transports import _anonymous, _segment
-from aiosync.transports.address import Address
-from aiosync.transports.credentials import Credentials
+from aiosync.errors import PartialSyncError
+from aiosync.tensors import LiveBytes
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Challenge, Hello, Refuse, Setup, Welcome
+from aiosync.wire import Challenge, Hello, Refuse, Setup
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
 PATIENCE = harness.PATIENCE
 TOKEN = "a secret of the test"
 
-pytestmark = pytest.mark.skipif(not _same_host.available(), reason="Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 
 def sending(
@@ -55,17 +43,17 @@ def sending(
     return scheme, source
 
 
-def receiving(sender: Any, build: Any = models.medium, **changes: Any) -> tuple[Any, nn.Module]:
-    """A copy of the sender's scheme that is a receiver, not connected, and its model."""
-    receiver, target = harness.twin(sender), build()
+def receiving(sender: Any, build: Any = models.medium, **changes: Any) -> Any:
+    """A copy of the sender's scheme that is a receiver, not connected."""
+    receiver = harness.twin(sender)
     for name, value in changes.items():
         setattr(receiver, name, value)
-    receiver.init_on_receiver(model_id="policy", model=target)
-    return receiver, target
+    receiver.init_on_receiver(model_id="policy", model=build())
+    return receiver
 
 
 def kind(scheme: Any) -> type:
-    return type(scheme._receiver.transport)
+    return type(scheme.receiver_transport)
 
 
 def kind_there(worker: harness.State) -> tuple[str, list[str]]:
@@ -83,9 +71,11 @@ async def value(worker: harness.Worker) -> float:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-async def test_workers_get_every_version_without_a_group() -> None:
-    scheme, source = sending(num_workers=2)
-    async with harness.workers(scheme, models.medium, 2) as crew:
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+async def test_workers_get_every_version_without_a_group(method: str) -> None:
+    """Whoever is killed is named at once, and another takes its place."""
+    scheme, source = sending()
+    async with harness.workers(scheme, models.medium, 2, method=method) as crew:
         for version in range(2, 8):
             models.fill(source, float(version))
             report = await scheme.send()
@@ -95,40 +85,20 @@ async def test_workers_get_every_version_without_a_group() -> None:
         assert [await worker.call(kind_there) for worker in crew] == [
             ("SharedMemTransport", [])
         ] * 2
-        late = harness.start(scheme, models.medium)
-        try:
-            scheme._sources.num_workers = scheme._sender.workers.num_workers = 3
-            assert await late.call(harness.join, 2) == 7
-            assert await value(late) == 7.0
-        finally:
-            late.end()
-        assert scheme._same_host.arena.num_slots <= 3  # one copy, whatever the number of workers
-
-
-@pytest.mark.asyncio
-@pytest.mark.slow
-@pytest.mark.one_loop
-async def test_a_worker_that_is_killed_is_named_at_once() -> None:
-    scheme, source = sending(num_workers=2)
-    async with harness.workers(scheme, models.medium, 2) as crew:
-        models.fill(source, 2.0)
         crew[1].stop()
         sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
-        await harness.until(lambda: scheme.worker_versions.get(0) == 2)
+        await harness.until(lambda: scheme.worker_versions.get(0) == 8)
         started = asyncio.get_running_loop().time()
         crew[1].kill()
         with pytest.raises(PartialSyncError) as caught:
             await sent
         assert asyncio.get_running_loop().time() - started < 1.0
         assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
-        again = harness.start(scheme, models.medium)
-        try:
-            assert await again.call(harness.join, 1) == 2
-            models.fill(source, 3.0)
-            assert (await scheme.send()).acked == {0, 1}
-            assert await value(again) == 3.0
-        finally:
-            again.end()
+        crew.append(harness.start(scheme, models.medium, method=method))
+        assert await crew[2].call(harness.join, 1) == 8
+        models.fill(source, 9.0)
+        assert (await scheme.send()).acked == {0, 1}
+        assert await value(crew[2]) == 9.0
 
 
 @pytest.mark.asyncio
@@ -137,15 +107,12 @@ async def test_a_worker_that_is_killed_is_named_at_once() -> None:
 async def test_workers_of_both_kinds(build: Any) -> None:
     """The copy for the group goes ahead of the transfer; shared slots have to be full."""
     scheme, source = sending(build)
-    (near, near_model), (far, far_model) = (
-        receiving(scheme, build),
-        receiving(scheme, build, shared_memory=False),
-    )
+    near, far = receiving(scheme, build), receiving(scheme, build, shared_memory=False)
     async with scheme, near, far:
         await asyncio.gather(scheme.connect(), near.connect(), far.connect())
         assert (kind(near), kind(far)) == (SharedMemTransport, DistributedTransport)
-        whole: list[bool] = []
-        near._flipped = lambda _, version: whole.append(models.filled(near_model, float(version)))
+        seen: list[bool] = []
+        watching = asyncio.ensure_future(watch(near, seen))
         for number in range(2, 8):
             models.fill(source, float(number))
             if number % 3:
@@ -155,59 +122,43 @@ async def test_workers_of_both_kinds(build: Any) -> None:
             models.fill(source, -9.0)
             if number % 3 == 0:
                 assert len((await handle).acked) == 2
-            assert models.filled(near_model, float(number))
-            assert models.filled(far_model, float(number))
-        assert whole == [True] * 6
+            assert models.holds(near, float(number))
+            assert models.holds(far, float(number))
+        await harness.until(lambda: len(seen) == 6)
+        assert all(seen)
+        watching.cancel()
+
+
+async def watch(receiver: Any, seen: list[bool]) -> None:
+    """Look at each update as soon as it is there."""
+    while True:
+        version = (await receiver.receive()).version
+        seen.append(models.holds(receiver, float(version)))
 
 
 # -- links that are lost -----------------------------------------------------------------------
 
 
+async def lose_the_link(scheme: Any) -> None:
+    """And wait for the next one."""
+    [link] = scheme.sender_transports.values()
+    link.abort()
+    await harness.until(lambda: list(scheme.sender_transports.values()) not in ([], [link]))
+
+
 @pytest.mark.asyncio
 async def test_a_link_that_is_lost_is_replaced() -> None:
     scheme, source = sending()
-    receiver, target = receiving(scheme)
+    receiver = receiving(scheme)
     async with scheme, receiver:
         await asyncio.gather(scheme.connect(), receiver.connect())
         for number in range(2, 6):
             models.fill(source, float(number))
             await scheme.send()
-            [peer] = scheme._sender.peers.values()
-            peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
-            await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))  # noqa: B023
-            assert models.filled(target, float(number))
+            await lose_the_link(scheme)
+            assert models.holds(receiver, float(number))
         await harness.until(lambda: receiver.reconnects == 4)  # the worker is told last
         assert kind(receiver) is SharedMemTransport
-
-
-@pytest.mark.asyncio
-async def test_the_slots_of_the_next_trainer_are_not_those_of_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Segments and slots are counted from 1 in each process, and may have the same names."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    first, source = sending(token=TOKEN, address=address)
-    receiver, target = receiving(first)
-    async with receiver:
-        async with first:
-            await asyncio.gather(first.connect(), receiver.connect())
-            for number in (2.0, 3.0, 4.0):
-                models.fill(source, number)
-                await first.send()
-            segment = first._same_host.arena.segment.segment_id
-        assert models.filled(target, 4.0)
-        monkeypatch.setattr(_segment, "_segment_ids", itertools.count(segment))
-        second, source = sending(token=TOKEN, address=address)
-        async with second:
-            await second.connect()
-            await harness.until(lambda: models.filled(target, 1.0))
-            for number in (12.0, 13.0, 14.0, 15.0):
-                models.fill(source, number)
-                await second.send()
-                assert models.filled(target, number)
-        assert receiver.reconnects == 1
-        assert kind(receiver) is SharedMemTransport
-    assert models.filled(target, 15.0)
 
 
 def free_port() -> int:
@@ -230,57 +181,66 @@ async def test_a_worker_that_waits_for_its_trainer_finds_it_here() -> None:
             async with trainer:
                 await trainer.connect()
                 await joining
-                await harness.until(lambda trainer=trainer: bool(trainer._sender.peers))  # type: ignore[misc]
+                await harness.until(lambda trainer=trainer: bool(trainer.sender_transports))  # type: ignore[misc]
                 models.fill(source, float(number))
                 await trainer.send()
-                assert models.filled(target, float(number))
+                assert models.holds(early, float(number))
                 assert kind(early) is SharedMemTransport
 
 
+def names() -> set[str]:
+    """The abstract sockets of this process."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of this listing
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+    fields = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {
+        "\0" + each[7][1:]
+        for each in fields
+        if each[7:] and each[7].startswith("@") and f"socket:[{each[6]}]" in mine
+    }
+
+
+async def name_of(address: str) -> str:
+    """What the socket beside an address is called."""
+    before = names()
+    async with sending(models.linear, address=address)[0]:
+        [name] = names() - before
+        return name
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize("trouble", ["hangs up", "other token", "other user", "no process"])
+@pytest.mark.parametrize("trouble", ["its name is taken", "it is another user's", "no wish"])
 async def test_who_cannot_be_met_there_is_met_over_the_network(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in containers that share a network, but no processes."""
-    address = Address.parse(f"tcp://127.0.0.1:{free_port()}")
-    stranger = _same_host.SameHost(
-        address,
-        Credentials(token=(TOKEN if trouble == "hangs up" else "another secret of 16").encode()),
-        handshake_timeout=1e-9 if trouble == "hangs up" else PATIENCE,
-    )
-    tasks = TaskOwner(lambda error: None)
-    stranger.arena = _segment.Arena()
-    stranger.start(lambda link: None, tasks)
-    if trouble in ("other user", "no process"):
-        found = (os.getpid(), os.geteuid() + 1) if trouble == "other user" else (0, os.geteuid())
-        monkeypatch.setattr(_same_host, "peer_pid", lambda _: found)
-    scheme, source = sending(token=TOKEN, address=str(address))  # the name is taken
-    receiver, target = receiving(scheme)
-    try:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
+        if trouble == "its name is taken":
+            taken.bind(await name_of(address))  # by one who never listens
+        scheme, source = sending(token=TOKEN, address=address)
+        receiver = receiving(scheme)
+        if trouble == "it is another user's":
+            monkeypatch.setattr(os, "geteuid", lambda: -5)
+        receiver.shared_memory = trouble != "no wish"
         async with scheme, receiver:
             await asyncio.gather(scheme.connect(), receiver.connect())
             assert kind(receiver) is DistributedTransport
             models.fill(source, 2.0)
             await scheme.send()
-            assert models.filled(target, 2.0)
-            [peer] = scheme._sender.peers.values()
-            peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
-            await harness.until(lambda: receiver.reconnects == 1)
+            assert models.holds(receiver, 2.0)
+            await lose_the_link(scheme)
             assert kind(receiver) is DistributedTransport
-    finally:
-        stranger.close()
-        stranger.arena.close()
-        await tasks.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadline() -> None:
-    address = Address.parse(f"tcp://127.0.0.1:{free_port()}")
+    address = f"tcp://127.0.0.1:{free_port()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hung:
-        hung.bind(_same_host._name(address))
+        hung.bind(await name_of(address))
         hung.listen()
-        receiver = aiosync.DistributedWeightSyncScheme(token=TOKEN, address=str(address))
+        receiver = aiosync.DistributedWeightSyncScheme(token=TOKEN, address=address)
         receiver.init_on_receiver(model_id="policy", model=models.medium())
         started = asyncio.get_running_loop().time()
         async with receiver:
@@ -289,23 +249,28 @@ async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadli
         assert asyncio.get_running_loop().time() - started < 5.0
 
 
+def slots_nbytes() -> int:
+    """Bytes of shared memory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split(maxsplit=1)[0].split("-") for line in lines if "/memfd:aiosync" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
 @pytest.mark.asyncio
 @pytest.mark.slow
 @pytest.mark.one_loop
 async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copy = _making._copy_in_order
-    begun, going = threading.Event(), threading.Event()
+    scheme, source = sending(models.big)
+    far = receiving(scheme, models.big, shared_memory=False)
+    views, begun, going = LiveBytes.views, threading.Event(), threading.Event()
 
-    def slowly(*args: Any) -> None:
+    def slowly(*args: Any) -> Any:
         begun.set()
         assert going.wait(PATIENCE)
-        copy(*args)
+        return views(*args)
 
-    monkeypatch.setattr(_making, "_copy_in_order", slowly)
-    scheme, source = sending(models.big)
-    far, far_model = receiving(scheme, models.big, shared_memory=False)
     async with scheme, far:
         await asyncio.gather(scheme.connect(), far.connect())
         for number in range(2, 7):
@@ -315,336 +280,134 @@ async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
             try:
                 await near.call(harness.join)
                 models.fill(source, float(number))
-                sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
-                await asyncio.to_thread(begun.wait, PATIENCE)
+                with monkeypatch.context() as patch:
+                    patch.setattr(LiveBytes, "views", slowly)
+                    sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
+                    await asyncio.to_thread(begun.wait, PATIENCE)
                 near.kill()
-                await harness.until(lambda: len(scheme._sender.peers) == 1)
+                await harness.until(lambda: len(scheme.sender_transports) == 1)
                 going.set()
                 with pytest.raises(PartialSyncError):
                     await sent
             finally:
                 near.end()
-            assert models.filled(far_model, float(number))
-        assert scheme._same_host.arena.num_slots <= 3
+            assert models.holds(far, float(number))
+        assert slots_nbytes() <= 3.5 * source.block.nbytes
 
 
 @pytest.mark.asyncio
 @pytest.mark.one_loop
-async def test_who_joins_while_the_weights_are_copied_gets_them(
+async def test_a_trainer_without_descriptors_lets_workers_in_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is not one of those who were there when send() was called."""
-    copy_into = Flattener.copy_into
-    begun, going = threading.Event(), threading.Event()
-
-    def slowly(*args: Any, **kwargs: Any) -> None:
-        begun.set()
-        assert going.wait(PATIENCE)
-        copy_into(*args, **kwargs)
-
-    scheme, source = sending(models.big)
-    (near, near_model), (late, late_model) = (receiving(scheme, models.big) for _ in range(2))
-    async with scheme, near, late:
-        await asyncio.gather(scheme.connect(), near.connect())
-        monkeypatch.setattr(Flattener, "copy_into", slowly)
-        models.fill(source, 2.0)
-        sent = asyncio.ensure_future(scheme.send())
-        await asyncio.to_thread(begun.wait, PATIENCE)
-        await late.connect()  # has the version before
-        assert models.filled(late_model, 1.0)
-        going.set()
-        assert (await sent).acked == {0, 1}
-        assert models.filled(near_model, 2.0)
-        assert models.filled(late_model, 2.0)
-
-
-@pytest.mark.asyncio
-@pytest.mark.one_loop
-async def test_room_for_large_weights_is_not_made_on_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads = []
-    take = _segment.take_pages
-
-    def noted(*args: int) -> None:
-        threads.append(threading.current_thread())
-        take(*args)
-
-    monkeypatch.setattr(_segment, "take_pages", noted)
-    scheme, source = sending(models.big)
-    receiver, target = receiving(scheme, models.big)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        for number in (2.0, 3.0):
-            models.fill(source, number)
-            await scheme.send()
-            assert models.filled(target, number)
-        slots = scheme._same_host.arena.num_slots
-    assert threading.main_thread() not in threads
-    assert len(threads) == slots
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("shared_memory", [True, False])
-async def test_who_refuses_what_is_sent_says_so_when_it_gives_up(shared_memory: bool) -> None:
-    """And does not blame the trainer, which has no time to answer the last time it is dialled."""
-    scheme, _ = sending(models.linear)
-    limits = aiosync.Limits(max_payload_nbytes=2**20)
-    changes = {"shared_memory": shared_memory, "limits": limits, "reconnect": 0.7}
-    receiver, _ = receiving(scheme, models.linear, **changes)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        with pytest.raises(PartialSyncError):
-            await scheme.send({"weight": torch.zeros(2**20), "bias": torch.zeros(2)})
-        with pytest.raises(aiosync.PeerClosed, match="at most 1048576 are allowed"):
-            await receiver.wait_for_version(2, timeout=PATIENCE)
-
-
-@pytest.mark.asyncio
-@pytest.mark.one_loop
-async def test_a_trainer_without_descriptors_lets_workers_in_later() -> None:
     """And its loop does nothing else meanwhile than to look now and then."""
-
-    class Full:
-        def __init__(self, sock: socket.socket) -> None:
-            self.sock, self.calls, self.full = sock, 0, True
-
-        def accept(self) -> Any:
-            self.calls += 1
-            if self.full:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return self.sock.accept()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.sock, name)
-
     scheme = aiosync.SharedMemWeightSyncScheme(timeout=PATIENCE)
     source, target = models.linear(), models.linear()
     models.fill(source, 1.0)
     scheme.init_on_sender(model=source, num_workers=1)
     worker = harness.twin(scheme)
     worker.init_on_receiver(model=target)
-    scheme._listener._sock = full = Full(scheme._listener._sock)  # type: ignore[assignment, union-attr]
+    calls: list[socket.socket] = []
+
+    def full(sock: socket.socket) -> Any:
+        calls.append(sock)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
     async with scheme, worker:
-        both = asyncio.gather(scheme.connect(), worker.connect())
-        await asyncio.sleep(0.5)
-        assert 1 <= full.calls <= 10
-        full.full = False
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", full)
+            both = asyncio.gather(scheme.connect(), worker.connect())
+            await asyncio.sleep(0.5)
+        assert 1 <= len(calls) <= 10
         await both
-        assert models.filled(target, 1.0)
+        assert models.holds(worker, 1.0)
 
 
 # -- who meets whom ----------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_each_side_may_decline(side: str) -> None:
-    scheme, source = sending(shared_memory=side != "sender")
-    receiver, target = receiving(scheme, shared_memory=side != "receiver")
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        assert kind(receiver) is DistributedTransport
-        models.fill(source, 2.0)
-        await scheme.send()
-        assert models.filled(target, 2.0)
+async def test_weights_are_for_those_who_have_the_token() -> None:
+    before = names()
+    scheme, _ = sending(token=TOKEN)
+    [name] = names() - before
+    async with scheme:
+        await scheme.connect()
+        wrong = aiosync.DistributedWeightSyncScheme(
+            token="another one of 16", address=scheme.address
+        )
+        wrong.init_on_receiver(model_id="policy", model=models.medium())
+        async with wrong:
+            with pytest.raises(aiosync.AuthError):
+                await wrong.connect(timeout=PATIENCE)
+        # One who lists the names of this host, and knows the format but no token.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(name)
+            async with SharedMemTransport(sock.dup()) as thief:
+                await thief.send(Hello(role="receiver", model_id="policy", pid=os.getpid()))
+                with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
+                    while True:
+                        message = (await thief.recv(timeout=PATIENCE)).message
+                        assert isinstance(message, Challenge | Refuse)
+        assert not scheme.sender_transports
 
 
 @pytest.mark.asyncio
-async def test_a_store_leads_there() -> None:
-    store = dist.HashStore()
-    scheme, source = sending(store=store)
-    receiver = aiosync.DistributedWeightSyncScheme(store=store, timeout=PATIENCE)
-    target = models.medium()
-    receiver.init_on_receiver(model_id="policy", model=target)
+@pytest.mark.parametrize(
+    "said", [None, Hello("receiver", "policy", 1), ("there", b""), ("here", b"an\r actor\xff")]
+)
+async def test_what_follows_the_proof(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's name, before it is anybody; who does not say it is hung up on, in time."""
+    send, setups = SharedMemTransport.send, []
+
+    async def instead(self: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(message, Setup):
+            setups.append(message)
+            if len(setups) == 1 and isinstance(said, tuple):
+                message = Setup(said[0], "called", said[1])
+            elif len(setups) == 1:
+                message = said
+        if message is not None:
+            await send(self, message, *args, **kwargs)
+
+    monkeypatch.setattr(SharedMemTransport, "send", instead)
+    scheme, _ = sending(token=TOKEN, handshake_timeout=0.3)
+    receiver = receiving(scheme)
+    named = isinstance(said, tuple) and said[0] == "here"
     async with scheme, receiver:
         await asyncio.gather(scheme.connect(), receiver.connect())
         assert kind(receiver) is SharedMemTransport
-        models.fill(source, 2.0)
-        await scheme.send()
-        assert models.filled(target, 2.0)
+        assert len(setups) == (1 if named else 2)
+        [link] = scheme.sender_transports.values()
+        known = "an_ actor_, " if named else ""
+        assert f"{known}worker process {os.getpid()}" in repr(link)
 
 
 @pytest.mark.asyncio
-async def test_two_trainers_of_one_scheme_and_one_token() -> None:
-    """Each listens for itself: a worker gets the weights of the one that it was copied from."""
-    plain = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, token=TOKEN)
-    trainers = [harness.twin(plain) for _ in range(2)]
-    crew = []
-    for number, trainer in enumerate(trainers):
-        source = models.medium()
-        models.fill(source, float(number))
-        trainer.init_on_sender(model_id="policy", model=source)
-        crew.append(receiving(trainer))
-    async with trainers[0], trainers[1], crew[0][0], crew[1][0]:
-        await asyncio.gather(*(each.connect() for each in (*trainers, crew[0][0], crew[1][0])))
-        for number, (receiver, target) in enumerate(crew):
-            assert kind(receiver) is SharedMemTransport
-            assert models.filled(target, float(number))
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_a_sandbox_that_forbids_shared_memory() -> None:
+    """In a process of its own, as each looks once."""
+    worker = harness.start(None)
+    try:
+        assert await worker.call(in_a_sandbox) is DistributedTransport
+    finally:
+        worker.end()
 
 
-@pytest.mark.asyncio
-async def test_weights_are_for_those_who_have_the_token() -> None:
-    scheme, _ = sending(token=TOKEN)
-    address = Address.parse(scheme.address)
-    elsewhere = Address.parse(f"tcp://127.0.0.2:{address.port}")
-    right, wrong = Credentials(token=TOKEN.encode()), Credentials(token=b"another one of 16")
-    async with scheme:
-        await scheme.connect()
-        link = await _same_host.dial_here(address, right)
-        assert link is not None
-        link.abort()
-        assert await _same_host.dial_here(address, wrong) is None
-        assert await _same_host.dial_here(address, Credentials()) is None
-        assert await _same_host.dial_here(elsewhere, right) is None
-        # One who lists the names of this host, and knows the format but no token.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.connect(_same_host._name(address))
-            thief = SharedMemTransport(sock.dup())
-            await thief.send(Hello(role="receiver", model_id="policy", pid=os.getpid()))
-            with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
-                while True:
-                    message = (await thief.recv(timeout=PATIENCE)).message
-                    assert isinstance(message, Challenge | Refuse)
-            thief.abort()
-        assert not scheme._sender.peers
-    assert await _same_host.dial_here(address, right) is None
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("said", ["nothing", "something else", "another kind", "no name", "a name"])
-async def test_what_follows_the_proof(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's name, before it is anybody; who does not say it is hung up on, in time."""
-    scheme, _ = sending(token=TOKEN, handshake_timeout=0.3)
-    address, credentials = Address.parse(scheme.address), Credentials(token=TOKEN.encode())
-    send = SharedMemTransport.send
-
-    async def instead(self: Any, message: Any, *args: Any, **kwargs: Any) -> None:
-        if type(message) is not Setup:
-            await send(self, message, *args, **kwargs)
-        elif said == "something else":
-            await send(self, Hello("receiver", "policy", os.getpid()))
-        elif said != "nothing":
-            kind = "there" if said == "another kind" else "here"
-            await send(self, Setup(kind, "called", b"" if said == "no name" else b"an\r actor\xff"))
-
-    monkeypatch.setattr(SharedMemTransport, "send", instead)
-    async with scheme:
-        await scheme.connect()
-        link = await _same_host.dial_here(address, credentials)
-        assert link is not None
-        monkeypatch.undo()
-        if said in ("no name", "a name"):
-            await link.send(Hello("receiver", "policy", os.getpid(), strategy="any"))
-            assert isinstance((await link.recv(timeout=PATIENCE)).message, Welcome)
-            [peer] = scheme._sender.peers.values()
-            known = "an_ actor_, " if said == "a name" else ""
-            assert peer.name == f"{known}worker process {os.getpid()}"
-        else:
-            with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
-                await link.recv(timeout=PATIENCE)
-            assert not scheme._sender.peers
-        link.abort()
-
-
-@pytest.mark.asyncio
-async def test_a_name_that_is_taken_is_no_reason_to_fail() -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
-        taken.bind(_same_host._name(Address.parse(address)))  # and never listens
-        scheme, source = sending(token=TOKEN, address=address)
-        receiver, target = receiving(scheme)
-        async with scheme, receiver:
-            await asyncio.gather(scheme.connect(), receiver.connect())
-            assert kind(receiver) is DistributedTransport
-            models.fill(source, 2.0)
-            await scheme.send()
-            assert models.filled(target, 2.0)
-
-
-@pytest.mark.parametrize("engine", ["Distributed", "RPC", "Ray"])
-def test_on_other_systems_there_is_none(engine: str, monkeypatch: Any) -> None:
-    if engine == "Ray":
-        pytest.importorskip("ray")
-    scheme = getattr(aiosync, f"{engine}WeightSyncScheme")()
-    assert scheme._shares_memory is (sys.platform == "linux")
-    monkeypatch.setattr("aiosync.schemes._engine.available", lambda: False)
-    assert not scheme._shares_memory
-
-
-@pytest.mark.asyncio
-async def test_a_sandbox_that_forbids_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> int:
+async def in_a_sandbox(_worker: harness.State) -> type:
+    def forbidden(*_: object) -> int:
         raise PermissionError("memfd_create")
 
-    for module in (_anonymous, _segment):
-        monkeypatch.setattr(module, "anonymous_file", forbidden)
-    _same_host.available.cache_clear()
-    try:
-        scheme, source = sending()
-        receiver, target = receiving(scheme)
-        async with scheme, receiver:
-            await asyncio.gather(scheme.connect(), receiver.connect())
-            assert kind(receiver) is DistributedTransport
-            models.fill(source, 2.0)
-            await scheme.send()
-            assert models.filled(target, 2.0)
-    finally:
-        _same_host.available.cache_clear()
-
-
-# -- refusals ----------------------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_what_does_not_fit_is_refused_with_its_reason() -> None:
+    os.memfd_create = forbidden
     scheme, source = sending()
-    receiver, target = receiving(scheme)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        with pytest.raises(PartialSyncError) as caught:
-            await scheme.send({"other": source.block.detach()})
-        assert isinstance(caught.value.failed[0], ApplyError)
-        assert models.filled(target, 1.0)
-        models.fill(source, 3.0)
-        await scheme.send()
-        assert models.filled(target, 3.0)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("closed", ["scheme", "receiver"])
-async def test_a_model_outlives_its_scheme(closed: str) -> None:
-    scheme, source = sending()
-    receiver, target = receiving(scheme, reconnect=0.0)
+    receiver = receiving(scheme)
     async with scheme, receiver:
         await asyncio.gather(scheme.connect(), receiver.connect())
         models.fill(source, 2.0)
         await scheme.send()
-        await (scheme if closed == "scheme" else receiver).aclose()
-        if closed == "receiver":
-            late, _ = receiving(scheme)
-            async with late:
-                await late.connect()
-                for number in (3.0, 4.0, 5.0):
-                    models.fill(source, number)
-                    await scheme.send(worker_ids=late.worker_idx)
-                assert models.filled(target, 2.0)
-    gc.collect()
-    assert models.filled(target, 2.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_fork_leaves_the_listener_alone(loop: str) -> None:
-    async def main() -> None:
-        scheme, source = sending()
-        async with harness.workers(scheme, models.medium, 1, method="fork") as [worker]:
-            assert (await worker.call(kind_there))[0] == "SharedMemTransport"
-            models.fill(source, 2.0)
-            await scheme.send()
-            assert await value(worker) == 2.0
-
-    harness.run(loop, main())
+        assert models.holds(receiver, 2.0)
+        return kind(receiver)
 
 
 @pytest.mark.asyncio
@@ -664,12 +427,10 @@ async def test_a_fork_keeps_its_weights_whatever_became_of_the_link(
             models.fill(source, 2.0)
             await scheme.send()
             if lost:
-                [peer] = scheme._sender.peers.values()
-                peer.transport.channel.fail(aiosync.TransportBroken("for the test"))
-                await harness.until(lambda: list(scheme._sender.peers.values()) not in ([], [peer]))
+                await lose_the_link(scheme)
             await worker.call(look_later, str(tmp_path))
             worker.kill()
-            await harness.until(lambda: not scheme._sender.peers)
+            await harness.until(lambda: not scheme.sender_transports)
             for number in range(3, 8):
                 models.fill(source, float(number))
                 with contextlib.suppress(PartialSyncError):
@@ -695,11 +456,3 @@ def look_later(worker: harness.State, folder: str) -> None:
         os.rename(f"{folder}/being", f"{folder}/seen")
     finally:
         os._exit(0)
-
-
-def test_options_travel() -> None:
-    for make in (aiosync.DistributedWeightSyncScheme, aiosync.RPCWeightSyncScheme):
-        assert harness.twin(make()).shared_memory is True
-        scheme = functools.partial(make, shared_memory=False)()
-        assert harness.twin(scheme).shared_memory is False
-    assert aiosync.sync.DistributedWeightSyncScheme(shared_memory=False).shared_memory is False

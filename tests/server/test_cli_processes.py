@@ -120,55 +120,40 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_store_that_cannot_be_written_is_said(
-    folder: Path,
-    weights: tuple[str, dict[str, torch.Tensor]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    gates, urls = {}, {}
+    gate, store, unix = tmp_path / "gate", folder / "full-store", folder / "full"
     with contextlib.ExitStack() as stack:
-        servers = {}
-        for name in ("told", "late"):
-            gates[name] = tmp_path / name
-            urls[name] = f"unix://{folder / f'full-{name}'}"
-            servers[name] = stack.enter_context(
-                serving(
-                    folder / f"full-{name}-log",
-                    *("--listen", urls[name], "--store", str(folder / f"full-{name}-store")),
-                    program=[sys.executable, "-c", FULL, str(gates[name])],
-                )
+        server = stack.enter_context(
+            serving(
+                folder / "full-log",
+                *("--listen", f"unix://{unix}", "--store", str(store)),
+                program=[sys.executable, "-c", FULL, str(gate)],
             )
-        # The trainer and the operator are told, and nothing is left to be done at the end.
-        told, late = servers["told"], servers["late"]
-        gates["told"].touch()
-        assert told.url and late.url
-        status, text = refused(capsys, "push", weights[0], told.url)
-        assert (status, "StoreError" in text, "File too large" in text) == (1, True, True)
-        wait_for(lambda: "File too large" in told.log.read_text())
-        assert aiosync.cli.main(["status", told.url]) == 0
-        assert "File too large" in capsys.readouterr().out
-        assert told.end() == (0, "")
-        (line,) = told.log.read_text().splitlines()
-        assert "policy: not stored, so refused and not served (1 so far): version 1 of " in line
-        # What is being written when the signal comes fails afterwards.
-        pushing = Forked(
-            *("push", weights[0], late.url, "--timeout", "60"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment(),
         )
-        with contextlib.closing(pushing):
-            wait_for(Path(f"{gates['late']}-asked").exists)
-            late.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: not (folder / "full-late").exists())  # it ends, and waits for the disk
-            assert late.process.poll() is None
-            gates["late"].touch()
-            assert late.process.wait(PATIENCE) == 1
-            assert pushing.communicate()[0] == "" and pushing.returncode == 1
-        (line,) = late.log.read_text().splitlines()
-        assert "policy: not stored" in line and "File too large" in line
-    for name in servers:
-        assert os.listdir(folder / f"full-{name}-store") == []
+        # What is being written when the signal comes fails afterwards.
+        pushing = stack.enter_context(contextlib.closing(pushed(weights[0], server.url)))
+        wait_for(Path(f"{gate}-asked").exists)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not unix.exists())  # it ends, and waits for the disk
+        assert server.process.poll() is None
+        gate.touch()
+        assert server.process.wait(PATIENCE) == 1
+        assert pushing.communicate()[0] == "" and pushing.returncode == 1
+        (line,) = server.log.read_text().splitlines()
+        assert "policy: not stored, so refused and not served (1 so far): version 1 of " in line
+        assert "File too large" in line
+    assert os.listdir(store) == []
+
+
+def pushed(path: str, url: str) -> Forked:
+    """A push that is under way."""
+    return Forked(
+        *("push", path, url, "--timeout", "60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
 
 
 @pytest.mark.slow
@@ -182,13 +167,7 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
     copy = tmp_path / "copy.pt"
     with serving(folder / "kill-1", *args) as first:
         assert aiosync.cli.main(["push", str(tmp_path / "1.pt"), first.url]) == 0
-        pushing = Forked(
-            *("push", str(tmp_path / "2.pt"), first.url, "--timeout", "60"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment(),
-        )
-        with contextlib.closing(pushing):
+        with contextlib.closing(pushed(str(tmp_path / "2.pt"), first.url)) as pushing:
             before = os.stat(store / "policy.safetensors").st_ino
             wait_for(
                 lambda: (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,11 @@ def held(mapping: Any) -> dict[str, float]:
     return {name: each.flatten()[0].item() for name, each in mapping.items()}
 
 
+def model_of(receiver: Any) -> dict[str, float]:
+    with receiver.reading():
+        return held(receiver.it.state_dict())
+
+
 @pytest.mark.parametrize("stored", [False, True])
 async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stored: bool) -> None:
     async with WeightServer(URL, store=tmp_path if stored else None) as server:
@@ -37,29 +41,17 @@ async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stor
             await scheme.send(part(weight=2.0))
             last = await scheme.send(part(bias=3.0))
             await early.wait_for_version(last.version, timeout=PATIENCE)
-            assert held(early.it.state_dict()) == BOTH
+            assert model_of(early) == BOTH
             async with worker(server, strict=False) as late:
                 assert late.version == last.version
-                assert held(late.it.state_dict()) == BOTH
+                assert model_of(late) == BOTH
             async with worker(server, strict=False, subscribe=False) as asking:
                 assert await asking.pull(timeout=PATIENCE) == last.version
-                assert held(asking.it.state_dict()) == BOTH
+                assert model_of(asking) == BOTH
             pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
             assert (pulled.version, held(pulled.mapping())) == (last.version, BOTH)
         pulled = await WeightClient(server.url).pull(timeout=PATIENCE)  # without a trainer, too
         assert held(pulled.mapping()) == BOTH
-
-
-async def test_the_file_holds_the_newest_of_each_name(tmp_path: Path) -> None:
-    async with WeightServer(URL, store=tmp_path) as server, trainer(server, strict=False) as scheme:
-        await send(scheme, 1.0)
-        await scheme.send(part(weight=2.0))
-        last = await scheme.send(part(bias=3.0))
-    async with WeightServer(URL, store=tmp_path) as server:
-        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
-        assert (pulled.version, held(pulled.mapping())) == (last.version, BOTH)
-        async with worker(server, strict=True) as late:  # it is one whole update now
-            assert held(late.it.state_dict()) == BOTH
 
 
 async def test_parts_without_a_whole(tmp_path: Path) -> None:
@@ -70,27 +62,10 @@ async def test_parts_without_a_whole(tmp_path: Path) -> None:
                 last = await scheme.send(part(weight=value + 10.0))
             async with worker(server, strict=False) as late:
                 assert late.version == last.version
-                assert held(late.it.state_dict()) == {"weight": 12.0, "bias": 2.0}
+                assert model_of(late) == {"weight": 12.0, "bias": 2.0}
     async with WeightServer(URL, store=tmp_path) as server:
         pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
         assert held(pulled.mapping()) == {"weight": 12.0, "bias": 2.0}
-
-
-async def test_a_trainer_that_takes_over_while_parts_are_pulled() -> None:
-    async with WeightServer(URL) as server:
-        async with trainer(server, strict=False) as scheme:
-            await scheme.send(part(weight=1.0, bias=1.0))
-            await scheme.send(part(bias=2.0))
-        async with trainer(server, strict=False) as scheme:
-            pulling = asyncio.create_task(WeightClient(server.url).pull(timeout=PATIENCE))
-            peers = server._models["policy"].workers.peers
-            while not any(peer.outbox.newest for peer in peers.values()):
-                await asyncio.sleep(0)
-            await scheme.send(part(weight=5.0, bias=5.0))
-            assert held((await pulling).mapping()) in (
-                {"weight": 1.0, "bias": 2.0},
-                {"weight": 5.0, "bias": 5.0},
-            )
 
 
 async def test_names_that_were_never_there_begin_anew(tmp_path: Path) -> None:
@@ -100,21 +75,10 @@ async def test_names_that_were_never_there_begin_anew(tmp_path: Path) -> None:
         assert (await WeightClient(server.url).pull(timeout=PATIENCE)).mapping().keys() == {"other"}
         await send(scheme, 3.0)
         async with worker(server) as late:
-            assert held(late.it.state_dict()) == {"weight": 3.0, "bias": 3.0}
+            assert model_of(late) == {"weight": 3.0, "bias": 3.0}
     async with WeightServer(URL, store=tmp_path) as server:
         pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
         assert held(pulled.mapping()) == {"weight": 3.0, "bias": 3.0}
-
-
-async def test_a_trainer_that_starts_again_begins_anew() -> None:
-    async with WeightServer(URL) as server:
-        async with trainer(server, strict=False) as scheme:
-            await send(scheme, 1.0)
-        async with trainer(server, strict=False) as scheme:
-            await scheme.send(part(weight=2.0))
-            await scheme.send(part(weight=4.0))
-            pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
-            assert held(pulled.mapping())["weight"] == 4.0
 
 
 async def test_a_trainer_is_asked_for_the_newest_of_each_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import json
@@ -22,8 +21,8 @@ import torch
 
 import aiosync
 import aiosync.sync
-from aiosync.sync import _portal
 from tests.schemes import _harness as harness
+from tests.schemes import _models as models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,22 +32,12 @@ PATIENCE = 40.0
 """Seconds that anything may take on a busy machine before a test fails."""
 
 ROOT = Path(__file__).parents[2]
+NOISE = ("Traceback", "Task was destroyed", "never awaited", "Exception ignored", "Fatal")
+"""What nobody wants to see on stderr."""
 SHM = aiosync.sync.SharedMemWeightSyncScheme
 PIPE = aiosync.sync.MultiProcessWeightSyncScheme
 SCHEMES = [PIPE, SHM]
-
-
-def filled(value: float) -> torch.nn.Linear:
-    """A linear layer with ``value`` everywhere."""
-    model = torch.nn.Linear(4, 2)
-    fill(model, value)
-    return model
-
-
-def fill(model: torch.nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
+filled, fill = models.linear, models.fill
 
 
 def value_of(model: torch.nn.Module) -> float:
@@ -56,6 +45,12 @@ def value_of(model: torch.nn.Module) -> float:
     values = {v for parameter in model.parameters() for v in parameter.detach().flatten().tolist()}
     assert len(values) == 1, values
     return values.pop()
+
+
+def value_at(receiver: aiosync.sync.WeightSyncScheme) -> float:
+    """What a read of a receiver\'s model, such as a forward pass, finds everywhere."""
+    with receiver.reading():
+        return value_of(receiver.model)
 
 
 def portal_threads() -> list[threading.Thread]:
@@ -66,6 +61,16 @@ def in_thread(function: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def threads(*functions: Callable[[], Any]) -> Iterator[list[threading.Thread]]:
+    """Functions that run meanwhile, and have to end by themselves afterwards."""
+    started = [in_thread(function) for function in functions]
+    yield started
+    for thread in started:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "it hangs"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -87,8 +92,8 @@ def roles(
 ) -> tuple[aiosync.sync.WeightSyncScheme, aiosync.sync.WeightSyncScheme]:
     """A sender and a receiver that are not connected yet."""
     sender = make(timeout=PATIENCE, **options)
-    receiver = copy.copy(sender)
     sender.init_on_sender(model_id="policy", model=source, num_workers=num_workers)
+    receiver = copy.copy(sender)  # after it, for those that know an address then
     receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
     return sender, receiver
 
@@ -223,30 +228,25 @@ class Fresh:
             self._process.kill()
 
 
-class Interrupter(threading.Thread):
-    """Sends Ctrl-C to this process once its main thread waits for a coroutine of some name."""
+def is_asleep(thread: threading.Thread) -> bool:
+    """Whether the kernel has nothing to run for a thread of this process."""
+    # A forked child's main thread does not know its own number.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    stat = Path(f"/proc/self/task/{number}/stat").read_text()
+    return stat.rpartition(") ")[2].startswith("S")
 
-    sent = 0.0
 
-    def __init__(self, coroutine: str) -> None:
-        super().__init__(daemon=True)
-        self._coroutine = coroutine
+def interrupt_when_blocked() -> list[float]:
+    """Send Ctrl-C to this process once its main thread has slept for a while; when that was."""
+    sent: list[float] = []
 
-    def run(self) -> None:
-        until(self._is_waited_for)
-        self.sent = time.monotonic()
+    def interrupt() -> None:
+        asleep = 0
+        while asleep < 25:
+            asleep = asleep + 1 if is_asleep(threading.main_thread()) else 0
+            threading.Event().wait(0.002)
+        sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    def _is_waited_for(self) -> bool:
-        portal = _portal._portal
-        for task in () if portal is None else asyncio.all_tasks(portal.loop):
-            call: Any = getattr(task.get_coro(), "cr_await", None)
-            if getattr(call, "__name__", None) == self._coroutine and call.cr_await is not None:
-                return True
-        return False
-
-
-def interrupt_when_blocked(coroutine: str) -> Interrupter:
-    thread = Interrupter(coroutine)
-    thread.start()
-    return thread
+    in_thread(interrupt)
+    return sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,5 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def fresh() -> Iterator[tools.Fresh]:
     """Runs scripts in forks of an interpreter that has nothing but torch."""
-    interpreter = tools.Fresh()
-    yield interpreter
-    interpreter.close()
+    with contextlib.closing(tools.Fresh()) as interpreter:
+        yield interpreter

@@ -7,13 +7,12 @@ import pytest
 from tests.sync import _tools as tools
 
 _START = """
-import asyncio, atexit, sys, threading
+import atexit, sys, threading
+if {loop!r} == "asyncio":
+    sys.modules["uvloop"] = None
 import aiosync.sync
-from aiosync.sync import _portal
 from tests.sync import _tools as tools
 
-if sys.argv[0] == "-c" and {loop!r} == "asyncio":
-    _portal.new_event_loop = asyncio.new_event_loop
 {before}
 sender, receiver = tools.roles(tools.{make}, tools.filled(1.0), tools.filled(0.0))
 tools.join(sender, receiver)
@@ -22,13 +21,11 @@ sender.send()
 print("end")
 """
 
-_NOISE = ("Traceback", "Task was destroyed", "never awaited", "Exception ignored", "Fatal")
-
 
 def _check(fresh: tools.Fresh, text: str, *, resource_warnings: bool = False) -> str:
     done = fresh.script(text, resource_warnings=resource_warnings)
     assert (done.returncode, done.stdout) == (0, "end\n"), done
-    for noise in _NOISE:
+    for noise in tools.NOISE:
         assert noise not in done.stderr, done.stderr
     return done.stderr
 
@@ -64,61 +61,7 @@ def wait():
     except aiosync.TransportClosed:
         pass
 
-tools.in_thread(wait)
-tools.until(lambda: receiver._calls == 1)
+waiting = tools.in_thread(wait)
+tools.until(lambda: tools.is_asleep(waiting))
 """
     _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
-
-
-@pytest.mark.slow
-def test_calls_that_begin_at_exit_find_the_scheme_closed(fresh: tools.Fresh) -> None:
-    """Between the end of the background thread's leases and the closing on its loop, too."""
-    after = """
-import time
-portal = receiver._lease._portal
-
-def late():
-    tools.until(lambda: not receiver._lease.valid)
-    assert not receiver._scheme._closed  # the loop is busy
-    try:
-        receiver.receive()
-    except aiosync.TransportClosed as exc:
-        print(f"late: {exc}", file=sys.stderr, flush=True)
-
-tools.in_thread(late)
-# Runs before all that was registered earlier.
-atexit.register(lambda: portal.loop.call_soon_threadsafe(time.sleep, 1.0))
-"""
-    stderr = _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
-    assert "late: this scheme is being closed because the interpreter is ending" in stderr
-
-
-@pytest.mark.slow
-def test_exit_right_after_another_thread_forgot_its_schemes(fresh: tools.Fresh) -> None:
-    """The background thread was told to end, and is waited for."""
-    text = """
-import atexit, threading, time
-from tests.sync import _tools as tools
-
-portal = []
-# Runs after all that is registered later.
-atexit.register(lambda: print("cut off" if portal[0].is_alive() else "end"))
-
-def live():
-    sender, receiver = tools.roles(tools.SHM, tools.filled(1.0), tools.filled(0.0))
-    tools.join(sender, receiver)
-    loop = sender._lease._portal.loop
-    loop.call_soon_threadsafe(lambda: loop.run_in_executor(None, time.sleep, 1.0))
-    sender.send()
-    portal.extend(tools.portal_threads())
-
-tools.in_thread(live).join()
-assert portal[0].is_alive()
-"""
-    _check(fresh, text)
-    # The same where no thread can start any more, which it needs to wait for others' ends.
-    late = text.replace(
-        "    portal.extend", "    loop.call_soon_threadsafe(time.sleep, 1.0)\n    portal.extend"
-    )
-    assert late != text
-    _check(fresh, late)

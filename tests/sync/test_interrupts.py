@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 from typing import Any
@@ -12,34 +11,21 @@ import torch
 
 import aiosync
 import aiosync.sync
-from aiosync.sync import _portal
 from tests.sync import _tools as tools
 
 
-def _tasks() -> list[str]:
-    """Coroutines that callers wait for on the portal's loop."""
-    portal = _portal._portal
-    if portal is None:
-        return []
-    names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(portal.loop)]  # type: ignore[union-attr]
-    return [name for name in names if name.startswith("_Call")]
-
-
-def _interrupt(call: Any, coroutine: str) -> float:
+def _interrupt(call: Any) -> float:
     """Seconds from Ctrl-C to its exception."""
-    thread = tools.interrupt_when_blocked(coroutine)
+    sent = tools.interrupt_when_blocked()
     with pytest.raises(KeyboardInterrupt):
         call()
-    ended = time.monotonic()
-    thread.join()
-    assert _tasks() == []
-    return ended - thread.sent  # type: ignore[attr-defined]
+    return time.monotonic() - sent[0]
 
 
 def interrupted_connect(role: str) -> float:
     sender, receiver = tools.roles(tools.SHM, tools.filled(1.0), tools.filled(0.0))
     scheme = sender if role == "sender" else receiver
-    seconds = _interrupt(scheme.connect, "connect")
+    seconds = _interrupt(scheme.connect)
     assert tools.portal_threads() == []
     with pytest.raises(aiosync.TransportClosed):  # the attempt is over for good
         scheme.connect()
@@ -51,8 +37,8 @@ def interrupted_connect(role: str) -> float:
 def interrupted_receive(make: Any) -> float:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target) as (sender, receiver):
-        seconds = _interrupt(receiver.receive, "receive")
-        seconds = max(seconds, _interrupt(lambda: receiver.wait_for_version(9), "wait_for_version"))
+        seconds = _interrupt(receiver.receive)
+        seconds = max(seconds, _interrupt(lambda: receiver.wait_for_version(9)))
         tools.fill(source, 2.0)
         assert sender.send().acked == {0}
         update = receiver.receive()
@@ -67,12 +53,12 @@ def interrupted_send(make: Any) -> float:
     with tools.pair(make, source, target) as (sender, receiver):
         tools.fill(source, 2.0)
         with receiver.reading():  # this thread reads, so nothing is applied
-            seconds = _interrupt(sender.send, "send")
+            seconds = _interrupt(sender.send)
             version = sender.send_async()
-            seconds = max(seconds, _interrupt(sender.wait_async, "settle"))
-            assert tools.value_of(target) == 1.0
+            seconds = max(seconds, _interrupt(sender.wait_async))
+            assert tools.value_at(receiver) == 1.0
         assert sender.wait_async().version == version  # the send itself went on
-        assert tools.value_of(target) == 2.0
+        assert tools.value_at(receiver) == 2.0
         assert receiver.version == version
     assert tools.portal_threads() == []
     return seconds
@@ -96,7 +82,7 @@ def interrupted_forward() -> float:
         with pytest.raises(KeyboardInterrupt):
             target(torch.zeros(1, 4))
         assert sender.wait_async().acked == {0}
-        assert tools.value_of(target) == 2.0
+        assert tools.value_at(receiver) == 2.0
         return time.monotonic() - started
 
 
@@ -144,7 +130,7 @@ from tests.sync import _tools as tools
 
 scheme = aiosync.sync.SharedMemWeightSyncScheme()
 scheme.init_on_sender(model=tools.filled(1.0), num_workers=1)
-tools.interrupt_when_blocked("connect")
+tools.interrupt_when_blocked()
 scheme.connect()
 """
     )

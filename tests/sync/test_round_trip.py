@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -27,18 +28,12 @@ def work(conn: Connection, scheme: aiosync.sync.WeightSyncScheme, worker_idx: in
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
     with scheme:
         scheme.connect(timeout=tools.PATIENCE)
-        conn.send((scheme.version, tools.value_of(model)))
+        conn.send((scheme.version, tools.value_at(scheme)))
         try:
             while (update := scheme.receive(timeout=tools.PATIENCE)) is not None:
-                conn.send((update.version, tools.value_of(model)))
+                conn.send((update.version, tools.value_at(scheme)))
         except aiosync.PeerClosed:
             conn.send("closed")
-
-
-def _context(method: str) -> Any:
-    if method == "forkserver":
-        return harness.context(method)
-    return multiprocessing.get_context(method)
 
 
 @pytest.mark.slow
@@ -54,16 +49,17 @@ def test_workers_get_every_version(make: Any, method: str) -> None:
     model = tools.filled(1.0)
     scheme = make(timeout=tools.PATIENCE)
     scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-    ctx = _context(method)
-    pipes = [ctx.Pipe() for _ in range(2)]
-    crew = [
-        ctx.Process(target=work, args=(theirs, scheme, idx))
-        for idx, (_, theirs) in enumerate(pipes)
-    ]
-    try:
+    ctx = harness.context(method)
+    with contextlib.ExitStack() as stack:
+        pipes = [ctx.Pipe() for _ in range(2)]
+        for end in (end for ends in pipes for end in ends):
+            stack.enter_context(end)
+        args = [(theirs, scheme, idx) for idx, (_, theirs) in enumerate(pipes)]
+        crew = [ctx.Process(target=work, args=each) for each in args]
+        for process in crew:
+            process.start()
+            stack.callback(harness.end, process)
         with scheme:
-            for process in crew:
-                process.start()
             scheme.connect(processes=crew)
             assert [tools.recv(mine) for mine, _ in pipes] == [(1, 1.0), (1, 1.0)]
             for version in range(2, 5):
@@ -74,15 +70,6 @@ def test_workers_get_every_version(make: Any, method: str) -> None:
                 assert told == [(version, float(version))] * 2
             assert scheme.worker_versions == {0: 4, 1: 4}
         assert [tools.recv(mine) for mine, _ in pipes] == ["closed", "closed"]
-    finally:
-        for process in crew:
-            process.join(tools.PATIENCE)
-            process.kill()
-            process.join()
-            process.close()
-        for ends in pipes:
-            for end in ends:
-                end.close()
     assert tools.portal_threads() == []
 
 
@@ -90,14 +77,14 @@ def test_workers_get_every_version(make: Any, method: str) -> None:
 def test_send_async_and_wait_async(make: Any) -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target) as (sender, receiver):
-        with pytest.raises(aiosync.LocalProtocolError, match="call send_async"):
+        with pytest.raises(aiosync.LocalProtocolError):
             sender.wait_async()
         tools.fill(source, 2.0)
         version = sender.send_async()
         tools.fill(source, 3.0)  # the snapshot was taken already
         assert sender.wait_async().version == version == 2
-        assert tools.value_of(target) == 2.0
-        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+        assert tools.value_at(receiver) == 2.0
+        with pytest.raises(aiosync.LocalProtocolError):
             sender.wait_async()
         assert receiver.wait_for_version(2) == 2
         assert receiver.receive(timeout=0) is not None
@@ -114,7 +101,7 @@ def test_wait_async_tells_every_failure_and_the_loop_none(
         first = sender.send_async()
         tools.until(lambda: receiver.lag == 1)
         receiver.abort()
-        tools.until(lambda: all(handle.done() for handle in sender._sends.handles))
+        tools.until(lambda: sender.worker_versions == {})
         second = sender.send_async()  # to nobody
         if again:
             assert sender.send_async() == second + 1
@@ -122,11 +109,9 @@ def test_wait_async_tells_every_failure_and_the_loop_none(
             sender.wait_async()
         versions = [first, second, second + 1][: 3 if again else 2]
         assert caught.value.version == versions.pop()
-        notes = caught.value.__notes__
-        assert len(notes) == len(versions)
-        for version, note in zip(versions, notes, strict=True):
-            assert note.startswith(f"before it failed: PartialSyncError: version {version} did not")
-        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
+        for version, note in zip(versions, caught.value.__notes__, strict=True):
+            assert f"PartialSyncError: version {version} " in note
+        with pytest.raises(aiosync.LocalProtocolError):
             sender.wait_async()
         del caught
         gc.collect()
@@ -137,7 +122,6 @@ def test_wait_async_raises_a_failure_also_when_newer_sends_succeed() -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(tools.SHM, source, target) as (sender, receiver):
         version = sender.send_async({"weight": torch.zeros(3, 3)})
-        tools.until(lambda: sender._sends.handles[0].done())
         tools.fill(source, 2.0)
         for _ in range(3):
             assert receiver.wait_for_version(sender.send_async())
@@ -155,39 +139,15 @@ def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
     with tools.pair(tools.SHM, source, target) as (sender, _):
         for _ in range(40):
             sender.send_async({"weight": torch.zeros(3, 3)})
-            tools.until(lambda: sender._sends.handles[-1].done())
-        assert len(sender._sends.handles) <= 17
-        gc.collect()
-        told = [each for each in caplog.records if "never retrieved" in each.message]
-        assert len(told) == 40 - len(sender._sends.handles)
-        with pytest.raises(aiosync.PartialSyncError):
-            sender.wait_async()
 
+        def told() -> bool:
+            gc.collect()
+            return any("never retrieved" in each.message for each in caplog.records)
 
-@pytest.mark.parametrize("make", tools.SCHEMES)
-def test_manual_apply(make: Any) -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(make, source, target, apply="manual") as (sender, receiver):
-        tools.fill(source, 2.0)
-        version = sender.send_async()
-        tools.until(lambda: receiver.lag == 1)
-        assert tools.value_of(target) == 1.0
-        assert receiver.apply_pending() == version
-        assert tools.value_of(target) == 2.0
-        assert sender.wait_async().acked == {0}
-        assert receiver.apply_pending() is None
-
-
-def test_a_worker_that_cannot_apply_says_why() -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        tools.until(told)
         with pytest.raises(aiosync.PartialSyncError) as caught:
-            sender.send({"weight": torch.zeros(3, 3)})
-        assert isinstance(caught.value.failed[0], aiosync.ApplyError)
-        assert tools.value_of(target) == 1.0
-        tools.fill(source, 2.0)
-        assert sender.send().acked == {0}
-        assert receiver.version == 3
+            sender.wait_async()
+        assert len(caught.value.__notes__) < 20
 
 
 @pytest.mark.parametrize("make", tools.SCHEMES)
@@ -203,40 +163,10 @@ def test_pickles_and_copies_are_configuration(make: Any) -> None:
             assert type(twin) is make
             assert (twin.require, twin.guard, twin.timeout) == (1, "reading", tools.PATIENCE)
             assert not twin.initialized_on_sender
-            assert twin._scheme is not sender._scheme
             twin.shutdown()
         assert sender.synchronized_on_sender
         assert receiver.synchronized_on_receiver
         assert sender.send().acked == {0}
-
-
-def test_a_worker_restarts_from_a_copy() -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target) as (sender, receiver):
-        receiver.shutdown()
-        tools.fill(source, 2.0)
-        with pytest.raises(aiosync.PartialSyncError):
-            sender.send()
-        with copy.copy(receiver) as again:
-            again.init_on_receiver(model_id="policy", model=target, worker_idx=0)
-            again.connect()
-            assert tools.value_of(target) == 2.0
-            assert sender.send().acked == {0}
-
-
-def test_no_sync_scheme_goes_to_its_own_class() -> None:
-    with aiosync.sync.NoWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model=tools.filled(1.0), num_workers=3)
-        scheme.connect()
-        report = scheme.send()
-        assert (report.version, report.acked) == (0, frozenset())
-        with pytest.raises(aiosync.LocalProtocolError, match="has no transport"):
-            scheme.create_transport(None)
-    with aiosync.sync.NoWeightSyncScheme() as scheme:
-        scheme.init_on_receiver(model=tools.filled(1.0))
-        scheme.connect()
-        assert scheme.receive() is None
-    assert tools.portal_threads() == []
 
 
 def test_pipes_given_by_hand() -> None:
@@ -249,7 +179,7 @@ def test_pipes_given_by_hand() -> None:
         tools.join(sender, receiver)
         tools.fill(source, 2.0)
         assert sender.send().acked == {0}
-        assert tools.value_of(target) == 2.0
+        assert tools.value_at(receiver) == 2.0
 
 
 def test_back_ends_by_name() -> None:
@@ -261,24 +191,3 @@ def test_back_ends_by_name() -> None:
         assert type(aiosync.sync.WeightSyncScheme.from_backend(name)) is twin
     with pytest.raises(aiosync.ConfigError):
         aiosync.sync.WeightSyncScheme.from_backend("carrier pigeon")
-
-
-@pytest.mark.parametrize("timeout", [float("nan"), "5", True], ids=repr)
-def test_a_timeout_that_is_no_number(timeout: Any) -> None:
-    model = tools.filled(1.0)
-    sender, receiver = tools.roles(tools.SHM, model, tools.filled(0.0))
-    with sender, receiver:
-        tools.join(sender, receiver)
-        for call in (
-            sender.send,
-            sender.send_async,
-            receiver.receive,
-            lambda timeout: receiver.wait_for_version(9, timeout=timeout),
-            lambda timeout: receiver.pull(timeout=timeout),
-            sender.ready.wait,
-        ):
-            with pytest.raises(aiosync.ConfigError, match="timeout is .*: pass seconds"):
-                call(timeout=timeout)
-        assert sender.version == 1
-        with pytest.raises(aiosync.LocalProtocolError, match="No async send"):
-            sender.wait_async()

@@ -20,30 +20,6 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-class Everything(nn.Module):
-    """Parameters, buffers of both kinds, None entries and extra state at two levels."""
-
-    def __init__(self, fill: float = 0.0, extra: Any = None) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
-        self.register_buffer("kept", torch.full((2,), fill))
-        self.register_buffer("hidden", torch.full((2, 2), fill), persistent=False)
-        self.register_buffer("nothing", None)
-        self.register_parameter("none", None)
-        self.frozen = nn.Parameter(torch.full((3,), fill), requires_grad=False)
-        self.child = Stateful(extra)
-        self.extra: Any = extra
-        with torch.no_grad():
-            for tensor in self.parameters():
-                tensor.fill_(fill)
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
 class Stateful(nn.Module):
     """Has an extra state and nothing else."""
 
@@ -58,28 +34,37 @@ class Stateful(nn.Module):
         self.extra = state
 
 
-class Refuses(nn.Module):
-    """Writes to its own weight, then refuses a new extra state."""
+class Everything(Stateful):
+    """Parameters, buffers of both kinds, None entries and extra state at two levels."""
+
+    def __init__(self, fill: float = 0.0, extra: Any = None) -> None:
+        super().__init__(extra)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+        self.register_buffer("kept", torch.full((2,), fill))
+        self.register_buffer("hidden", torch.full((2, 2), fill), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_parameter("none", None)
+        self.frozen = nn.Parameter(torch.full((3,), fill), requires_grad=False)
+        self.child = Stateful(extra)
+        for tensor in self.parameters():
+            nn.init.constant_(tensor, fill)
+
+
+class Refuses(Stateful):
+    """Writes to its own buffer, then refuses a new extra state."""
 
     def __init__(self, fill: float, *, refuse: bool) -> None:
-        super().__init__()
+        super().__init__(fill)
         self.first = nn.Linear(3, 3)
         self.register_buffer("scale", torch.full((3,), fill))
         self.refuse = refuse
-        self.extra = fill
-        with torch.no_grad():
-            for tensor in self.parameters():
-                tensor.fill_(fill)
-
-    def get_extra_state(self) -> float:
-        return self.extra
+        for tensor in self.parameters():
+            nn.init.constant_(tensor, fill)
 
     def set_extra_state(self, state: float) -> None:
         if self.refuse and state != 1.0:
             self.extra = -1.0
-            with torch.no_grad():
-                self.scale.fill_(-1.0)
-            self.scale = torch.full((3,), -2.0)
+            nn.init.constant_(self.scale, -1.0)
             raise RuntimeError("this state is refused")
         self.extra = state
 
@@ -96,10 +81,18 @@ def packed(
 
 
 def send(source: Any, target: Any, *, copy: bool, strict: bool = True) -> FlatBuffer:
-    """Snapshot one model and apply it to another."""
+    """Snapshot one model and apply it to another, or by a Target that is there."""
     layout, flat, values = packed(source)
-    Target(target, strict=strict).apply_(layout, flat, values, copy=copy)
+    receiver = target if isinstance(target, Target) else Target(target, strict=strict)
+    receiver.apply_(layout, flat, values, copy=copy)
     return flat
+
+
+def add_one(model: nn.Module) -> None:
+    """Add 1 to each parameter and each buffer, in place."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -129,49 +122,5 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
     return raw.view(dtype).reshape(shape)
 
 
-class Fragile(torch.Tensor):
-    """A tensor subclass that can be told to fail when it is written."""
-
-    fail = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and cls.fail:
-            raise RuntimeError("this tensor cannot be written")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class Quantized(torch.Tensor):
-    """Like torchao's tensors: wraps integers and a scale, and copies only from its own kind."""
-
-    def __new__(cls, plain: torch.Tensor) -> Quantized:
-        return torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
-
-    def __init__(self, plain: torch.Tensor) -> None:
-        self.qdata = (plain * 10).round().to(torch.int8)
-
-    def __tensor_flatten__(self) -> Any:
-        return ["qdata"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, _: Any, shape: Any, stride: Any) -> Quantized:
-        new = cls(torch.empty(shape))
-        new.qdata = inner["qdata"]
-        return new
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten, first = torch.ops.aten, args[0]
-        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
-            new = cls(torch.empty(first.shape))
-            new.qdata = first.qdata.clone() if func is aten.clone.default else first.qdata
-            return new
-        if func is aten.copy_.default:
-            first.qdata.copy_(args[1].qdata)
-            return first
-        raise NotImplementedError(func)
-
-
-class FragileParameter(Fragile, nn.Parameter):
-    """A parameter of that kind."""
+class Labelled(torch.Tensor):
+    """A subclass of a tensor, which does nothing of its own."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors import (
@@ -27,10 +25,10 @@ from aiosync.tensors.buffer import in_flat_memory
 from aiosync.wire import DTYPE_NBYTES
 from tests.tensors._models import (
     Everything,
-    Fragile,
-    FragileParameter,
+    Labelled,
     Stateful,
     Tied,
+    add_one,
     all_bits,
     bits,
     filled,
@@ -38,17 +36,12 @@ from tests.tensors._models import (
     send,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
 
 @pytest.fixture(params=[False, True], ids=["flip", "copy"])
 def copy(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        yield
 
 
 def test_everything_arrives(copy: bool) -> None:
@@ -60,20 +53,16 @@ def test_everything_arrives(copy: bool) -> None:
     assert target.extra == target.child.extra == {"steps": 3}
     kept = [*target.parameters(), *target.buffers()]
     assert all(a is b for a, b in zip(objects, kept, strict=True))
-    assert target.none is None
-    assert target.nothing is None
-    assert not target.frozen.requires_grad
-    assert target.body[0].weight.requires_grad
+    assert target.none is target.nothing is None
+    assert [each.requires_grad for each in (target.frozen, target.body[0].weight)] == [False, True]
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_NBYTES))
 def test_every_dtype_arrives(name: str, copy: bool) -> None:
-    dtype = torch_dtype(name)
-
     def build(seed: int) -> nn.Module:
         module = nn.Module()
         for index, shape in enumerate([(), (0,), (3, 5)]):
-            tensor = filled(dtype, shape, seed + index)
+            tensor = filled(torch_dtype(name), shape, seed + index)
             module.register_parameter(f"p{index}", nn.Parameter(tensor, requires_grad=False))
             module.register_buffer(f"b{index}", tensor.clone())
         return module
@@ -84,25 +73,21 @@ def test_every_dtype_arrives(name: str, copy: bool) -> None:
 
 
 def test_parameters_flip_and_buffers_are_copied() -> None:
-    source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    flat = send(source, target, copy=False)
-    assert in_flat_memory(target.weight)
-    assert not in_flat_memory(target.running_mean)
-    target(torch.randn(4, 3))  # writes to its buffers
-    assert bits(target.running_mean) != bits(source.running_mean)
+    target = nn.BatchNorm1d(3)
+    flat = send(nn.BatchNorm1d(3), target, copy=False)
+    assert (in_flat_memory(target.weight), in_flat_memory(target.running_mean)) == (True, False)
     flat.array[:] = 0
-    assert target.weight.abs().sum() == 0
-    assert target.running_var.abs().sum() > 0
+    assert (target.weight.tolist(), target.running_var.tolist()) == ([0, 0, 0], [1, 1, 1])
 
 
 def test_copy_keeps_the_memory_of_the_target() -> None:
     source, target = nn.Linear(300, 300), nn.Linear(300, 300)
-    address, version = target.weight.data_ptr(), target.weight._version
-    flat = send(source, target, copy=True)
-    assert target.weight.data_ptr() == address
-    assert target.weight._version > version  # autograd notices the write
-    flat.array[:] = 0
-    assert bits(target.weight) == bits(source.weight)
+    address = target.weight.data_ptr()
+    loss = target(torch.ones(1, 300, requires_grad=True)).sum()
+    send(source, target, copy=True).array[:] = 0
+    assert (target.weight.data_ptr(), all_bits(target)) == (address, all_bits(source))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # autograd notices the write
 
 
 @pytest.mark.parametrize("pool", [None, CopyPool(1)])
@@ -120,43 +105,38 @@ def test_large_tensors_are_copied(pool: CopyPool | None) -> None:
         torch.randn(300, 1).expand(300, 600),
         torch.randn(300, 1200)[:, ::2],
         torch.randn(300, 600, dtype=torch.complex64).conj(),
-        torch._neg_view(torch.randn(300, 600)),
-        torch.randn(300, 600).as_subclass(Fragile),
+        torch.randn(300, 600, dtype=torch.complex64).conj().imag,
+        torch.randn(300, 600).as_subclass(Labelled),
     ],
     ids=["t", "expand", "step", "conj", "neg", "subclass"],
 )
 def test_large_tensors_of_any_kind_are_copied_from(tensor: torch.Tensor) -> None:
-    leaves = collect({"w": tensor})
     target = {"w": torch.zeros(300, 600, dtype=tensor.dtype)}
-    Target(target).apply_tensors(Layout.plan(leaves), [tensor], {})
+    Target(target).apply_tensors(Layout.plan(collect({"w": tensor})), [tensor], {})
     assert torch.equal(target["w"], tensor)
 
 
 def test_gradients_and_optimizer_state_are_untouched(copy: bool) -> None:
-    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+    target = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(target.parameters())
-    target(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    grad, state = target.weight.grad, dict(optimizer.state[target.weight])
-    send(source, target, copy=copy)
-    assert target.weight.grad is grad
-    assert all(optimizer.state[target.weight][key] is state[key] for key in state)
-    send(source, target, copy=True)
-    target(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        target(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        grad, state = target.weight.grad, dict(optimizer.state[target.weight])
+        send(nn.Linear(2, 1), target, copy=copy)
+        assert target.weight.grad is grad
+        assert all(optimizer.state[target.weight][key] is state[key] for key in state)
 
 
 def test_many_updates_between_two_buffers() -> None:
     source, target = Everything(0.0), Everything(9.0)
     flattener, receiver = Flattener(), Target(target)
-    layout = flattener.prepare(source).layout
-    buffers = [FlatBuffer(layout.nbytes), FlatBuffer(layout.nbytes)]
+    nbytes = flattener.prepare(source).layout.nbytes
+    buffers = [FlatBuffer(nbytes), FlatBuffer(nbytes)]
     for version in range(6):
-        with torch.no_grad():
-            for tensor in [*source.parameters(), *source.buffers()]:
-                tensor.fill_(version)
-        prepared = flattener.prepare(source)
-        flat = buffers[version % 2]
+        add_one(source)
+        prepared, flat = flattener.prepare(source), buffers[version % 2]
         assert flat.exclusive()
         flattener.copy_into(prepared, flat)
         receiver.apply_(prepared.layout, flat, prepared.values, copy=False)
@@ -166,127 +146,49 @@ def test_many_updates_between_two_buffers() -> None:
 # -- the target changes between two applies ---------------------------------------------------
 
 
-def _move(model: Everything) -> None:
-    model.double().float()
-
-
-def _new_parameter(model: Everything) -> None:
-    model.body[0].weight = nn.Parameter(torch.zeros(4, 3))
-
-
-def _new_submodule(model: Everything) -> None:
-    model.body[0] = nn.Linear(3, 4)
-
-
-def _new_buffer(model: Everything) -> None:
-    model.kept = torch.zeros(2)
-
-
 def _not_contiguous(model: Everything) -> None:
     model.body[0].weight.data = torch.zeros(3, 4).t()
 
 
-def _to_meta(model: Everything) -> None:
-    model.to("meta")
+CHANGES: dict[str, Callable[[Everything], object]] = {
+    "move": lambda model: model.double().float(),
+    "new parameter": lambda model: model.body[0].register_parameter(
+        "weight", nn.Parameter(torch.zeros(4, 3))
+    ),
+    "new submodule": lambda model: model.body.register_module("0", nn.Linear(3, 4)),
+    "new buffer": lambda model: model.register_buffer("kept", torch.zeros(2)),
+    "not contiguous": _not_contiguous,
+    "to meta": lambda model: model.to("meta"),
+    "tie": lambda model: model.body[0].register_parameter("bias", model.body[1].bias),
+    "share": lambda model: model.share_memory(),
+}
 
 
-def _inference(model: Everything) -> None:
-    with torch.inference_mode():
-        model.body[0].weight.data = torch.zeros(4, 3)
-        model.kept = torch.zeros(2)
-
-
-def _tie(model: Everything) -> None:
-    model.body[0].bias = model.body[1].bias
-
-
-def _share(model: Everything) -> None:
-    model.share_memory()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _move,
-        _new_parameter,
-        _new_submodule,
-        _new_buffer,
-        _not_contiguous,
-        _to_meta,
-        _inference,
-        _tie,
-        _share,
-    ],
-    ids=lambda change: change.__name__,
-)
-def test_target_is_resolved_at_every_apply(
-    change: Callable[[Everything], None], copy: bool
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_target_is_resolved_at_every_apply(change: str, copy: bool) -> None:
     source, target = Everything(1.0), Everything(2.0)
     receiver = Target(target)
-    layout, flat, values = packed(source)
-    receiver.apply_(layout, flat, values, copy=copy)
-    change(target)
+    send(source, receiver, copy=copy)
+    CHANGES[change](target)
     for _ in range(2):
-        layout, flat, values = packed(source)
-        receiver.apply_(layout, flat, values, copy=copy)
+        send(source, receiver, copy=copy)
         assert all_bits(target) == all_bits(source)
-        with torch.no_grad():
-            for tensor in [*source.parameters(), *source.buffers()]:
-                tensor.add_(1)
-
-
-@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
-@pytest.mark.parametrize("size", [4, 200_000])
-def test_a_target_that_became_a_conjugate_or_negative_view(
-    size: int, view: Callable[[torch.Tensor], torch.Tensor], copy: bool
-) -> None:
-    source, target, buffer = nn.Module(), nn.Module(), torch.zeros(size, dtype=torch.complex64)
-    source.w = nn.Parameter(torch.randn(size, dtype=torch.complex64))
-    target.w = nn.Parameter(torch.zeros(size, dtype=torch.complex64))
-    source.register_buffer("b", torch.randn(size, dtype=torch.complex64))
-    target.register_buffer("b", buffer)
-    receiver = Target(target)
-    layout, flat, values = packed(source)
-    receiver.apply_(layout, flat, values, copy=copy)
-    target.w.data = view(target.w.data.clone())
-    target.b = view(buffer)
-    for _ in range(2):
-        with torch.no_grad():
-            source.w.add_(1)
-            source.b.add_(1)
-        layout, flat, values = packed(source)
-        receiver.apply_(layout, flat, values, copy=copy)
-        assert torch.equal(target.w, source.w)
-        assert torch.equal(target.b, source.b)
-        assert torch.equal(view(buffer), source.b)  # written through, not replaced
-
-
-@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
-def test_conjugate_and_negative_views_for_tied_tensors(
-    view: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    target, tensor = nn.Module(), view(torch.randn(3, dtype=torch.complex64))
-    target.a = target.b = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    leaves = collect({"a": tensor, "b": tensor.resolve_conj().resolve_neg()})
-    tensors = [leaf.tensor for leaf in leaves.leaves]
-    Target(target).apply_tensors(Layout.plan(leaves), tensors, {})
-    assert torch.equal(target.b, tensor)
+        add_one(source)
 
 
 def test_a_cast_target_is_refused_unless_casts_are_allowed(copy: bool) -> None:
     source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    layout, flat, values = packed(source)
+    layout, _, values = packed(source)
     receiver = Target(target)
-    receiver.apply_(layout, flat, values, copy=copy)
+    send(source, receiver, copy=copy)
     target.double()
     before = all_bits(target)
     with pytest.raises(ManifestMismatch, match="weight: expected dtype float64, got float32"):
         receiver.check(layout, values)
     with pytest.raises(ManifestMismatch, match="float64"):
-        receiver.apply_(layout, flat, values, copy=copy)
+        send(source, receiver, copy=copy)
     assert all_bits(target) == before
-    Target(target, strict=False).apply_(layout, flat, values, copy=copy)
+    send(source, target, strict=False, copy=copy)
     assert all_bits(target) == all_bits(source.double())
 
 
@@ -299,58 +201,50 @@ def with_computed(dtype: torch.dtype) -> nn.Module:
 def test_a_buffer_that_is_not_persistent_is_rounded_but_never_gets_less_than_it_has(
     copy: bool,
 ) -> None:
-    double, single = with_computed(torch.float64), with_computed(torch.float32)
     for less in (torch.float32, torch.bfloat16, torch.float16):
         target = with_computed(less)
         target.computed.zero_()
-        send(double, target, copy=copy)
+        send(with_computed(torch.float64), target, copy=copy)
         assert torch.equal(target.computed, torch.full((3,), 0.3).to(less))
     send(with_computed(torch.float16), with_computed(torch.bfloat16), copy=copy)
-    before = all_bits(double)
-    with pytest.raises(ManifestMismatch, match="computed: expected dtype float64, got float32"):
-        send(single, double, copy=copy)
-    assert all_bits(double) == before
-    with pytest.raises(ManifestMismatch, match="expected dtype float32, got int64"):
-        send(with_computed(torch.int64), single, copy=copy)
-    with pytest.raises(ManifestMismatch, match="expected shape"):
-        send({"computed": torch.zeros(4)}, single, copy=copy)
-    with pytest.raises(ManifestMismatch, match="expected dtype float32, got float64"):
-        send({"a": torch.zeros(3, dtype=torch.float64)}, {"a": torch.zeros(3)}, copy=copy)
 
 
-def test_the_hint_names_wire_dtype_only_where_a_dtype_differs() -> None:
-    with pytest.raises(ManifestMismatch, match="wire_dtype= of the sender"):
-        send({"a": torch.zeros(3, dtype=torch.float64)}, {"a": torch.zeros(3)}, copy=True)
-    with pytest.raises(ManifestMismatch, match="With strict=False") as caught:
-        send({"a": torch.zeros(4)}, {"a": torch.zeros(3)}, copy=True)
-    assert "wire_dtype" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("source", "target", "text"),
+    [
+        (with_computed(torch.float32), with_computed(torch.float64), "float64, got float32"),
+        (with_computed(torch.int64), with_computed(torch.float32), "float32, got int64"),
+        ({"computed": torch.zeros(4)}, with_computed(torch.float32), "expected shape"),
+        ({"a": torch.zeros(3).double()}, {"a": torch.zeros(3)}, "float32, got float64"),
+    ],
+)
+def test_what_does_not_fit_a_buffer(source: Any, target: Any, text: str, copy: bool) -> None:
+    before = packed(target)[1].array.tobytes()
+    with pytest.raises(ManifestMismatch, match=text):
+        send(source, target, copy=copy)
+    assert packed(target)[1].array.tobytes() == before
 
 
 def test_a_view_of_flat_memory_is_never_written_to() -> None:
-    first, second, target = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    layout, flat, values = packed(first)
-    before = bytes(flat.memoryview())
+    second, target = nn.Linear(2, 2), nn.Linear(2, 2)
     receiver = Target(target)
-    receiver.apply_(layout, flat, values, copy=False)
-    _, other, _ = packed(second)
-    receiver.apply_(layout, other, values, copy=True)
+    flat = send(nn.Linear(2, 2), receiver, copy=False)
+    before = bytes(flat.memoryview())
+    other = send(second, receiver, copy=True)
     assert all_bits(target) == all_bits(second)
     assert bytes(flat.memoryview()) == before
-    assert flat.exclusive()
-    assert other.exclusive()
+    assert flat.exclusive() and other.exclusive()
 
 
 def test_memory_shared_between_processes_is_left_when_flipping() -> None:
     source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    with torch.no_grad():
-        source.running_mean.fill_(7)
     target.share_memory()
     elsewhere = [target.weight.data, target.running_mean.data]
     before = [bits(tensor) for tensor in elsewhere]
     receiver = Target(target)
     for _ in range(2):
-        layout, flat, values = packed(source)
-        receiver.apply_(layout, flat, values, copy=False)
+        add_one(source)
+        send(source, receiver, copy=False)
         assert all_bits(target) == all_bits(source)
     assert [bits(tensor) for tensor in elsewhere] == before
     assert not target.running_mean.is_shared()
@@ -363,57 +257,27 @@ def test_memory_shared_between_processes_is_left_when_flipping() -> None:
 def test_meta_targets_get_memory(partly: bool, copy: bool) -> None:
     source, target = Everything(3.0), Everything(1.0)
     (target.body[0] if partly else target).to("meta")
-    bias = target.body[0].bias
     receiver = Target(target)
     for _ in range(3):
-        flat = FlatBuffer(packed(source)[1].nbytes)
-        layout, flat, values = packed(source)
-        receiver.apply_(layout, flat, values, copy=copy)
+        send(source, receiver, copy=copy)
         assert all_bits(target) == all_bits(source)
-        with torch.no_grad():
-            source.body[0].bias.add_(1)
-            source.kept.add_(1)
-    assert target.body[0].bias is not bias
-    assert in_flat_memory(target.body[0].bias) is not copy
+        add_one(source)
+    bias = target.body[0].bias
+    assert in_flat_memory(bias) is not copy
     assert not in_flat_memory(target.kept)
-    assert target.body[0].bias.requires_grad
-    assert not target.frozen.requires_grad
+    assert (bias.requires_grad, target.frozen.requires_grad) == (True, False)
     assert list(dict(target.named_parameters())) == list(dict(source.named_parameters()))
 
 
-def test_tied_meta_parameters_stay_tied(copy: bool) -> None:
-    target = Tied("meta")
-    send(Tied(), target, copy=copy)
+@pytest.mark.parametrize("build", [Tied, lambda: Tied("meta"), lambda: Tied().to("meta")])
+def test_tied_stay_tied(build: Callable[[], Tied], copy: bool) -> None:
+    source, target = Tied(), build()  # to() unties them
+    send(source, target, copy=copy)
     assert target.head.weight is target.embed.weight
-    assert not target.head.weight.is_meta
-
-
-def test_meta_lstm_runs_after_apply(copy: bool) -> None:
-    source, target = nn.LSTM(3, 4, num_layers=2), nn.LSTM(3, 4, num_layers=2, device="meta")
-    send(source, target, copy=copy)
-    inputs = torch.randn(5, 1, 3)
-    assert torch.equal(source(inputs)[0], target(inputs)[0])
-
-
-def test_meta_tensordict_params_inside_a_module(copy: bool) -> None:
-    def build(device: str) -> nn.Module:
-        params = TensorDict({"a": torch.ones(2), "n": {"b": torch.ones(3)}}).to(device)
-        return nn.ModuleDict({"x": TensorDictParams(params)})
-
-    source, target = build("cpu"), build("meta")
-    send(source, target, copy=copy)
     assert all_bits(target) == all_bits(source)
-    assert target["x"]["n", "b"].tolist() == [1, 1, 1]
 
 
 # -- ties -------------------------------------------------------------------------------------
-
-
-def test_tied_stay_tied(copy: bool) -> None:
-    source, target = Tied(), Tied()
-    send(source, target, copy=copy)
-    assert target.head.weight is target.embed.weight
-    assert bits(target.head.weight) == bits(source.head.weight)
 
 
 def test_sent_tied_but_not_tied_here(copy: bool) -> None:
@@ -421,18 +285,9 @@ def test_sent_tied_but_not_tied_here(copy: bool) -> None:
     target.head.weight = nn.Parameter(torch.zeros(5, 3))
     receiver = Target(target)
     for _ in range(2):
-        layout, flat, values = packed(source)
-        receiver.apply_(layout, flat, values, copy=copy)
-        assert bits(target.head.weight) == bits(target.embed.weight) == bits(source.embed.weight)
+        send(source, receiver, copy=copy)
+        assert all_bits(target) == all_bits(source)
     assert target.head.weight.data_ptr() != target.embed.weight.data_ptr()
-
-
-def test_moving_to_meta_unties_and_what_was_sent_ties_again(copy: bool) -> None:
-    source, target = Tied(), Tied().to("meta")
-    assert target.head.weight is not target.embed.weight
-    send(source, target, copy=copy)
-    assert target.head.weight is target.embed.weight
-    assert bits(target.head.weight) == bits(source.head.weight)
 
 
 def test_sent_separately_to_meta_stays_separate(copy: bool) -> None:
@@ -444,16 +299,12 @@ def test_sent_separately_to_meta_stays_separate(copy: bool) -> None:
 
 
 def test_tied_here_but_sent_separately(copy: bool) -> None:
-    value = torch.full((5, 3), float("nan"))
-    layout, flat, values = packed({"embed.weight": value, "head.weight": value.clone()})
-    target = Tied()
-    Target(target).apply_(layout, flat, values, copy=copy)
-    assert bits(target.embed.weight) == bits(value)
+    target, value = Tied(), torch.full((5, 3), float("nan"))
+    send({"embed.weight": value, "head.weight": value.clone()}, target, copy=copy)
     before = all_bits(target)
-    layout, flat, values = packed({"embed.weight": value, "head.weight": torch.zeros(5, 3)})
-    Target(target).check(layout, values)
+    assert before["embed.weight"] == bits(value)
     with pytest.raises(ManifestMismatch, match=r"head\.weight: tied to embed\.weight here"):
-        Target(target).apply_(layout, flat, values, copy=copy)
+        send({"embed.weight": value, "head.weight": torch.zeros(5, 3)}, target, copy=copy)
     assert all_bits(target) == before
 
 
@@ -468,129 +319,16 @@ def test_tied_by_memory_stays_so(copy: bool) -> None:
     target.head.weight = nn.Parameter(target.embed.weight.data)
     receiver = Target(target)
     for _ in range(2):
-        layout, flat, values = packed(Tied())
-        receiver.apply_(layout, flat, values, copy=copy)
+        send(Tied(), receiver, copy=copy)
         assert target.head.weight.data_ptr() == target.embed.weight.data_ptr()
 
 
-def test_parameters_that_are_views_of_one_block_keep_their_memory(copy: bool) -> None:
-    block = torch.zeros(8)
-    target = nn.ParameterDict({"a": nn.Parameter(block[:4]), "b": nn.Parameter(block[4:])})
-    send({"a": torch.ones(4), "b": torch.full((4,), 2.0)}, target, copy=copy)
-    assert block.tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
-
-
-# -- unusual tensors --------------------------------------------------------------------------
-
-
 def test_memory_formats_are_kept(copy: bool) -> None:
-    source = nn.Conv2d(3, 4, 2)
-    target = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    source, target = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     strides = target.weight.stride()
     send(source, target, copy=copy)
     assert target.weight.stride() == strides
     assert all_bits(target) == all_bits(source)
-
-
-def test_subclasses_are_copied(copy: bool) -> None:
-    target = nn.Module()
-    target.weight = torch.Tensor._make_subclass(FragileParameter, torch.zeros(3), True)
-    target.register_buffer("b", torch.zeros(2).as_subclass(Fragile))
-    parameter = target.weight
-    send({"weight": torch.ones(3), "b": torch.ones(2)}, target, copy=copy)
-    assert target.weight is parameter
-    assert target.weight.tolist() == [1, 1, 1]
-    assert target.b.tolist() == [1, 1]
-    assert not in_flat_memory(target.weight)
-
-
-def test_sparse_target_is_copied(copy: bool) -> None:
-    target = nn.Module()
-    target.weight = nn.Parameter(torch.zeros(3, 3).to_sparse(), requires_grad=False)
-    parameter = target.weight
-    receiver = Target(target)
-    for factor in (1, 2):
-        layout, flat, values = packed({"weight": torch.eye(3) * factor})
-        receiver.apply_(layout, flat, values, copy=copy)
-        assert target.weight is parameter
-        assert torch.equal(parameter.to_dense(), torch.eye(3) * factor)
-
-
-def test_mkldnn_target_is_copied(copy: bool) -> None:
-    target = nn.Module()
-    target.register_buffer("a", torch.zeros(2, 3).to_mkldnn())
-    receiver = Target(target, strict=False)
-    for value, dtype in ((1.0, torch.float32), (2.0, torch.float32), (3.0, torch.float64)):
-        layout, flat, values = packed({"a": torch.full((2, 3), value, dtype=dtype)})
-        receiver.apply_(layout, flat, values, copy=copy)
-        assert target.a.is_mkldnn
-        assert torch.equal(target.a.to_dense(), torch.full((2, 3), value))
-
-
-UNWRITABLE = {
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
-    "torch.sparse_csr": lambda: torch.ones(2, 3).to_sparse_csr(),
-    "torch.sparse_bsc": lambda: torch.ones(2, 3).to_sparse_bsc((1, 1)),
-    "FakeTensor": lambda: FakeTensorMode().from_tensor(torch.ones(2, 3)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support:UserWarning")
-@pytest.mark.parametrize("kind", UNWRITABLE)
-def test_targets_that_cannot_be_written_are_refused(kind: str, copy: bool) -> None:
-    target = {"a": UNWRITABLE[kind](), "b": torch.zeros(1)}
-    why = "nested" if kind == "jagged" else kind
-    with pytest.raises(ManifestMismatch, match=f"a: the target .*{why}"):
-        send({"a": torch.ones(2, 3), "b": torch.ones(1)}, target, copy=copy)
-    assert target["b"].item() == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support:UserWarning")
-@pytest.mark.parametrize("kind", UNWRITABLE)
-def test_tensors_that_get_no_weights_may_be_of_any_kind(kind: str, copy: bool) -> None:
-    target = nn.Module()
-    target.register_buffer("a", UNWRITABLE[kind]())
-    target.register_buffer("b", torch.zeros(1))
-    receiver = Target(target, strict=False)
-    for value in (1.0, 2.0):  # torch would have ended the process here
-        layout, flat, values = packed({"b": torch.tensor([value])})
-        receiver.apply_(layout, flat, values, copy=copy)
-        assert target.b.item() == value
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
-def test_quantised_target_is_refused(copy: bool) -> None:
-    target = {"a": torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)}
-    with pytest.raises(ManifestMismatch, match="a: expected dtype qint8, got float32"):
-        send({"a": torch.ones(3)}, target, copy=copy, strict=False)
-
-
-def test_empty_parameters_that_were_tied(copy: bool) -> None:
-    empty = nn.Parameter(torch.empty(0))
-    source = nn.ParameterDict({"a": empty, "b": empty})
-    target = nn.ParameterDict({"a": torch.empty(0), "b": torch.empty(0)})
-    send(source, target, copy=copy)
-    assert target["a"] is not target["b"]
-
-
-def test_expanded_target_is_refused(copy: bool) -> None:
-    target = {"a": torch.zeros(1).expand(3)}
-    with pytest.raises(ManifestMismatch, match="a: the target is an expanded tensor"):
-        send({"a": torch.ones(3)}, target, copy=copy)
-
-
-def test_lazy_target_is_refused(copy: bool) -> None:
-    with pytest.raises(ConfigError, match=r"not initialised yet: 0\.weight, 0\.bias"):
-        send(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.LazyLinear(2)), copy=copy)
-
-
-@pytest.mark.parametrize("target", [None, 3, [torch.ones(1)], torch.ones(1)])
-def test_other_targets_are_refused(target: Any) -> None:
-    with pytest.raises(ConfigError, match=r"supported: torch\.nn\.Module, TensorDict and dict"):
-        send(nn.Linear(1, 1), target, copy=True)
 
 
 def test_inside_inference_mode(copy: bool) -> None:
@@ -639,37 +377,22 @@ def test_any_form_into_any_form(of: str, to: str, copy: bool) -> None:
     target = FORMATS[to](nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     receiver = Target(target)
     for _ in range(2):
-        layout, flat, values = packed(FORMATS[of](source))
-        receiver.apply_(layout, flat, values, copy=copy)
-        _, after, _ = packed(target)
-        assert {
-            leaf.name: bits(view)
-            for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True)
-        } == {
-            leaf.name: bits(view)
-            for leaf, view in zip(
-                packed(target)[0].manifest.leaves, after.views(packed(target)[0]), strict=True
-            )
-        }
-        with torch.no_grad():
-            source[0].weight.add_(1)
+        send(FORMATS[of](source), receiver, copy=copy)
+        found = {leaf.name: bits(leaf.tensor) for leaf in collect(target).leaves}
+        assert found == {leaf.name: bits(leaf.tensor) for leaf in collect(source).leaves}
+        add_one(source)
 
 
-def test_plain_tensors_of_a_tensordict_are_copied_and_not_shared() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_plain_tensors_of_a_tensordict_keep_their_memory(shared: bool, copy: bool) -> None:
     target = TensorDict({"a": torch.zeros(2)})
+    if shared:
+        target.share_memory_()
     held = target["a"]
-    flat = send({"a": torch.ones(2)}, target, copy=False)
+    flat = send({"a": torch.ones(2)}, target, copy=copy)
     assert target["a"] is held
     assert held.tolist() == [1, 1]
     assert flat.exclusive()
-
-
-def test_shared_tensordict_stays_shared(copy: bool) -> None:
-    target = TensorDict({"a": torch.zeros(2)}).share_memory_()
-    address = target["a"].data_ptr()
-    send({"a": torch.ones(2)}, target, copy=copy)
-    assert target["a"].data_ptr() == address
-    assert target["a"].tolist() == [1, 1]
 
 
 def test_meta_entries_of_containers(copy: bool) -> None:
@@ -689,22 +412,13 @@ def test_values_of_containers(copy: bool) -> None:
     source = {"w": torch.ones(1), "sub": {"step": 4}, "_extra_state": {"a": (1, 2)}}
     target: dict[str, Any] = {"w": torch.zeros(1), "sub.step": 0, "_extra_state": None}
     send(source, target, copy=copy)
-    assert target["sub.step"] == 4
-    assert target["_extra_state"] == {"a": (1, 2)}
+    assert (target["sub.step"], target["_extra_state"]) == (4, {"a": (1, 2)})
     td = TensorDict({"w": torch.zeros(1), "sub": {}})
     td.set_non_tensor(("sub", "step"), 0)
     td.set_non_tensor("__extra_state__", None)
-    td.lock_()
-    send(source, td, copy=copy)
-    assert td["sub", "step"] == 4
-    assert td.get("__extra_state__").data == {"a": (1, 2)}
+    send(source, td.lock_(), copy=copy)
+    assert (td["sub", "step"], td.get("__extra_state__").data) == (4, {"a": (1, 2)})
     assert td.is_locked
-
-
-def test_compiled_target(copy: bool) -> None:
-    source, target = nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
-    send(source, target, copy=copy)
-    assert bits(target._orig_mod.weight) == bits(source.weight)
 
 
 # -- extra state ------------------------------------------------------------------------------
@@ -727,33 +441,24 @@ def test_extra_state_arrives_as_it_was(state: Any, copy: bool) -> None:
     source, target = nn.Sequential(Stateful(state)), nn.Sequential(Stateful("old"))
     flat = send(source, target, copy=copy)
     got = target[0].extra
-    if isinstance(state, torch.Tensor):
-        assert torch.equal(got, state)
-    elif isinstance(state, TensorDict):
+    assert type(got) is type(state)
+    assert repr(got) == repr(state)
+    if isinstance(state, TensorDict):
         assert (got == state).all()
-        assert got.batch_size == state.batch_size
-    elif isinstance(state, dict) and "mean" in state:
-        assert torch.equal(got["mean"], state["mean"])
-        assert torch.equal(got["deep"][0]["std"], state["deep"][0]["std"])
-    else:
-        assert got == state
-        assert type(got) is type(state)
     assert flat.exclusive()
 
 
 def test_extra_state_sees_the_new_weights(copy: bool) -> None:
     class Cache(nn.Linear):
-        cached = 0.0
-
         def get_extra_state(self) -> None:
             return None
 
         def set_extra_state(self, state: None) -> None:
-            self.cached = float(self.weight.detach().sum())
+            self.cached = bits(self.weight)
 
     source, target = Cache(2, 2), Cache(2, 2)
     send(source, target, copy=copy)
-    assert target.cached == float(source.weight.detach().sum())
+    assert target.cached == bits(source.weight)
 
 
 def test_extra_state_may_be_a_buffer(copy: bool) -> None:
@@ -775,8 +480,7 @@ def test_extra_state_may_be_a_buffer(copy: bool) -> None:
 
 
 def test_extra_state_may_be_missing_but_not_unexpected(copy: bool) -> None:
-    model = nn.Module()
-    target = Stateful("kept")
+    model, target = nn.Module(), Stateful("kept")
     send(model, target, copy=copy)
     assert target.extra == "kept"
     with pytest.raises(ManifestMismatch, match="unexpected: _extra_state"):
@@ -787,17 +491,12 @@ def test_extra_state_may_be_missing_but_not_unexpected(copy: bool) -> None:
 
 
 def test_a_mismatch_names_everything(copy: bool) -> None:
-    source = {
-        "0.weight": torch.ones(2),
-        "0.bias": torch.ones(3, dtype=torch.float64),
-        "9.x": torch.ones(1),
-        "9.y": torch.ones(1),
-        "9.z": 1,
-    }
+    wrong = {"0.weight": torch.ones(2), "0.bias": torch.ones(3, dtype=torch.float64)}
+    more = {"9.x": torch.ones(1), "9.y": torch.ones(1), "9.z": 1}
     target = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     before = all_bits(target)
     with pytest.raises(ManifestMismatch) as caught:
-        send(source, target, copy=copy)
+        send(wrong | more, target, copy=copy)
     error = caught.value
     assert sorted(error.missing) == ["1.bias", "1.weight"]
     assert sorted(error.unexpected) == ["9.x", "9.y", "9.z"]
@@ -815,17 +514,13 @@ def test_shapes_are_never_broadcast(shape: tuple[int, ...], strict: bool, copy: 
         send({"a": torch.ones(shape)}, {"a": torch.zeros(2, 3)}, copy=copy, strict=strict)
 
 
-def test_a_subset_is_allowed_when_declared(copy: bool) -> None:
+def test_a_subset_is_allowed_when_declared_but_not_nothing(copy: bool) -> None:
     target = nn.Linear(2, 2)
     bias = bits(target.bias)
     send({"weight": torch.ones(2, 2), "other": torch.ones(1)}, target, copy=copy, strict=False)
-    assert target.weight.sum() == 4
-    assert bits(target.bias) == bias
-
-
-def test_no_name_in_common_is_refused_even_then(copy: bool) -> None:
+    assert (target.weight.sum(), bits(target.bias)) == (4, bias)
     with pytest.raises(ManifestMismatch, match="no name in common"):
-        send({"x": torch.ones(1)}, nn.Linear(2, 2), copy=copy, strict=False)
+        send({"x": torch.ones(1)}, target, copy=copy, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -844,22 +539,19 @@ def test_no_name_in_common_is_refused_even_then(copy: bool) -> None:
 )
 def test_casts(of: torch.dtype, to: torch.dtype, fits: bool, copy: bool) -> None:
     source, target = {"a": torch.ones(3, dtype=of)}, {"a": torch.zeros(3, dtype=to)}
-    with pytest.raises(ManifestMismatch, match="expected dtype"):
-        send(source, target, copy=copy)
-    if fits:
-        send(source, target, copy=copy, strict=False)
-        assert bits(target["a"]) == bits(torch.ones(3).to(to))
-    else:
-        with pytest.raises(ManifestMismatch, match="expected dtype"):
+    for strict in (True, False):
+        if fits and not strict:
             send(source, target, copy=copy, strict=False)
+            assert bits(target["a"]) == bits(torch.ones(3).to(to))
+        else:
+            with pytest.raises(ManifestMismatch, match="expected dtype"):
+                send(source, target, copy=copy, strict=strict)
 
 
 def test_non_persistent_buffers_may_be_missing(copy: bool) -> None:
-    source, target = Everything(1.0), Everything(2.0)
-    layout, flat, values = packed(source, "state_dict")
-    Target(target).apply_(layout, flat, values, copy=copy)
-    assert target.hidden.tolist() == [[2, 2], [2, 2]]
-    assert target.kept.tolist() == [1, 1]
+    target = Everything(2.0)
+    Target(target).apply_(*packed(Everything(1.0), "state_dict"), copy=copy)
+    assert (target.hidden.sum(), target.kept.sum()) == (8, 2)
 
 
 def test_a_value_that_refers_to_no_tensor_is_refused(copy: bool) -> None:

@@ -1,4 +1,4 @@
-"""A meeting over Gloo that comes to nothing, as between hosts with a firewall, leaves nothing.
+"""Hosts between which Gloo cannot connect, as with a firewall: that is said, and nothing is left.
 
 What Gloo leaves where its device stays calls into freed memory when the network comes back.
 """
@@ -13,18 +13,18 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import distributed as dist
 
-from aiosync.errors import TransportBroken
-from aiosync.transports import _link_store
-from aiosync.transports._process_group import GroupCarrier
-from tests.schemes._harness import until
+from aiosync.errors import PeerClosed, TransportBroken
+from aiosync.transports import DistributedTransport
+from aiosync.wire import Update
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-LOW, HIGH = "127.0.0.1", "127.0.0.2"  # Gloo connects from the higher of two addresses
 
 
 def descriptors() -> int:
@@ -38,10 +38,10 @@ def threads_of_gloo() -> list[str]:
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[int]:
-    """A port at ``LOW`` where nothing is refused, and nothing answered: its backlog is full."""
+    """A port where nothing is refused, and nothing answered: its backlog is full."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
-        listener.bind((LOW, 0))
+        listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         for _ in range(4):
             filler = stack.enter_context(socket.socket())
@@ -50,68 +50,55 @@ def silent_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-class Blocked(GroupCarrier):
-    """A carrier whose peer says that its Gloo is at ``(host, port)``."""
+class Forged(dist.Store):
+    """Says that the Gloo of each peer is at the silent port."""
 
-    where: tuple[str, int] = (HIGH, 9)
     port = 0
-    """The port of this side's Gloo."""
 
-    def say(self, key: str, value: bytes = b"") -> None:
-        """Be the peer: it has that key, and sets its own."""
+    def __init__(self, store: Any, rank: int) -> None:
+        super().__init__()
+        self.store, self.peer = store, f"/{1 - rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self.store.wait(keys)
+
+    def get(self, key: str) -> bytes:
+        value = self.store.get(key)
+        if not key.endswith(self.peer):
+            return value
         # An address of IPv4 as the kernel has it, in a structure of sockaddr_storage's size.
-        found = re.search(rb"\x88\0{7}\x02\0(..)" + re.escape(socket.inet_aton(self._host)), value)
-        assert found is not None
-        [self.port] = struct.unpack(">H", found[1])
-        address = struct.pack(">H", self.where[1]) + socket.inet_aton(self.where[0])
-        forged = value[: found.start(1)] + address + value[found.end() :]
-        self._store.acknowledged(key)
-        self._store.learn(key.replace("0/0", "0/1"), forged)
+        here = rb"(\x88\0{7}\x02\0)..(" + re.escape(socket.inet_aton("127.0.0.1")) + rb")"
+        port = struct.pack(">H", self.port)
+        forged, count = re.subn(here, lambda found: found[1] + port + found[2], value)
+        assert count == 1
+        return forged
+
+
+class Blocked(dist.ProcessGroupGloo):
+    """Gives up soon."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        del options  # errors keep this frame
+        super().__init__(Forged(store, rank), rank, size, timedelta(seconds=0.06))
 
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.parametrize("dials", [False, True])
-async def test_a_meeting_that_fails_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, dials: bool
-) -> None:
-    monkeypatch.setattr(_link_store, "_CONNECT_SECONDS", 0.3)
-    with silent_port() as port:
-        carrier = Blocked(0, HIGH if dials else LOW)
-        carrier.where = (LOW, port) if dials else (HIGH, port)
-        try:
-            before = descriptors()
-            for _ in range(2):
-                carrier._store.__init__(carrier._say_from_thread)  # type: ignore[misc]  # anew
-                with pytest.raises(TransportBroken, match=r"any port.*Connect timeout") as caught:
-                    await carrier._in_thread(carrier._make_group)
-                # While somebody keeps the error, and with it the frames.
-                assert descriptors() == before
-                assert threads_of_gloo() == []
-                with socket.socket() as late, pytest.raises(ConnectionRefusedError):
-                    late.connect((carrier._host, carrier.port))
-            assert caught.value.__cause__ is not None
-            assert carrier.hint() == ""  # none has begun by itself
-            carrier._making = carrier._start(carrier._make_group)
-            # The peer may be the first to give up.
-            await until(lambda: carrier._store.met)
-            assert "any port" in carrier.hint()
-            await asyncio.wait({carrier._making})
-            assert "any port" in carrier.hint()
-        finally:
-            await carrier.aclose()
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_does_not_come_is_no_matter_of_ports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_link_store, "_MEET_SECONDS", 0.05)
-    carrier = GroupCarrier(0, LOW)
-    monkeypatch.setattr(carrier, "say", lambda key, value: None)
-    try:
-        with pytest.raises(TransportBroken, match="did not join") as caught:
-            await carrier._in_thread(carrier._make_group)
-        assert "any port" not in str(caught.value)
-    finally:
-        await carrier.aclose()
+async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Blocked)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with silent_port() as Forged.port:
+        before = descriptors()
+        for _ in range(2):
+            async with DistributedTransport.pair(inline_nbytes=64) as (left, right):
+                sending = left.send(Update(1, 1, bytes(16)), [bytes(1000)])
+                errors = await asyncio.gather(sending, right.recv(), return_exceptions=True)
+                # The peer may be the first to give up.
+                assert all(isinstance(each, TransportBroken | PeerClosed) for each in errors)
+                assert all("any port" in str(each) and each.__cause__ for each in errors)
+                assert any("Connect timeout" in str(each) for each in errors)
+            # While somebody keeps the errors, and with them the frames.
+            assert (descriptors(), threads_of_gloo()) == (before, [])

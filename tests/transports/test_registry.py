@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
 from aiosync import errors, transports
-from aiosync.transports import registry
 
 
 def test_every_name_is_that_of_its_class() -> None:
@@ -21,11 +21,16 @@ def test_an_unknown_name_lists_those_there_are() -> None:
         transports.get_transport("carrier-pigeon")
 
 
-def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_known", dict(registry._known))
-    transports.register_transport("mine", "aiosync.transports.memory:MemoryTransport")
-    assert transports.get_transport("mine") is transports.MemoryTransport
-    transports.register_transport("mine", transports.MemoryTransport)  # the same again
+class Mine(transports.MemoryTransport):
+    """Stays registered: there is no way back."""
+
+    capabilities = dataclasses.replace(transports.MemoryTransport.capabilities, name="mine")
+
+
+def test_register() -> None:
+    transports.register_transport("mine", f"{__name__}:Mine")
+    assert transports.get_transport("mine") is Mine
+    transports.register_transport("mine", Mine)  # the same again
     with pytest.raises(errors.ConfigError, match="'mine' is registered"):
         transports.register_transport("mine", transports.MPTransport)
 

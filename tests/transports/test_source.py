@@ -51,13 +51,23 @@ class Reading:
         self.peer.close()
 
 
+OTHER = encode_frame(Fetch(1))
+JOINED = {
+    "one at a time": ([ack(2), ack(3)], [1], [2, 3]),
+    "several at once": ([ack(2) + ack(3) + ack(4), ack(5)], [1], [2, 3, 4, 5]),
+    "more than one read takes": ([b"".join(map(ack, range(2, 1002)))], [1], [*range(2, 1002)]),
+    "another message between two": ([ack(2) + OTHER, ack(3), OTHER], [1, 0, 0], [2, 3]),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
 @pytest.mark.asyncio
-async def test_one_at_a_time_and_several_at_once() -> None:
+async def test_joined(case: str) -> None:
+    pieces, first, repeated = JOINED[case]
     async with Reading() as reading:
-        await reading.send(ack(2))
-        await reading.send(ack(3) + ack(4) + ack(5))
-        await reading.send(ack(6))
-        assert (reading.first, reading.repeated) == ([1], [2, 3, 4, 5, 6])
+        for piece in pieces:
+            await reading.send(piece)
+        assert (reading.first, reading.repeated) == (first, repeated)
 
 
 @pytest.mark.asyncio
@@ -74,13 +84,6 @@ async def test_cut_anywhere() -> None:
 
 
 @pytest.mark.asyncio
-async def test_more_than_one_read_takes() -> None:
-    async with Reading() as reading:
-        await reading.send(b"".join(map(ack, range(2, 1002))))
-        assert reading.repeated == list(range(2, 1002))
-
-
-@pytest.mark.asyncio
 async def test_more_than_one_read_takes_before_a_reset() -> None:
     async with Reading() as reading:
         await reading.link.send(Fetch(1))  # the peer closes with this unread: that is a reset
@@ -92,41 +95,20 @@ async def test_more_than_one_read_takes_before_a_reset() -> None:
         assert reading.repeated == list(range(2, 302))
 
 
+@pytest.mark.parametrize(
+    ("data", "error", "repeated"),
+    [
+        (ack(2), PeerClosed, [2]),
+        (ack(2)[:-1], TransportBroken, []),
+        (ack(2)[:-1] + b"\xff", ProtocolError, []),
+    ],
+    ids=["whole", "cut", "damaged"],
+)
 @pytest.mark.asyncio
-async def test_another_message_between_two() -> None:
+async def test_the_last_one(data: bytes, error: type[Exception], repeated: list[int]) -> None:
     async with Reading() as reading:
-        await reading.send(ack(2) + encode_frame(Fetch(1)))
-        await reading.send(ack(3))
-        await reading.send(encode_frame(Fetch(1)))
-        assert (reading.first, reading.repeated) == ([1, 0, 0], [2, 3])
-
-
-@pytest.mark.asyncio
-async def test_the_end_after_one_is_the_end_of_the_link() -> None:
-    async with Reading() as reading:
-        reading.peer.sendall(ack(2))
+        reading.peer.sendall(data)
         reading.peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(PeerClosed):
+        with pytest.raises(error):
             await reading.link.recv(timeout=5)
-        assert reading.repeated == [2]
-
-
-@pytest.mark.asyncio
-async def test_the_end_in_the_middle_of_one_is_a_cut() -> None:
-    async with Reading() as reading:
-        reading.peer.sendall(ack(2)[:-1])
-        reading.peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(TransportBroken):
-            await reading.link.recv(timeout=5)
-        assert reading.repeated == []
-
-
-@pytest.mark.asyncio
-async def test_a_damaged_one_ends_the_link() -> None:
-    async with Reading() as reading:
-        damaged = bytearray(ack(2))
-        damaged[-1] ^= 1
-        reading.peer.sendall(damaged)
-        with pytest.raises(ProtocolError):
-            await reading.link.recv(timeout=5)
-        assert reading.repeated == []
+        assert reading.repeated == repeated

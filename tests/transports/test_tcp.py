@@ -15,26 +15,21 @@ from pathlib import Path
 import pytest
 
 from aiosync.errors import (
-    AuthError,
     ConfigError,
     ConnectError,
     ConnectTimeout,
-    PeerClosed,
-    TransportBroken,
     TransportError,
 )
-from aiosync.schemes.listening import StreamListener, _name_of
+from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
-from aiosync.transports.credentials import Credentials
+from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Current, Fetch, Update, encode_frame
+from aiosync.wire import Current, Fetch, encode_frame
 from tests.schemes._harness import PATIENCE
 
 pytestmark = pytest.mark.asyncio
-
-UPDATE = Update(1, 1, bytes(16))
 
 
 @contextlib.asynccontextmanager
@@ -80,40 +75,27 @@ async def test_a_link(url: str, token: str | None, tmp_path: Path) -> None:
         pytest.skip(f"no IPv6: {exc}")
 
 
-@pytest.mark.parametrize(
-    ("host", "name"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")], ids=["IPv4", "IPv6"]
-)
-async def test_the_names_of_peers_of_a_listener_for_both_families(host: str, name: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_the_names_of_peers_of_a_listener_for_both_families(host: str) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6")
-    with (
-        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server,
-        socket.create_connection((host, server.getsockname()[1]), timeout=5) as peer,
-        server.accept()[0] as accepted,
-    ):
-        assert _name_of(accepted) == f"{name}{peer.getsockname()[1]}"
+    credentials = Credentials(token="a token of some length")
+    async with listening("tcp://[::]:0", credentials=credentials) as (url, links):
+        where = f"tcp://{host}:{Address.parse(url).port}"
+        async with await TCPTransport.connect(where, credentials=credentials) as dialer:
+            assert where in repr(dialer)
+            async with await links.get() as accepted:
+                assert f" {host}:" in repr(accepted)
 
 
-async def test_nobody_listens() -> None:
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:{port}", "unix://{folder}/socket", "tcp://no-such-host.invalid:1"]
+)
+async def test_nobody_is_there(url: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ConnectError, match="cannot be reached"):
-        await TCPTransport.connect(f"tcp://127.0.0.1:{port}")
-
-
-async def test_no_such_socket(tmp_path: Path) -> None:
-    with pytest.raises(ConnectError, match="cannot be reached"):
-        await TCPTransport.connect(f"unix://{tmp_path}/socket")
-
-
-async def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(ConnectError, match="cannot be looked up"):
-        await TCPTransport.connect("tcp://no-such-host.invalid:1")
-
-
-async def test_no_address() -> None:
-    with pytest.raises(ConfigError):
-        await TCPTransport.connect("127.0.0.1:1")
+        await TCPTransport.connect(url.format(port=port, folder=tmp_path))
 
 
 async def test_a_listener_that_never_answers() -> None:
@@ -150,8 +132,6 @@ async def test_cancelled_handshakes_leave_nothing() -> None:
 
 
 async def test_a_context_that_cannot_be_made_closes_the_socket(tmp_path: Path) -> None:
-    from aiosync.transports.credentials import TLS
-
     near, far = socket.socketpair()
     with near:
         with pytest.raises(ConfigError):
@@ -190,78 +170,8 @@ async def test_limits_for_one_thing_leave_the_others_as_they_are() -> None:
         assert local.channel.limits.max_payload_nbytes == 2**40
 
 
-async def test_limits_hold_after_the_handshake() -> None:
-    limits = Limits(max_payload_nbytes=1000)
-    async with linked("tcp://127.0.0.1:0", limits=limits) as (dialer, accepted):
-        await dialer.send(UPDATE, [bytes(1000)])
-        assert (await accepted.recv()).nbytes == 1000
-        dialer.channel.limits = Limits()
-        with contextlib.suppress(TransportBroken, PeerClosed):
-            await dialer.send(UPDATE, [bytes(1001)])
-        with pytest.raises(Exception, match="1001"):
-            await accepted.recv()
-
-
-async def test_the_token_has_to_be_the_same() -> None:
-    async with listening("tcp://127.0.0.1:0", credentials=Credentials(token="one")) as (url, links):
-        with pytest.raises(AuthError):
-            await TCPTransport.connect(url, credentials=Credentials(token="two"))
-        assert links.empty()
-
-
-@pytest.mark.slow
-async def test_a_slow_reader_holds_the_sender_up() -> None:
-    async with linked("tcp://127.0.0.1:0") as (dialer, accepted):
-        data = bytes(64 * 2**20)
-        sending = asyncio.ensure_future(dialer.send(UPDATE, [data]))
-        await asyncio.wait({sending}, timeout=0.1)
-        assert not sending.done()
-        assert dialer.channel.written_nbytes < len(data)
-        received = await accepted.recv(into=lambda _, nbytes: [bytearray(nbytes)])
-        assert received.nbytes == len(data)
-        await sending
-
-
-async def test_a_cancelled_send_breaks_the_link_in_mid_message() -> None:
-    async with linked("tcp://127.0.0.1:0") as (dialer, accepted):
-        sending = asyncio.ensure_future(dialer.send(UPDATE, [bytes(64 * 2**20)]))
-        await asyncio.wait({sending}, timeout=0.05)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        with pytest.raises(TransportBroken):
-            await dialer.send(Fetch(0))
-        with pytest.raises(TransportBroken):
-            await accepted.recv(into=lambda _, nbytes: [bytearray(nbytes)])
-
-
-async def test_addresses_are_parsed_once() -> None:
-    async with listening("tcp://127.0.0.1:0") as (url, links):
-        async with await TCPTransport.connect(Address.parse(url)) as dialer:
-            assert url in repr(dialer)
-            (await links.get()).abort()
-
-
-@pytest.mark.asyncio
-async def test_a_whole_message_and_a_reset_that_come_together() -> None:
-    """The message is taken by one recv(), and the next one has to hear of the end."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        left = socket.create_connection(listening.getsockname())
-        right, _ = listening.accept()
-    async with TCPTransport(right) as transport:
-        receiving = asyncio.create_task(transport.recv(timeout=PATIENCE))
-        await asyncio.sleep(0)
-        left.send(encode_frame(Fetch(0)))
-        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        left.close()
-        with pytest.raises(TransportError):
-            await receiving  # the kernel may have dropped it with the reset
-            await transport.recv(timeout=2.0)
-
-
-@pytest.mark.parametrize("nbytes", [1, 30])
-@pytest.mark.asyncio
-async def test_data_and_a_reset_that_come_together(nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [1, 30, None])
+async def test_data_and_a_reset_that_come_together(nbytes: int | None) -> None:
     """uvloop tells of both with one call, and never again."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         left = socket.create_connection(listening.getsockname())
@@ -273,4 +183,5 @@ async def test_data_and_a_reset_that_come_together(nbytes: int) -> None:
         left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         left.close()
         with pytest.raises(TransportError):
-            await receiving
+            await receiving  # a whole message: the kernel may have dropped it with the reset
+            await transport.recv(timeout=PATIENCE)

@@ -14,28 +14,22 @@ from aiosync.protocol import Deadline
 times = st.floats(0, 1e9)
 
 
-def test_no_deadline_never_passes() -> None:
-    never = Deadline.after(None, 5.0)
-    assert never == Deadline(None) == Deadline()
-    assert never.remaining(1e18) is None
-    assert not never.expired(math.inf)
-
-
-def test_it_passes_at_its_time() -> None:
-    deadline = Deadline.after(2.5, 10.0)
-    assert deadline == Deadline(12.5)
-    assert (deadline.remaining(10.0), deadline.expired(10.0)) == (2.5, False)
-    assert (deadline.remaining(12.0), deadline.expired(12.0)) == (0.5, False)
-    assert (deadline.remaining(12.5), deadline.expired(12.5)) == (0.0, True)
-    assert (deadline.remaining(99.0), deadline.expired(99.0)) == (0.0, True)
-
-
-def test_zero_has_passed_at_once() -> None:
-    assert Deadline.after(0, 10.0).expired(10.0)
-
-
-def test_infinity_never_passes() -> None:
-    assert not Deadline.after(math.inf, 10.0).expired(1e300)
+@pytest.mark.parametrize(
+    ("timeout", "now", "remaining"),
+    [
+        (2.5, 10.0, 2.5),
+        (2.5, 12.0, 0.5),
+        (2.5, 12.5, 0.0),
+        (2.5, 99.0, 0.0),
+        (0, 10.0, 0.0),
+        (None, math.inf, None),
+        (math.inf, 1e300, math.inf),
+    ],
+)
+def test_it_passes_at_its_time(timeout: float | None, now: float, remaining: float | None) -> None:
+    deadline = Deadline.after(timeout, 10.0)
+    assert deadline == Deadline(None if timeout is None else 10.0 + timeout)
+    assert (deadline.remaining(now), deadline.expired(now)) == (remaining, remaining == 0)
 
 
 @pytest.mark.parametrize("timeout", [-0.001, -math.inf, math.nan])
@@ -57,6 +51,5 @@ def test_earliest() -> None:
 def test_remaining_is_never_negative_and_agrees_with_expired(timeout: float, now: float) -> None:
     deadline = Deadline.after(timeout, 100.0)
     remaining = deadline.remaining(now)
-    assert remaining is not None
-    assert remaining >= 0
+    assert remaining is not None and remaining >= 0
     assert (remaining == 0) == deadline.expired(now)

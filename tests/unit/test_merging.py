@@ -1,4 +1,4 @@
-"""Updates of a part of the names, put together."""
+"""Updates of a part of the names, as a weight server puts them together."""
 
 from __future__ import annotations
 
@@ -6,72 +6,43 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import aiosync
-from aiosync.server._merging import Part, merged
-from aiosync.tensors import FlatBuffer, Flattener
-from aiosync.types import Limits
+from aiosync.server import WeightClient, WeightServer
+
+BOTH = torch.tensor([1.0, 1.0])
+TIED = {"a": BOTH, "b": BOTH, "c": torch.tensor([5.0])}
 
 
-def made(weights: Any) -> Part:
-    flattener = Flattener("tensordict")
-    prepared = flattener.prepare(weights)
-    flat = FlatBuffer(prepared.layout.nbytes)
-    flattener.copy_into(prepared, flat)
-    return Part(prepared.layout, flat, prepared.values)
+def part(**values: list[float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
 
 
-def content(whole: Part) -> dict[str, float]:
-    leaves = whole.layout.manifest.leaves
-    found = {}
-    for leaf, view in zip(leaves, whole.buffer.views(whole.layout), strict=True):
-        found |= dict.fromkeys((leaf.name, *leaf.aliases), view.item())
-    return found
-
-
-_step = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 99), min_size=1)
-
-
-@settings(deadline=None)
-@given(st.lists(_step, min_size=1))
-def test_the_newest_of_each_name(steps: list[dict[str, int]]) -> None:
-    parts = [made({name: torch.tensor(float(v)) for name, v in step.items()}) for step in steps]
-    expected: dict[str, float] = {}
-    for step in steps:
-        expected |= step
-    whole = merged(parts, Limits())
-    assert content(whole) == expected
-    assert (whole is parts[-1]) == (expected.keys() == steps[-1].keys())
-
-
-def test_tied_names_stay_tied() -> None:
-    both, other = torch.tensor(1.0), torch.tensor(5.0)
-    old = made({"a": both, "b": both, "c": other})
-    whole = merged([old, made({"b": torch.tensor(2.0)})], Limits())
-    assert content(whole) == {"a": 2.0, "b": 2.0, "c": 5.0}
-    assert len(whole.layout.manifest.leaves) == 2
-    whole = merged([old, made({"c": torch.tensor(6.0)})], Limits())
-    assert content(whole) == {"a": 1.0, "b": 1.0, "c": 6.0}
-
-
-def test_values_come_along_and_the_tensors_inside_of_replaced_ones_do_not() -> None:
-    weights = {"a": torch.tensor(1.0), "l": [1, torch.tensor(3.0)], "k": [torch.tensor(4.0)]}
-    whole = merged([made(weights), made({"a": torch.tensor(2.0), "l": [5]})], Limits())
-    assert content(whole) == {"a": 2.0, "k.0": 4.0}
-    assert whole.values["l"] == [5]
-    assert whole.values.keys() == {"l", "k"}
-
-
-def test_empty_tensors_and_limits() -> None:
-    parts = [made({"a": torch.zeros(0), "b": torch.tensor(1.0)}), made({"b": torch.tensor(2.0)})]
-    assert len(merged(parts, Limits()).layout.manifest.leaves) == 2
-    with pytest.raises(aiosync.ConfigError):
-        merged(parts, Limits(max_tensors=1))
-
-
-def test_padding_is_zero() -> None:
-    whole = merged([made({"a": torch.ones(3)}), made({"b": torch.ones(5)})], Limits())
-    memory = whole.buffer.memoryview()
-    assert all(not any(memory[start:stop]) for start, stop in whole.layout.padding())
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([TIED, part(b=[2.0, 2.0])], {"a": [2, 2], "b": [2, 2], "c": [5]}),
+        ([TIED, part(c=[6.0])], {"a": [1, 1], "b": [1, 1], "c": [6]}),
+        ([part(a=[], b=[1.0]), part(b=[2.0])], {"a": [], "b": [2]}),
+        (
+            [part(a=[1.0]), part(b=[2.0]), part(b=[3.0]), part(c=[4.0], a=[5.0])],
+            {"a": [5], "b": [3], "c": [4]},
+        ),
+        (
+            [TIED, part(d=[1.0]), part(a=[3.0, 3.0], d=[2.0])],
+            {"a": [3, 3], "b": [3, 3], "c": [5], "d": [2]},
+        ),
+    ],
+)
+async def test_a_client_gets_the_newest_of_each_name(parts: list[Any], expected: Any) -> None:
+    async with WeightServer("tcp://127.0.0.1:0") as server:
+        trainer = aiosync.TCPWeightSyncScheme(server.url, strict=False, dial="both", timeout=30.0)
+        trainer.init_on_sender("policy", weights=parts[0])
+        async with trainer:
+            await trainer.connect()
+            for each in parts:
+                await trainer.send(each)
+            pulled = await WeightClient(server.url).pull(timeout=30.0)
+    assert {name: tensor.tolist() for name, tensor in pulled.mapping().items()} == expected

