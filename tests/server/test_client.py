@@ -159,11 +159,11 @@ async def test_without_a_version_it_says_so() -> None:
     async with WeightServer(URL) as server:
         client = WeightClient(server.url)
         with pytest.raises(RecvTimeout, match=r"no version of model 'nix' yet, and got none"):
-            await client.pull("nix", timeout=0.1)
+            await client.pull("nix", timeout=0.5)
         async with trainer(server) as source:
             await send(source, 1.0)
             with pytest.raises(RecvTimeout, match=r"has no version 5 .* it had version 1"):
-                await client.pull(min_version=5, timeout=0.1)
+                await client.pull(min_version=5, timeout=0.5)
         await until(lambda: not described(server)["workers"])
 
 
