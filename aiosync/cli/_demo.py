@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -235,8 +236,10 @@ def running(options: DemoOptions, scheme: Any) -> Iterator[Workers]:
     workers = Workers()
     context = multiprocessing.get_context("spawn")
     patience = 0.5  # a worker that still starts hears nothing
-    # Ctrl-C reaches the whole process group; the workers inherit that they ignore it.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group. Workers inherit that it is blocked; one that comes
+    # meanwhile is not lost here.
+    resource_tracker.ensure_running()  # first, because it unblocks SIGINT when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for idx in range(options.num_workers):
             ours, theirs = context.Pipe()
@@ -251,11 +254,11 @@ def running(options: DemoOptions, scheme: Any) -> Iterator[Workers]:
             workers.processes.append(process)
             theirs.close()  # so that its end is the worker's end
             ours.send_bytes(b"next")
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield workers
         patience = 5.0
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         workers.stopped = True
         for channel in workers.channels:
             channel.close()

@@ -253,7 +253,8 @@ def test_ctrl_c_while_the_workers_start(sync: bool) -> None:
     with running(*demo_args("shm", sync), until="aiosync demo") as (process, workers):
         interrupt(process, workers)
         _, err = process.communicate(timeout=20)
-        assert process.returncode == 130, err
+        # Python itself ends by the signal where Ctrl-C met an import that runs a text of code.
+        assert process.returncode in (130, -signal.SIGINT), err
         assert "Stopped by Ctrl-C" in err
         assert "Traceback" not in err
         session = [
