@@ -6,6 +6,12 @@ is one process. It takes a state and yields the states that one step of it can l
 is what no other process can see half of. The explorer walks all of them.
 
 The rules that a test may take away are in :data:`RULES`, so that it can show what each is for.
+
+What it says about code that follows it: a label that is stored last is the note that a take was
+cut, and needs no other one; the next take unlocks everything but its own slot, which ends the locks
+of one that was cut; a message, also one with a part, takes first what the word names; a part gets
+its version once no older send is under way. It has neither private copies of a slot, nor slots that
+are added, nor rings that depend on time.
 """
 
 from __future__ import annotations
