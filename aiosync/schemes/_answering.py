@@ -75,6 +75,7 @@ class Answering(Applying):
         self._relay = relay
         self._on_applied = on_applied
         self._answered: tuple[int, int] | None = None
+        self._reported: tuple[int, int] | None = None
         self._refusal: tuple[int, int, BaseException] | None = None  # epoch, version and why
         # What the model does not have because it refused it, and since when there is such.
         self.refusing: Refusing | None = None
@@ -91,7 +92,10 @@ class Answering(Applying):
     def _report_outcomes(self) -> None:
         # In the order in which they were applied, whichever threads did it.
         while self._outcomes:
-            self._applied(*self._outcomes.popleft())
+            staged, old, error = self._outcomes.popleft()
+            if self._reported != (staged.epoch, staged.version):  # else an interrupt repeated it
+                self._reported = (staged.epoch, staged.version)
+                self._applied(staged, old, error)
 
     def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
         epoch, version = staged.epoch, staged.version

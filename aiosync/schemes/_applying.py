@@ -18,7 +18,13 @@ from typing import Any, Literal
 from aiosync.errors import ApplyError, ConfigError
 from aiosync.protocol import Inbox
 from aiosync.schemes._guard_hooks import takes_hooks
-from aiosync.schemes._moment import PATIENCE_SECONDS, between_reads, is_unfit, refuse_inside_read
+from aiosync.schemes._moment import (
+    PATIENCE_SECONDS,
+    between_reads,
+    is_interrupt,
+    is_unfit,
+    refuse_inside_read,
+)
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
@@ -28,6 +34,7 @@ from aiosync.wire import NO_LIMITS
 __all__ = ["Applying"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+_MAX_TRIES = 10
 
 
 class Applying(abc.ABC):
@@ -60,6 +67,8 @@ class Applying(abc.ABC):
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
+        self._taking: Staged | None = None  # is being applied, if by nobody then again
+        self._before: Staged | None = None  # what the model had before that
         self._lock = threading.Lock()
         # What the model has, and views unless it was copied: then only the layout is valid.
         self._current: Staged | None = None
@@ -87,8 +96,8 @@ class Applying(abc.ABC):
 
     @property
     def has_staged(self) -> bool:
-        """Whether an update waits to be applied."""
-        return self._staged is not None
+        """Whether an update waits to be applied, or to be applied again."""
+        return self._staged is not None or self._taking is not None
 
     @property
     def applied_version(self) -> int:
@@ -112,7 +121,7 @@ class Applying(abc.ABC):
 
     def _apply_when_fit(self) -> None:
         """Apply what is staged, or have the loop do it."""
-        if is_unfit(self.guard):
+        if self._taking is None and is_unfit(self.guard):
             self._call_soon(self._apply_from_loop)
         else:
             self._apply_staged()
@@ -123,34 +132,68 @@ class Applying(abc.ABC):
         self.guard.let_go()
 
     def _apply_staged(self) -> None:
-        """Apply what is staged. Runs under the guard, on any thread; never raises."""
+        """Apply what is staged. Runs under the guard, on any thread.
+
+        What an interrupt cut short stays noted, and the next read applies it again before it
+        computes: the model has parts of two versions until then.
+
+        Raises:
+            BaseException: What the handler of a signal raised in this thread, or what a function
+                raised that is no :class:`Exception`.
+        """
         self._apply_outcome = None
-        if self._waits_for_model():
-            return
-        staged = self._exchange(None)
-        if staged is None:
-            return
+        tries = 0
+        while not self._waits_for_model():
+            with self._lock:
+                again = self._taking is not None
+                if not again:
+                    self._taking = self._staged
+                if self._staged is self._taking:
+                    self._staged = None
+            if self._taking is None:
+                return
+            try:
+                self._apply_noted(self._taking)
+                if not again:
+                    return
+            except BaseException as exc:  # goes to its thread
+                tries += 1
+                on_loop = asyncio._get_running_loop() is self._loop
+                elsewhere = self.guard.at_read or not on_loop or self._taking is None
+                if elsewhere or tries == _MAX_TRIES:
+                    raise
+                # Not to the link that brought the update, and was just as well at its work.
+                self._loop.call_soon(_raise, exc)
+
+    def _apply_noted(self, staged: Staged) -> None:
+        """Have the model get this; may be cut short anywhere, and called again."""
         error: BaseException | None = None
-        try:
-            target = self._find_target()
-            target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
-        except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
-            error = exc  # whatever the model raised travels in the NACK
-            if not isinstance(exc, Exception):
-                raise  # Ctrl-C in the thread of a forward
-        finally:
-            old = self._current
-            if error is None:  # readers see the version together with the weights
-                self.inbox.applied(staged.epoch, staged.version)
+        if (self.inbox.epoch, self.inbox.version) != (staged.epoch, staged.version):
+            try:
+                target = self._find_target()
+                target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
+            except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
+                if is_interrupt(exc):
+                    raise
+                error = exc  # whatever the model raised travels in the NACK
+        if error is None:
+            if self._current is not staged:
+                self._before = self._current
                 self._current = staged
-                if self._flipped is not None:
-                    self._flipped(staged.epoch, staged.version)
-            self._apply_outcome = (staged.version, error)
-            self._outcomes.append((staged, old, error))
-            if asyncio._get_running_loop() is self._loop:
-                self._report_outcomes()
-            else:
-                self._call_soon(self._report_outcomes)
+            if self._flipped is not None:
+                self._flipped(staged.epoch, staged.version)
+            # Readers see the version together with the weights, and not before all of them.
+            if (self.inbox.epoch, self.inbox.version) != (staged.epoch, staged.version):
+                self.inbox.applied(staged.epoch, staged.version)
+        self._apply_outcome = (staged.version, error)
+        self._outcomes.append((staged, self._before if error is None else None, error))
+        if asyncio._get_running_loop() is self._loop:
+            self._report_outcomes()
+        else:
+            self._call_soon(self._report_outcomes)
+        self._taking = self._before = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def _waits_for_model(self) -> bool:
         try:
@@ -179,10 +222,14 @@ class Applying(abc.ABC):
             SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
         """
         refuse_inside_read(self.guard, "apply_pending")
-        if self._staged is None:
+        if not self.has_staged:
             return None
         advice = "use `await scheme.receive()` there, or call apply_pending() again"
-        between_reads(self.guard, self._apply_staged, advice=advice, patience=patience)
+        try:
+            between_reads(self.guard, self._apply_staged, advice=advice, patience=patience)
+        finally:
+            if self._taking is not None:  # it was cut short, and is done again by the next read
+                self.guard.put_back(self._apply_when_fit)
         if self._apply_outcome is None:
             return None
         version, error = self._apply_outcome
@@ -207,7 +254,7 @@ class Applying(abc.ABC):
 
     def apply_soon(self) -> None:
         """Apply what is staged between two reads, without waiting. Called on the loop."""
-        if self._staged is not None and not self.guard.submit(self._apply_when_fit):
+        if self.has_staged and not self.guard.submit(self._apply_when_fit):
             if self._look_timer is None:
                 self._look_again(_LOOK_SECONDS[0])
 
@@ -222,7 +269,8 @@ class Applying(abc.ABC):
             yield
         finally:
             self._askers -= 1
-            if self._manual and not self._askers and self.guard.withdraw() and self._adopts_late:
+            unasked = self._manual and not self._askers and self._taking is None
+            if unasked and self.guard.withdraw() and self._adopts_late:
                 self.guard.submit(self._adopt_late)
 
     def _look_again(self, pause: float) -> None:
@@ -378,6 +426,10 @@ class Applying(abc.ABC):
         """Give the model memory of its own; its values stay the same."""
         if isinstance(self._target, Target) and self._current is not None and not self._copy:
             self._target.detach_(self._current.flat)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _misfit(version: int, error: BaseException) -> ApplyError:

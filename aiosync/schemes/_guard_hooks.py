@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiosync.schemes.guard import Guard
 
 __all__ = [
+    "CALL",
     "Hooks",
     "forward_parts",
     "has_own_call",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
+CALL = nn.Module._call_impl.__code__
+"""Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does."""
+
 _NO_FORWARD = nn.Module.forward
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_impl"})
 
@@ -206,10 +210,7 @@ class EnterHook(_Hook):
 
     @never_traced
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
-            frame = frame.f_back
-        self.guard.enter(frame or sys._getframe(1))
+        self.guard.enter(_call_frame(sys._getframe(1)))
 
 
 class LeaveHook(_Hook):
@@ -217,7 +218,16 @@ class LeaveHook(_Hook):
 
     @never_traced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.guard.leave(forward=True)
+        self.guard.leave(_call_frame(sys._getframe(1)))
+
+
+@never_traced
+def _call_frame(caller: FrameType) -> FrameType:
+    """The frame that lives as long as the forward that a hook is called for."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
+        frame = frame.f_back
+    return frame or caller
 
 
 def _no_guard(*_args: object) -> None:

@@ -6,10 +6,13 @@ Must not import transports.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import signal
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import LocalProtocolError, SyncTimeout
 from aiosync.schemes._guard_hooks import in_transform
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PATIENCE_SECONDS",
     "between_reads",
+    "is_interrupt",
     "is_unfit",
     "keep_for_readers",
     "refuse_inside_read",
@@ -43,6 +47,22 @@ def is_unfit(guard: Guard) -> bool:
         return False
     guard.hold(_HOLD_SECONDS)
     return True
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is that of a signal's handler, not of the code that it came up in."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        if callable(handler):
+            handler = inspect.unwrap(getattr(handler, "func", handler))
+            if not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+                handler = type(handler).__call__
+            codes.add(getattr(getattr(handler, "__func__", handler), "__code__", None))
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
 
 
 def refuse_inside_read(guard: Guard, method: str) -> None:

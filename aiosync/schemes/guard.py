@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiosync.schemes._guard_forks import reset_in_children
-from aiosync.schemes._guard_hooks import Hooks, never_traced
+from aiosync.schemes._guard_hooks import CALL, Hooks, never_traced
 from aiosync.schemes._reading import Reading
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class Guard:
                     self._drop_dead(thread)
                     reads = self._open.get(thread)
                 if not reads and (self._applying is not None or self._wanted or self._held_until):
+                    if self._applying is not None:  # maybe cut short, also in this thread
+                        self._sweep()
                     self._wait_for_turn(thread, forward=frame is not None)
                 todo = (
                     None
@@ -115,17 +117,16 @@ class Guard:
             self._run(todo, at_read=True)
 
     @never_traced
-    def leave(self, *, forward: bool = False, thread: int | None = None) -> None:
-        """End the newest read of a thread, this one by default; applies what waited for it."""
+    def leave(self, frame: FrameType | None = None, *, thread: int | None = None) -> None:
+        """End a read of a thread, this one by default; applies what waited for it.
+
+        Args:
+            frame: What :meth:`enter` got; ``None`` ends the newest block.
+            thread: Where it was entered.
+        """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
-            reads = self._open.get(thread, [])
-            for index in range(len(reads) - 1, -1, -1):
-                if (reads[index] is not None) is forward:
-                    del reads[index]
-                    break
-            if not reads:
-                self._open.pop(thread, None)
+            self._end_read(thread, frame)
             todo = (
                 None if self._open or self._applying is not None else self._begin(sys._getframe())
             )
@@ -133,6 +134,26 @@ class Guard:
                 self._changed.notify_all()
         if todo is not None:
             self._run(todo, at_read=True)
+
+    def _end_read(self, thread: int, frame: FrameType | None) -> None:
+        reads = self._open.get(thread, [])
+        for index in range(len(reads) - 1, -1, -1):
+            if reads[index] is frame:
+                del reads[index]
+                break
+        else:
+            # torch calls the hook after a forward also where the one before it raised, and then
+            # there is no read to end; but compiled ones may name other frames.
+            num_reads = len(reads)
+            self._drop_dead(thread)
+            reads = self._open.get(thread, [])
+            if frame is not None and len(reads) == num_reads and frame.f_code is not CALL:
+                for index in range(len(reads) - 1, -1, -1):
+                    if reads[index] is not None:
+                        del reads[index]
+                        break
+        if not reads:
+            self._open.pop(thread, None)
 
     def _wait_for_turn(self, thread: int, *, forward: bool) -> None:
         in_loop = asyncio._get_running_loop() is not None
@@ -208,7 +229,7 @@ class Guard:
         """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
 
         A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
-        Ctrl-C interrupts runs again.
+        a signal's handler interrupts runs again, at the latest before the next read.
 
         Returns:
             Whether it has run. If not, call :meth:`retry` now and then.
@@ -220,7 +241,7 @@ class Guard:
             else:
                 self._patient_until = 0.0
                 self._applying = (threading.get_ident(), sys._getframe(), apply)
-                busy = False
+                self.at_read = busy = False
         if busy:
             return not self.retry()
         # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
@@ -248,6 +269,12 @@ class Guard:
         if todo is not None:
             self._run(todo)
         return False
+
+    def put_back(self, apply: Callable[[], None]) -> None:
+        """Have this run before the next read: it was cut short, and nothing waits in its place."""
+        with self._lock:
+            if self._pending is None:
+                self._pending = apply
 
     def withdraw(self) -> bool:
         """Take back what waits; False when nothing waited, or it is being applied."""
@@ -288,6 +315,7 @@ class Guard:
                 if self._sleepers:
                     self._changed.notify_all()
             self._applying = (thread, sys._getframe(), None)
+            self.at_read = False
         try:
             action()
         finally:

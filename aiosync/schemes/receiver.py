@@ -369,6 +369,8 @@ class WeightReceiver(Answering):
             self._adopts_late = False
             self.guard.withdraw()
         self._withdraw()
+        if self._taking is not None:  # was cut short: the model keeps one version, not two
+            self.guard.exclusively(self._apply_staged, timeout=0.0)
         self._report_outcomes()  # another thread may have applied something meanwhile
         self._closed = True
         if self._look_timer is not None:

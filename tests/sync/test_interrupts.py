@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import threading
 import time
 from typing import Any
 
@@ -100,6 +102,80 @@ def interrupted_shutdown() -> float:
                 scheme.shutdown()
     tools.until(lambda: not tools.portal_threads())
     return time.monotonic() - started
+
+
+class Spread(torch.nn.Module):
+    """Tensors that are flipped and many that are copied; a forward says which versions it saw."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for number in range(100):
+            self.register_parameter(f"p{number}", torch.nn.Parameter(torch.full((4,), value)))
+            self.register_buffer(f"b{number}", torch.full((40, 40), value))
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+
+    def forward(self) -> set[float]:
+        time.sleep(5e-4)  # what comes meanwhile is applied by this thread
+        tensors = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
+        return {float(tensor.flatten()[-1]) for tensor in tensors}
+
+
+class Alarm(Exception):
+    """What a program's own handler of an alarm raises."""
+
+
+def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
+    """Alarms at any moment of a worker's forwards; forwards that were mixed, and interrupts."""
+
+    def ring(*_: Any) -> None:
+        if armed:
+            raise kind
+
+    source, target = Spread(0.0), Spread(-1.0)
+    mixed = interrupts = 0
+    armed = False
+    stopped = threading.Event()
+
+    def send() -> None:
+        value = 0.0
+        while not stopped.is_set():
+            value += 1.0
+            source.fill(value)
+            assert sender.send().acked == {0}  # nothing was refused
+
+    signal.signal(signal.SIGALRM, ring)
+    with tools.pair(make, source, target) as (sender, _), tools.threads(send):
+        try:
+            newest, until = 0.0, time.monotonic() + 6.0
+            while time.monotonic() < until:
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 6e-3))
+                    seen = target()
+                    armed = False
+                    mixed += len(seen) != 1
+                    assert max(seen) >= newest
+                    newest = max(seen)
+                except kind:
+                    armed = False
+                    interrupts += 1
+            assert newest > 50
+        finally:
+            stopped.set()
+    return mixed, interrupts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE, aiosync.sync.TCPWeightSyncScheme])
+def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> None:
+    mixed, interrupts = tools.in_process(interrupted_takes, make, kind)
+    assert mixed == 0
+    assert interrupts > 100
 
 
 @pytest.mark.slow

@@ -138,11 +138,12 @@ class _Guarded:
         if core is None or core._closed:
             return self._policy(*args, **kwargs)
         guard = self._guard
-        guard.enter(sys._getframe())  # known by its frame, should Ctrl-C come before leave()
+        frame = sys._getframe()
+        guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
         try:
             return self._policy(*args, **kwargs)
         finally:
-            guard.leave(forward=True)
+            guard.leave(frame)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_policy" not in self.__dict__:  # a copy asks before it is set
