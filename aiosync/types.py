@@ -111,7 +111,8 @@ class SendReport:
     Attributes:
         epoch: Epoch of the sender.
         version: Version that was sent.
-        acked: Workers that applied exactly this version.
+        acked: Workers that applied exactly this version; through shared memory also those whose
+            next forward uses it, or a newer one. Says nothing about whether they are alive.
         skipped: Workers that never applied this version because a newer one overtook it, on
             its way or while it waited there, with that newer version.
         failed: Workers that did not get it, with the reason. Empty unless the ``require``

@@ -140,7 +140,8 @@ class Desk:
         try:
             match question:
                 case "check" if self.model is not None:
-                    _check(self.model, argument)
+                    with self._reading():
+                        _check(self.model, argument)
                 case "busy":
                     self.busy = argument
                 case "cpu":
@@ -196,7 +197,7 @@ async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> No
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect()
-        desk = Desk(model)
+        desk = Desk(model, scheme.reading)
         loop = asyncio.get_running_loop()
         asked = asyncio.Event()
         loop.add_reader(pipe.fileno(), asked.set)

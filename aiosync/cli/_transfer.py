@@ -252,7 +252,7 @@ async def _until_applied(
         gone = workers.lost.get(0)
         if isinstance(gone, AuthError | ConfigError | ConnectTimeout):  # nobody dials any more
             raise gone
-        return any(peer.outbox.applied >= version for peer in sender.peers.values())
+        return any(peer.visible >= version for peer in sender.peers.values())
 
     late = AckTimeout(
         f"the link to the server was lost ({lost}), and it did not receive everything within "

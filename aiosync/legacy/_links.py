@@ -251,14 +251,14 @@ class PipeLinks:
         peer = self._sender.peers.get(idx)
         workers = self._sender.workers
         workers.check()
-        return peer is None or idx in workers._failures or peer.outbox.applied >= version
+        return peer is None or idx in workers._failures or peer.visible >= version
 
     def _error(self, idx: int, version: int) -> AiosyncError | None:
         workers = self._sender.workers
         peer = workers.peers.get(idx)
         if peer is None:
             return workers.lost[idx]
-        if peer.outbox.applied >= version:
+        if peer.visible >= version:
             return None
         late = f"worker {idx} attached, but did not apply version {version} in time"
         return workers._failures.pop(idx, AckTimeout(late, worker_ids=[idx], version=version))
@@ -284,7 +284,7 @@ class PipeLinks:
         for idx, peer in workers.peers.items():
             snapshot = workers.newest_for(idx)
             if snapshot is not None and idx not in workers._failures:
-                if peer.outbox.applied < snapshot.version:
+                if peer.visible < snapshot.version:
                     return True
         return False
 

@@ -57,6 +57,8 @@ class WeightSyncScheme(Running):
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         super().__init__(strategy, **options)
+        # A send of this generation ends when the weights are in the model, whoever looks at it.
+        self._scheme._promises = False
         self._apply_given = "apply" in options
 
     @property  # type: ignore[override]  # a string in this generation

@@ -81,6 +81,7 @@ class Outbox:
         "_skipped",
         "_stray",
         "_unreceived",
+        "_visible",
         "_waiting",
         "epoch",
         "worker_idx",
@@ -95,6 +96,7 @@ class Outbox:
         self._unreceived: int | None = None  # the one in flight that shuts the window
         self._last_offered = 0
         self._applied = 0
+        self._visible = 0
         self._skipped = 0
         self._stray = 0
         self._error: AiosyncError | None = None
@@ -243,6 +245,23 @@ class Outbox:
             raise LocalProtocolError("this outbox is in use already")
         self._last_offered = self._applied = version
 
+    def seen(self, version: int) -> None:
+        """Register a version that the receiver sees without being told: nothing waits for it.
+
+        Raises:
+            LocalProtocolError: Not greater than the version offered last, closed, or something
+                else is not resolved yet.
+        """
+        self._check_newer(version)
+        if not self.is_idle:
+            raise LocalProtocolError(f"version {version} overtakes others")
+        self._last_offered = self._visible = version
+
+    @property
+    def visible(self) -> int:
+        """Newest version that the receiver sees without being told; 0 for none."""
+        return self._visible
+
     @property
     def newest(self) -> int:
         """The version that was offered last, or that the receiver had; 0 for none."""
@@ -312,6 +331,13 @@ class Outbox:
         if ack.status == AckStatus.APPLIED and ack.epoch == self.epoch:
             return self.on_applied(version)
         if ack.epoch != self.epoch or version not in in_flight:
+            if (
+                ack.epoch == self.epoch
+                and version == self._visible
+                and ack.status == AckStatus.NACK
+            ):
+                self._visible = 0  # it looked, and could not take what it saw
+                return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
             self._stray += 1
             return []
         if ack.status == AckStatus.SKIPPED:

@@ -138,6 +138,11 @@ class Inbox:
         self._newest_epoch = epoch
         self._newest = version
 
+    def seen(self, epoch: int, version: int) -> None:
+        """Register an update that was found, and not offered; nothing where it is no news."""
+        if epoch != self._newest_epoch or version > self._newest:
+            self._newest_epoch, self._newest = epoch, version
+
     def applied(self, epoch: int, version: int) -> None:
         """Register that an offered update was applied.
 

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError
 from aiosync.protocol import Inbox
-from aiosync.schemes._guard_hooks import takes_hooks
+from aiosync.schemes._guard_hooks import in_transform, takes_hooks
 from aiosync.schemes._moment import (
     PATIENCE_SECONDS,
     between_reads,
     is_interrupt,
     is_unfit,
     refuse_inside_read,
+    run_on_loop,
 )
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
@@ -69,6 +70,10 @@ class Applying(abc.ABC):
         self._staged: Staged | None = None  # complete, waits to be applied; see _exchange()
         self._taking: Staged | None = None  # is being applied, if by nobody then again
         self._before: Staged | None = None  # what the model had before that
+        self.owed: int = 0  # version of the newest message that asks to take what a word names
+        # Of the manifest whose versions the model follows by itself, as the trainer was told.
+        self.promised: bytes | None = None
+        self.looks: bool = False  # reads look at the word: the trainer may still count on that
         self._lock = threading.Lock()
         # What the model has, and views unless it was copied: then only the layout is valid.
         self._current: Staged | None = None
@@ -93,11 +98,14 @@ class Applying(abc.ABC):
     def apply_by_hand(self) -> None:
         """From now on apply only on request."""
         self._manual = True
+        self.withdraw_promise()
 
     @property
     def has_staged(self) -> bool:
         """Whether an update waits to be applied, or to be applied again."""
-        return self._staged is not None or self._taking is not None
+        if self._staged is not None or self._taking is not None or self._is_owed:
+            return True
+        return self._named_version > 0
 
     @property
     def applied_version(self) -> int:
@@ -109,52 +117,124 @@ class Applying(abc.ABC):
     def staged_version(self) -> int:
         """Version of the update that is waiting to be applied; 0 if there is none."""
         staged = self._staged
-        return 0 if staged is None else staged.version
+        owed = max(self.owed if self._is_owed else 0, self._named_version)
+        return owed if staged is None else max(staged.version, owed)
+
+    @property
+    def lag(self) -> int:
+        """How far the applied version is behind the newest one that is here."""
+        inbox, named = self.inbox, self._named_version
+        if named <= inbox.newest or inbox.newest_epoch != inbox.epoch:
+            return inbox.lag
+        return named - inbox.version
+
+    @property
+    @abc.abstractmethod
+    def _named_version(self) -> int:
+        """Version that the word of the link names, if it is news; else 0."""
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether the trainer waits for what its word names."""
+        return self.owed > self.inbox.version or (
+            self.owed > 0 and self.inbox.epoch != self.inbox.newest_epoch
+        )
+
+    def _owe(self, version: int) -> None:
+        """The trainer waits for this version, which a word names; 0: for none."""
+        self.owed = version
+
+    def _promise_versions_of(self, digest: bytes | None) -> None:
+        """What the trainer was told, see :attr:`promised`."""
+        self.promised = digest
+        self.looks |= digest is not None
+
+    def _stop_looking(self) -> None:
+        """The trainer does not count on reads any more, or has gone."""
+        self.looks = False
+        self.guard.ignore_word()
 
     # -- applying ------------------------------------------------------------------------------
 
     def _exchange(self, staged: Staged | None) -> Staged | None:
-        """Put this in the place of what waits, which only one thread gets."""
+        """Put this in the place of what waits, and is not applied; only one thread gets that."""
         with self._lock:
             old, self._staged = self._staged, staged
-            return old
+            return None if old is self._taking else old  # an interrupt came in between
 
     def _apply_when_fit(self) -> None:
-        """Apply what is staged, or have the loop do it."""
-        if self._taking is None and is_unfit(self.guard):
+        """Apply what is staged, or have the loop do it.
+
+        Raises:
+            ApplyError: This read, which promised to see the newest version, cannot have it.
+        """
+        if self._taking is not None or not (self.guard.at_read and in_transform()):
+            self._apply_staged()
+        elif not self.looks:
+            is_unfit(self.guard)
             self._call_soon(self._apply_from_loop)
         else:
-            self._apply_staged()
+            # Under torch.func the model is not what it seems: the loop applies, and this waits.
+            self._call_soon(self.withdraw_promise)
+            if asyncio._get_running_loop() is self._loop:
+                raise ApplyError(
+                    "a new version cannot be applied inside of a transform of torch.func that the "
+                    "event loop's thread runs: put `async with scheme.reading():` around it"
+                )
+            run_on_loop(self._loop, self._apply_staged)
 
     def _apply_from_loop(self) -> None:
         if not self._closed and (not self._manual or self._askers):
             self.apply_soon()
         self.guard.let_go()
 
+    @abc.abstractmethod
+    def _look(self) -> Staged | None:
+        """What the word of the link names, if it is news; locked. Under the guard, any thread."""
+
+    @abc.abstractmethod
+    def _took(self, staged: Staged, error: BaseException | None) -> bool:
+        """What a word named was applied, or refused. Under the guard, on any thread.
+
+        Returns:
+            Whether the loop has to be told.
+        """
+
+    @abc.abstractmethod
+    def withdraw_promise(self) -> None:
+        """Say that the model does not follow by itself any more. Idempotent. On the loop."""
+
     def _apply_staged(self) -> None:
-        """Apply what is staged. Runs under the guard, on any thread.
+        """Apply what is there. Runs under the guard, on any thread.
 
         What an interrupt cut short stays noted, and the next read applies it again before it
         computes: the model has parts of two versions until then.
 
         Raises:
+            ApplyError: The read that begins promised to see this version, and cannot have it.
             BaseException: What the handler of a signal raised in this thread, or what a function
                 raised that is no :class:`Exception`.
         """
         self._apply_outcome = None
         tries = 0
         while not self._waits_for_model():
+            again = self._taking is not None
+            named = None if again else self._look()
             with self._lock:
-                again = self._taking is not None
                 if not again:
-                    self._taking = self._staged
+                    self._taking = named or self._staged
                 if self._staged is self._taking:
                     self._staged = None
             if self._taking is None:
                 return
+            if self._is_overtaken(self._taking):
+                self._outcomes.append((self._taking, None, None))
+                self._call_soon(self._report_outcomes)
+                self._taking = None
+                return
             try:
                 self._apply_noted(self._taking)
-                if not again:
+                if not again and (named is None or self._staged is None):
                     return
             except BaseException as exc:  # goes to its thread
                 tries += 1
@@ -165,10 +245,20 @@ class Applying(abc.ABC):
                 # Not to the link that brought the update, and was just as well at its work.
                 self._loop.call_soon(_raise, exc)
 
+    def _is_overtaken(self, staged: Staged) -> bool:
+        """Whether something newer, which a word named, was applied meanwhile."""
+        inbox = self.inbox
+        return (
+            staged.slot is None and staged.epoch == inbox.epoch and staged.version < inbox.version
+        )
+
+    def _has(self, staged: Staged) -> bool:
+        return (self.inbox.epoch, self.inbox.version) == (staged.epoch, staged.version)
+
     def _apply_noted(self, staged: Staged) -> None:
         """Have the model get this; may be cut short anywhere, and called again."""
         error: BaseException | None = None
-        if (self.inbox.epoch, self.inbox.version) != (staged.epoch, staged.version):
+        if not self._has(staged):
             try:
                 target = self._find_target()
                 target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
@@ -176,6 +266,8 @@ class Applying(abc.ABC):
                 if is_interrupt(exc):
                     raise
                 error = exc  # whatever the model raised travels in the NACK
+        # Nobody waits for an answer: the read has to say it.
+        looked = staged.slot is not None and self.looks and not self.owed
         if error is None:
             if self._current is not staged:
                 self._before = self._current
@@ -183,17 +275,27 @@ class Applying(abc.ABC):
             if self._flipped is not None:
                 self._flipped(staged.epoch, staged.version)
             # Readers see the version together with the weights, and not before all of them.
-            if (self.inbox.epoch, self.inbox.version) != (staged.epoch, staged.version):
+            if not self._has(staged):
+                self.inbox.seen(staged.epoch, staged.version)
                 self.inbox.applied(staged.epoch, staged.version)
         self._apply_outcome = (staged.version, error)
-        self._outcomes.append((staged, self._before if error is None else None, error))
-        if asyncio._get_running_loop() is self._loop:
-            self._report_outcomes()
-        else:
-            self._call_soon(self._report_outcomes)
+        if staged.slot is None or self._took(staged, error):
+            self._outcomes.append((staged, self._before if error is None else None, error))
+            if asyncio._get_running_loop() is self._loop:
+                self._report_outcomes()
+            else:
+                self._call_soon(self._report_outcomes)
         self._taking = self._before = None
-        if error is not None and not isinstance(error, Exception):
+        if error is None:
+            return
+        if not isinstance(error, Exception):
             raise error
+        if looked and self.guard.at_read:
+            raise ApplyError(
+                f"version {staged.version} could not be applied: {error}",
+                version=staged.version,
+                remote_type=type(error).__name__,
+            ) from error
 
     def _waits_for_model(self) -> bool:
         try:
@@ -244,7 +346,8 @@ class Applying(abc.ABC):
     @property
     def is_quick(self) -> bool:
         """Whether applying what is staged is little more than a change of pointers."""
-        target, staged = self._target, self._staged
+        target = self._target
+        staged = self._staged or (self._current if self._is_owed else None)
         return (
             isinstance(target, Target)
             and staged is not None
@@ -324,6 +427,7 @@ class Applying(abc.ABC):
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
+        self.withdraw_promise()  # until the new one has taken an update
         model = self._resolve()
         adopt = functools.partial(self._adopt, model)
         if model is self._target_of and self._adopts_late:  # back to it, before it was replaced

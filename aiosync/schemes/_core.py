@@ -86,6 +86,8 @@ class SchemeCore:
     # Called with what a receiver is given to keep up to date, before it is. Unlike what _reset()
     # sets, one that an integration puts here travels in copies and pickles.
     _prepare_model: Callable[[Any], None] | None = None
+    # Whether workers may take what they were named in a forward, and say nothing.
+    _promises: bool = True
 
     def _reset(self) -> None:
         """Everything that a pickle does not carry; all else that an object has, it does."""
@@ -307,16 +309,16 @@ class SchemeCore:
     def lag(self) -> int:
         """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
         if self._receiver is not None:
-            return self._receiver.inbox.lag
+            return self._receiver.lag
         versions = self.worker_versions.values()
         return max((self._clock.current - version for version in versions), default=0)
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """Sender: the version that each connected worker has applied."""
+        """Sender: the version that each connected worker has applied, as far as it is known."""
         if self._sender is None:
             return {}
-        return {idx: peer.outbox.applied for idx, peer in sorted(self._sender.peers.items())}
+        return {idx: peer.applied for idx, peer in sorted(self._sender.peers.items())}
 
     # -- checks --------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class EngineScheme(StreamReceiving):
         if self._same_host is None:
             return PrivateStore()
         self._same_host.arena = arena = Arena()
-        return ArenaStore(arena, self._is_leaving)
+        return ArenaStore(arena, self._ring_workers)
 
     # -- the sender ----------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class FollowingScheme(SchemeCore):
             with receiver.asking():
                 if timeout is not None and timeout <= 0:
                     await asyncio.sleep(0)
+                    receiver.look_now()
                     if not arrived():
                         receiver.check()
                         return None
@@ -166,7 +167,7 @@ class FollowingScheme(SchemeCore):
                 raise apply_error(*receiver.refused) from receiver.refused[1]
             if receiver.has_staged:
                 self._check_not_inside("pull", receiver, lambda: False)
-            if inbox.version < least or receiver.has_staged or inbox.lag:
+            if inbox.version < least or receiver.has_staged or receiver.lag:
                 return False
             if receiver.wishes.is_promised:
                 return False

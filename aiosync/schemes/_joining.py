@@ -141,7 +141,7 @@ class Joining(abc.ABC):
             return True
         if not peer.has_target:
             return peer.received_version >= version
-        return peer.outbox.applied >= version
+        return peer.visible >= version
 
     def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
         late = [idx for idx in self.expected if not self._has_joined(idx, version)]

@@ -7,9 +7,8 @@ reads the acknowledgements. Must not import torch.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiosync.errors import (
     AiosyncError,
@@ -27,22 +26,22 @@ from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
-from aiosync.transports._segment import Slot
-from aiosync.transports.base import Again, Received, Transport
+from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,
-    Current,
     Fetch,
     Hello,
     ManifestMessage,
     Message,
+    Promise,
     Refuse,
+    Take,
     Update,
 )
 
-__all__ = ["Peer", "is_leaving"]
+__all__ = ["Peer"]
 
 
 class Peer:
@@ -102,8 +101,11 @@ class Peer:
         self._writing = False
         self._lost = False
         self._publisher: SlotPublisher | None = None
-        if isinstance(transport, SharedMemTransport):
+        if isinstance(transport, SharedMemTransport) and hello.slots:
             self._publisher = transport.publisher
+        self._rung_at = 0.0  # when to ring it next, if it is behind; 0.0: it is not
+        self._rung_for = 0
+        self._ring_pause = 0.0
         self._ready = bring if bring is not None and self._publisher else self._copied
 
     def start(self) -> None:
@@ -122,6 +124,14 @@ class Peer:
         return f"worker {self.worker_idx}" if channel is None else channel.name
 
     @property
+    def watched(self) -> list[int]:
+        """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
+        channel = None if self._publisher is None else channel_of(self.transport)
+        if channel is None:
+            return []
+        return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
+
+    @property
     def age(self) -> float:
         """Seconds since its handshake."""
         return time.monotonic() - self._since
@@ -135,7 +145,7 @@ class Peer:
         """Whether the worker has this version, or it is on its way."""
         return self.outbox.newest >= version
 
-    def say(self, message: Current) -> None:
+    def say(self, message: Message) -> None:
         """Send a word between two updates, in the background where the link is busy."""
         try:
             if self._lost or self.transport.send_nowait(message):
@@ -194,6 +204,8 @@ class Peer:
             self._snapshots.pop(version).release()
         if self.stream is not None:
             self.stream.close()
+        if self._publisher is not None:
+            self._publisher.end()
         self._on_lost(self, error)
         self._on_outcomes(self, outcomes)
 
@@ -278,13 +290,11 @@ class Peer:
         return self._publisher is not None
 
     def _write_now(self, snapshot: Snapshot) -> bool:
-        slot, digest, publisher = snapshot.slot, snapshot.layout.digest, self._publisher
+        publisher = self._publisher
         if publisher and snapshot.copying is not None:
             return False  # readers would see a slot that is half full
-        if slot is not None and publisher and digest == self._digest and not snapshot.values:
-            return publisher.publish_plain_nowait(
-                self.epoch, snapshot.version, digest, slot, snapshot.nbytes
-            )
+        if publisher and snapshot.slot is None and not snapshot.values:
+            return False  # it is brought there first
         manifest, update = self._messages(snapshot, self.epoch)
         if manifest is not None:
             if not self.transport.send_nowait(manifest):
@@ -292,9 +302,88 @@ class Peer:
             self._digest = snapshot.layout.digest
         if self.stream is not None:
             return self.stream.write_nowait(snapshot)
-        if slot is not None and publisher:
-            return publisher.publish_nowait(update, slot, snapshot.nbytes)
+        if publisher and not snapshot.values:
+            assert snapshot.slot is not None
+            if not publisher.announce_nowait(snapshot.slot):
+                return False
+            self._store(publisher, snapshot)
+            return self.transport.send_nowait(Take(self.epoch, snapshot.version))
         return self.transport.send_nowait(update, self._payload(snapshot))
+
+    @staticmethod
+    def _store(publisher: SlotPublisher, snapshot: Snapshot) -> None:
+        assert snapshot.slot is not None
+        snapshot.slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
+        publisher.store(snapshot.slot, snapshot.version)
+
+    # -- what the worker sees without being told --------------------------------------------------
+
+    def can_see(self, snapshot: Snapshot) -> bool:
+        """Whether the worker takes this update, as soon as it is named, before it computes again.
+
+        Not while others are on their way to it: their answers come in order.
+        """
+        publisher = self._publisher
+        return (
+            publisher is not None
+            and publisher.promised == snapshot.layout.digest
+            and snapshot.slot is not None
+            and snapshot.copying is None
+            and not (snapshot.values or self._lost or self._writing)
+            and self.outbox.is_idle
+            and publisher.knows(snapshot.slot)
+        )
+
+    def see(self, snapshot: Snapshot) -> None:
+        """Name an update to the worker, which promised to look: it counts as applied."""
+        publisher = self._publisher
+        assert publisher is not None
+        self._store(publisher, snapshot)
+        self.outbox.seen(snapshot.version)
+        self.received_version = snapshot.version
+        if publisher.bell:
+            self.ring()
+
+    @property
+    def applied(self) -> int:
+        """Newest version that the worker has taken, as far as it is known; 0 for none."""
+        holds = 0 if self._publisher is None else self._publisher.holds
+        return max(self.outbox.applied, holds)
+
+    @property
+    def visible(self) -> int:
+        """Version that the worker uses from now on, or has; 0 for none."""
+        return max(self.outbox.applied, self.outbox.visible)
+
+    def ring(self) -> None:
+        """Have the worker look now. What the link does not take is not said."""
+        try:
+            self.transport.send_nowait(Take(self.epoch, 0))
+        except AiosyncError as exc:
+            self.lose(exc)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the worker has not taken yet what it was named without a message."""
+        return self._publisher is not None and self._publisher.holds < self.outbox.visible
+
+    def ring_if_behind(self, now: float, first: float, longest: float) -> bool:
+        """Ring the worker if it is time for that; less and less often while it does nothing.
+
+        Returns:
+            Whether it may have to be rung again.
+        """
+        if not self.is_behind or self._lost:
+            self._ring_pause = 0.0
+            return False
+        holds = 0 if self._publisher is None else self._publisher.holds
+        if not self._ring_pause or holds != self._rung_for:
+            self._ring_pause, self._rung_at, self._rung_for = first, now, holds
+        if now >= self._rung_at:
+            self.ring()
+            self._ring_pause = min(2 * self._ring_pause, longest)
+            self._rung_at = now + self._ring_pause
+        return True
 
     async def _write(self, snapshot: Snapshot, epoch: int) -> None:
         try:
@@ -308,8 +397,10 @@ class Peer:
             if self.stream is not None:
                 await self.stream.write(snapshot, epoch)
                 await self._say_words()
-            elif snapshot.slot is not None and self._publisher:
-                await self._publisher.publish(update, snapshot.slot, snapshot.nbytes)
+            elif snapshot.slot is not None and self._publisher and not snapshot.values:
+                await self._publisher.announce(snapshot.slot)
+                self._store(self._publisher, snapshot)
+                await self.transport.send(Take(epoch, snapshot.version))
             else:
                 await self.transport.send(update, self._payload(snapshot))
         except AiosyncError as exc:
@@ -341,12 +432,18 @@ class Peer:
         except AiosyncError as exc:
             self.lose(exc)
 
-    def _on_message(self, received: Received) -> Again | None:
+    def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Fetch):
             self.wanted = message.min_version
             self._on_fetch(self)
-            return None
+            return
+        if isinstance(message, Promise):
+            if self._publisher is not None:
+                self._publisher.promised = message.digest or None
+                if not message.digest:
+                    self.transport.send_nowait(message)
+            return
         if isinstance(message, Refuse):
             raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
         if not isinstance(message, Ack):
@@ -363,32 +460,7 @@ class Peer:
         else:
             self._on_outcomes(self, ())  # some wait for no more than that it arrived
         self._pump()
-        if message.status is AckStatus.APPLIED and message.epoch == self.epoch:
-            return functools.partial(self._on_applied, message.epoch)
-        return None
-
-    def _on_applied(
-        self, epoch: int, version: int, _payload: memoryview | None, _release: Callable[[], None]
-    ) -> None:
-        """The short way for what nearly every message is."""
-        if epoch != self.epoch:
-            return  # of a sender that was taken over from
-        if version > self.received_version:
-            self.received_version = version
-        outcomes = self.outbox.on_applied(version)
-        self._answered()
-        self._settle(outcomes)
-        if self._snapshots:
-            self._pump()
 
     def _answered(self) -> None:
         if self.stream is not None and self.outbox.window_open:
             self.stream.answered()
-
-
-def is_leaving(slot: Slot, peers: Iterable[Peer]) -> bool:
-    """Whether every reader of ``slot`` has applied something newer already."""
-    if slot.refs or not slot.holders or any(slot.holders.values()):
-        return False
-    busy = {peer.transport for peer in peers if peer.outbox.in_flight}
-    return not any(holder in busy for holder in slot.holders)

@@ -40,7 +40,7 @@ class Progress:
         for idx, versions in self._failed.items():
             peer = self._workers.peers.get(idx)
             if peer is not None:
-                for old in [each for each in versions if each <= peer.outbox.applied]:
+                for old in [each for each in versions if each <= peer.visible]:
                     del versions[old]
             newer = [each for each in versions if each >= version]
             if newer:
@@ -50,7 +50,7 @@ class Progress:
     def _raise(self, version: int, failed: dict[int, AiosyncError]) -> None:
         if failed:
             there = self._workers.subscribers
-            acked = [each.worker_idx for each in there if each.outbox.applied >= version]
+            acked = [each.worker_idx for each in there if each.visible >= version]
             raise PartialSyncError(acked=acked, failed=failed, version=version)
 
     async def wait_applied(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:
@@ -63,15 +63,15 @@ class Progress:
             late = {
                 each.worker_idx
                 for each in subscribers
-                if each.outbox.is_idle and each.outbox.applied < version
+                if each.outbox.is_idle and each.visible < version
             }
             self._raise(version, {idx: refused[idx] for idx in refused.keys() & late})
             # With nobody there, nobody has it: who comes later gets it.
-            return bool(subscribers) and all(peer.outbox.applied >= version for peer in subscribers)
+            return bool(subscribers) and all(peer.visible >= version for peer in subscribers)
 
         await self.wait_until(reached, timeout=timeout, late=late)
         # Somebody may have come or gone since.
-        found = [peer.outbox.applied for peer in self._workers.subscribers]
+        found = [peer.visible for peer in self._workers.subscribers]
         return max(version, min(found, default=version))
 
     async def wait_staged(self, version: int, *, timeout: float | None, late: SyncTimeout) -> int:

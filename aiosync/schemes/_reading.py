@@ -64,6 +64,7 @@ class Reading:
         # Inside a read of this task, or of the one that started it, an update cannot go first.
         if id(self._guard) not in _reading.get():
             await self._let_update_go_first()
+            self._guard.note_overlap()
         self._enter()
         _reading.set((*_reading.get(), id(self._guard)))
 

@@ -6,6 +6,7 @@ Must not import the sender's half.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import warnings
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,9 @@ from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
 from aiosync.tensors.loading import Loader, LoadTarget
 from aiosync.transports._link import without_frames
+from aiosync.transports._page import can_lock
 from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
@@ -151,6 +154,7 @@ class ReceivingScheme(FollowingScheme):
             relay=lambda: self._relay,
             transform=self._transform,
             relink=self._relink,
+            promises=self._promises,
         )
         receiver.prepare_target()
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
@@ -203,6 +207,12 @@ class ReceivingScheme(FollowingScheme):
             has_target=self._resolve_target() is not None and self.apply == "auto",
         )
 
+    def _hello_on(self, link: Transport) -> Hello:
+        hello = self._hello()
+        if isinstance(link, SharedMemTransport):
+            hello = dataclasses.replace(hello, slots=can_lock())
+        return hello
+
     # What ends one handshake only: the next one may work.
     _tries_again: type[AiosyncError] = Refused
 
@@ -221,7 +231,8 @@ class ReceivingScheme(FollowingScheme):
                 if lost is not None:
                     await backoff.wait()
                     receiver.use_link(await self._reach(left()))
-                return await greet(receiver.transport, self._hello(), timeout=left())
+                hello = self._hello_on(receiver.transport)
+                return await greet(receiver.transport, hello, timeout=left())
             except (AuthError, ConfigError, LocalProtocolError):
                 raise
             except ConnectTimeout as exc:

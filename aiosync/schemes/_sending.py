@@ -20,7 +20,6 @@ from aiosync.schemes._context import (
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._making import Planned, SnapshotMaker
-from aiosync.schemes._peer import is_leaving
 from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
@@ -29,7 +28,6 @@ from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
-from aiosync.transports._segment import Slot
 from aiosync.transports.base import Transport
 from aiosync.types import Limits, SendReport
 
@@ -47,8 +45,10 @@ class SendingScheme(SchemeCore):
         """Bounds that the receivers are expected to have; ``None`` for the defaults."""
         return None
 
-    def _is_leaving(self, slot: Slot) -> bool:
-        return self._sender is not None and is_leaving(slot, self._sender.peers.values())
+    def _ring_workers(self) -> None:
+        """Have the workers look that compute with an older version than they were named."""
+        if self._sender is not None:
+            self._sender.ring_late(at_once=True)
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
@@ -183,9 +183,10 @@ class SendingScheme(SchemeCore):
     ) -> SendReport:
         """Send a snapshot of the weights to the workers, and wait until they have applied it.
 
-        Workers are served at the same time; a slow one does not delay the others. A worker that
-        died since the last send is named in one :class:`PartialSyncError`, and listed as ``lost``
-        in the reports of later sends.
+        Through shared memory it is enough that what a worker computes next uses it, for those that
+        look by themselves. Workers are served at the same time; a slow one does not delay the
+        others. A worker that died since the last send is named in one :class:`PartialSyncError`,
+        and listed as ``lost`` in the reports of later sends.
 
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
@@ -196,13 +197,15 @@ class SendingScheme(SchemeCore):
                 ``math.inf`` waits for ever.
 
         Returns:
-            Which workers applied which version.
+            Which workers have which version.
 
         Raises:
             PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed``
                 says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
                 ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
                 others have the new version.
+            AckTimeout: Workers that still compute with older versions, or are stopped, keep every
+                slot of shared memory; nothing was sent.
             ConfigError: A worker is named that never connected, the weights cannot travel, or
                 the timeout is not a number.
             LocalProtocolError: Not a connected sender.

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from aiosync.errors import AiosyncError
 from aiosync.tensors import FlatBuffer, Layout, LiveBytes
-from aiosync.transports._incoming import LAZY_NBYTES
-from aiosync.transports._segment import Arena, Slot
+from aiosync.transports._segment import MAX_SLOTS, Arena, Slot
 
 if TYPE_CHECKING:
     from aiosync.schemes._making import Planned
@@ -24,8 +23,10 @@ __all__ = ["ArenaStore", "PrivateStore", "Snapshot", "SnapshotStore"]
 
 InThread: TypeAlias = "Callable[[Callable[[], None]], Awaitable[None]]"
 
-# How long a send waits for a slot that its readers are about to leave.
-_LEAVING_SECONDS = 0.05
+# How long a send waits for a slot that its readers are about to leave, before it takes another.
+_LEAVING_SECONDS = 0.02
+_PAUSE_SECONDS = (0.0002, 0.01)  # the first one and the longest between two looks
+_SMALL_NBYTES = 16 * 2**20  # of all slots together
 # The pages of larger slots are taken in a thread.
 _QUICK_NBYTES = 4 * 2**20
 
@@ -207,73 +208,78 @@ class PrivateStore:
 
 
 class ArenaStore:
-    """Snapshots in the slots of an arena: two in the steady state, more while a reader lags.
+    """Snapshots in the slots of an arena.
+
+    Beside those that are named to workers, or kept for workers that join, there are as many as
+    workers hold at most: one that computes for long keeps its slot, and nobody else waits for it.
+    Where all together are not small there is another one only when none has become free for a
+    moment: mostly there are two.
 
     Args:
         arena: Where the slots are.
-        leaving: Whether every reader of a slot has moved on, so that it becomes free at once.
+        ring: Has workers look who compute with an older version.
     """
 
     has_slots: bool = True
 
-    def __init__(self, arena: Arena, leaving: Callable[[Slot], bool]) -> None:
+    def __init__(self, arena: Arena, ring: Callable[[], None]) -> None:
         self.arena = arena
         self._private = PrivateStore()
-        self._leaving = leaving
+        self._ring = ring
         self._buffers: dict[tuple[int, int], FlatBuffer] = {}
         self._growing = asyncio.Lock()
-        self._freed: asyncio.Future[None] | None = None
-        arena.on_free = self._on_free
 
-    def _on_free(self) -> None:
-        if self._freed is not None and not self._freed.done():
-            self._freed.set_result(None)
+    def _may_grow(self, nbytes: int) -> bool:
+        arena = self.arena
+        segment = arena.segment
+        if segment is None or segment.slot_nbytes < nbytes:
+            return True
+        # Each worker may be in a read of another version, and holds no more than that one.
+        return arena.num_left < arena.num_links + 2 and arena.num_slots < MAX_SLOTS
+
+    def _is_slow(self, nbytes: int) -> bool:
+        """Whether to wait a moment before there is another slot."""
+        return nbytes * (self.arena.num_links + 2) > _SMALL_NBYTES and self.arena.num_slots > 1
 
     def acquire_nowait(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
+        slot = self.arena.free_slot(nbytes)
+        if slot is None and not self._may_grow(nbytes):
+            return self._private.acquire_nowait(nbytes)
         self._private.forget()
-        return self._wrap(self.arena.free_slot(nbytes) or self.arena.grow(nbytes))
+        return self._wrap(slot or self.arena.grow(nbytes))
 
     def acquire_free(self, nbytes: int) -> Snapshot | None:
         """See :class:`SnapshotStore`."""
         slot = self.arena.free_slot(nbytes)
+        if slot is None and self._may_grow(nbytes) and not self._is_slow(nbytes):
+            slot = self.arena.grow(nbytes)
         return None if slot is None else self._wrap(slot)
 
     async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         """See :class:`SnapshotStore`."""
         self._private.forget()
         async with self._growing:
-            return await self._acquire(nbytes, in_thread)
+            return self._wrap(await self._acquire(nbytes, in_thread))
 
-    async def _acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
-        give_up = time.monotonic() + _LEAVING_SECONDS
+    async def _acquire(self, nbytes: int, in_thread: InThread) -> Slot:
+        pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
         while True:
             slot = self.arena.free_slot(nbytes)
             if slot is not None:
-                return self._wrap(slot)
-            left = give_up - time.monotonic()
-            enough = 3 if nbytes <= LAZY_NBYTES else 2
-            if self.arena.num_slots < enough or left <= 0 or not self._any_leaving():
+                return slot
+            if self._may_grow(nbytes) and (not self._is_slow(nbytes) or time.monotonic() >= until):
                 if nbytes > _QUICK_NBYTES:
                     await in_thread(self.arena.reserve(nbytes))
                     slot = self.arena.free_slot(nbytes)  # somebody may have left one meanwhile
-                return self._wrap(slot or self.arena.grow(nbytes))
-            self._freed = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(left):
-                    await self._freed
-            except TimeoutError:
-                pass  # not as close to leaving as it looked: grow
-            finally:
-                self._freed = None
+                return slot or self.arena.grow(nbytes)
+            self._ring()
+            await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
 
     def acquire_private(self, nbytes: int) -> Snapshot:
         """See :class:`SnapshotStore`."""
         return self._private.acquire_nowait(nbytes)
-
-    def _any_leaving(self) -> bool:
-        segment = self.arena.segment
-        return segment is not None and any(self._leaving(slot) for slot in segment.slots)
 
     def _wrap(self, slot: Slot) -> Snapshot:
         buffer = self._buffers.get(slot.key)

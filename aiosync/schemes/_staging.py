@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
+from aiosync.transports._incoming import NamedSlot, SlotReader
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Manifest, Message, RunningChecksum, Update
@@ -21,6 +23,7 @@ from aiosync.wire import Manifest, Message, RunningChecksum, Update
 __all__ = ["Staged", "Staging"]
 
 _KNOWN_LAYOUTS = 4
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +35,9 @@ class Staged:
     layout: Layout
     flat: FlatBuffer
     values: Mapping[str, Any]
-    key: tuple[int, int] | None
     give_back: Callable[[], None]
-    link: Transport | None = None  # whose memory it is, if it is that of a link
+    slot: NamedSlot | None = None  # whose memory it is, if it is shared
+    lent: bool = False  # it is that of the link
 
 
 class Staging:
@@ -55,8 +58,9 @@ class Staging:
         self.checks: bool = capabilities.cross_host and not capabilities.whole_payloads
         self._part = memoryview(b"")  # what is landing
         self._running: RunningChecksum | None = None
-        self._mapped: dict[tuple[int, int], FlatBuffer] = {}
-        self._held: list[Staged] = []  # left by the module, but still used by something else
+        self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
+        self.slots: SlotReader | None = _slots_of(transport)
+        self.epoch: int | None = None  # of what the word of the link names
 
     def learn(self, manifest: Manifest) -> None:
         """Remember the layout of updates to come."""
@@ -65,17 +69,6 @@ class Staging:
         self._layouts[layout.digest] = layout
         while len(self._layouts) > _KNOWN_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
-
-    def known(self, layout: Layout) -> Layout:
-        """Check that the layout of an earlier update is not forgotten.
-
-        Raises:
-            RemoteProtocolError: Its manifest has to be sent again.
-        """
-        known = self._layouts.get(layout.digest)
-        if known is None:
-            raise _unknown_manifest()
-        return known
 
     def lend(self, message: Message, nbytes: int) -> list[memoryview]:
         """Buffers for the payload of ``message``, checked against its manifest."""
@@ -141,18 +134,17 @@ class Staging:
         layout = self._layouts[message.digest]
         self._assembly = self._landing = None
         give_back = lambda: self._put_back(landing)  # noqa: E731 - bound to this buffer
-        return Staged(
-            assembly.epoch, assembly.version, layout, landing, message.values, None, give_back
-        )
+        return Staged(assembly.epoch, assembly.version, layout, landing, message.values, give_back)
 
     def next_link(self, transport: Transport) -> None:
         """Go on with another link: what was verified of an update stays."""
         self._transport = transport
         if self._assembly is not None:
             self._assembly.resume()
-        self._mapped.clear()  # slots of another link may have the same names
-        if transport.capabilities.zero_copy_recv:
-            self._spare.clear()
+        self._mapped.clear()
+        if self.slots is not None:
+            self.slots.close()
+        self.slots, self.epoch = _slots_of(transport), None
 
     @property
     def partial(self) -> tuple[int, int, int] | None:
@@ -194,60 +186,99 @@ class Staging:
         message = received.message
         layout = self._layout_of(message, received.nbytes)
         assert isinstance(message, Update)
-        key = received.key if isinstance(received.key, tuple) else None
-        give_back, link = received.release, None
-        if key is not None:
-            flat, link = self.map(key, received.payload[0]), self._transport
-        else:
-            landing, self._landing = self._landing, None
-            flat = landing if landing is not None else self._new_landing(layout)
-            if landing is None and received.nbytes:
-                _fill(flat, received)
-            give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer
-        values = message.values
-        return Staged(message.epoch, message.version, layout, flat, values, key, give_back, link)
+        if isinstance(received.key, tuple):  # the link's own memory, which it lends
+            flat = self._map(received.key, received.payload[0])
+            values, give_back = message.values, received.release
+            return Staged(
+                message.epoch, message.version, layout, flat, values, give_back, lent=True
+            )
+        landing, self._landing = self._landing, None
+        flat = landing if landing is not None else self._new_landing(layout)
+        if landing is None and received.nbytes:
+            _fill(flat, received)
+        received.release()
+        give_back = lambda: self._put_back(flat)  # noqa: E731 - bound to this buffer
+        return Staged(message.epoch, message.version, layout, flat, message.values, give_back)
 
-    def map(self, key: tuple[int, int], payload: memoryview) -> FlatBuffer:
-        """The transport's own memory as tensors can see it; the same object for the same memory."""
+    def _map(self, key: tuple[Any, ...], payload: memoryview) -> FlatBuffer:
+        """A link's own memory as tensors can see it; the same object for the same memory."""
         flat = self._mapped.get(key)
         if flat is None or flat.nbytes < payload.nbytes:
             for old in [old for old in self._mapped if old[0] != key[0]]:
-                del self._mapped[old]  # a segment that the sender replaced
-            whole = payload.obj
-            flat = FlatBuffer.wrap(whole)
-            self._mapped[key] = flat
+                del self._mapped[old]  # what the sender replaced
+            flat = self._mapped[key] = FlatBuffer.wrap(payload.obj)
         return flat
+
+    # -- slots of shared memory ----------------------------------------------------------------
+
+    def open_named(self) -> Staged | None:
+        """What the word of the link names, if that is news, where it lies. On any thread.
+
+        Raises:
+            ApplyError: The sender was stopped while it wrote.
+            RemoteProtocolError: The word names nothing that was announced.
+        """
+        slots, epoch = self.slots, self.epoch
+        if slots is None or epoch is None or not slots.is_behind:
+            return None
+        slot = slots.open()
+        if slot is None:
+            return None
+        layout = self._layouts.get(slot.digest)
+        if layout is None or layout.nbytes != slot.nbytes:
+            slots.leave(slot, keep=False)
+            return None  # its manifest is on its way, and a message behind it
+        flat = self._mapped.get(slot.key)
+        if flat is None:
+            flat = self._mapped[slot.key] = FlatBuffer.wrap(slot.memory)
+
+        def give_back() -> None:
+            self._leave_slot(slots, slot, flat)
+
+        return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, slot)
+
+    def _leave_slot(self, slots: SlotReader, slot: NamedSlot, flat: FlatBuffer) -> None:
+        kept = not flat.exclusive()
+        if kept:  # a state_dict() that somebody kept, a graph: their memory stays as it is
+            self._mapped.pop(slot.key, None)
+        slots.leave(slot, keep=kept)
 
     def _put_back(self, flat: FlatBuffer) -> None:
         if len(self._spare) < 2:
             self._spare.append(flat)
 
     def retire(self, staged: Staged) -> None:
-        """The module left ``staged``: give its memory back as soon as nothing else uses it."""
-        self._held.append(staged)
-        self.sweep()
-        link, key = staged.link, staged.key
-        if key is not None and isinstance(link, SharedMemTransport) and staged in self._held:
-            link.tell_retained(key)
+        """The module left ``staged``: give its memory back, unless something else uses it.
 
-    def sweep(self) -> None:
-        """Give back what is not used any more."""
-        for staged in list(self._held):
-            if staged.flat.exclusive():
-                self._held.remove(staged)
-                staged.give_back()
-            elif not isinstance(staged.link, SharedMemTransport):
-                self._held.remove(staged)  # such memory goes when its last user lets go
+        Then it goes when its last user lets go.
+        """
+        if staged.slot is not None or staged.flat.exclusive():
+            staged.give_back()
+
+    def keep(self, staged: Staged | None) -> None:
+        """Give what is in a slot memory of this process: nobody keeps the sender from it now."""
+        if self.slots is not None and staged is not None and staged.slot is not None:
+            self._mapped.pop(staged.slot.key, None)
+            self.slots.leave(staged.slot, keep=True)
 
     def close(self) -> None:
         """Forget every buffer."""
-        self.sweep()
-        self._held.clear()
         self._spare.clear()
         self._assembly = self._landing = self._running = None
         self._part = memoryview(b"")
         self._mapped.clear()
         self._layouts.clear()
+        if self.slots is not None:
+            self.slots.close()
+            self.slots = None
+
+
+def _slots_of(transport: Transport) -> SlotReader | None:
+    if not isinstance(transport, SharedMemTransport):
+        return None
+    # What was named last before the link ended is still to be read.
+    transport.slots.outlives_link = True
+    return transport.slots
 
 
 class _Lender:

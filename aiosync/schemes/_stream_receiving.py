@@ -251,7 +251,7 @@ class StreamReceiving(TrainersArriving):
                 left = self._lost_at + self.reconnect - loop.time()
                 patience = min(patience, max(0.0, left))
             try:
-                welcome = await greet(link, self._hello(), timeout=patience)
+                welcome = await greet(link, self._hello_on(link), timeout=patience)
             except AiosyncError as exc:
                 link.abort()
                 chosen = self._given_idx is None and self._worker_idx is not None

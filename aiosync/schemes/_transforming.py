@@ -111,7 +111,7 @@ class Transforming:
                 self._layout = layout
                 give_back = lambda flat=flat: self._put_back(flat)  # noqa: E731 - bound to it
                 result = Staged(
-                    staged.epoch, staged.version, layout, flat, staged.values, None, give_back
+                    staged.epoch, staged.version, layout, flat, staged.values, give_back
                 )
                 if not self._closed:
                     self._done(result)  # also with a newer one waiting, which may be overtaken, too

@@ -264,7 +264,7 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         if self._sender is None:
             return False
         enough = len(self._sender.peers) >= max(1, self._sources.num_workers or 0)
-        return enough and all(peer.outbox.applied for peer in self._sender.workers.subscribers)
+        return enough and all(peer.visible for peer in self._sender.workers.subscribers)
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)

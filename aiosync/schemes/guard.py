@@ -37,6 +37,10 @@ _PATIENCE_SECONDS = 0.1
 _MAX_PATIENCE_SECONDS = 5.0
 
 
+def _nothing() -> None:
+    return None
+
+
 def _has_ended(frame: FrameType) -> bool:
     """Whether a frame has ended; the locals of one that has are forgotten."""
     try:
@@ -78,6 +82,36 @@ class Guard:
         self._held_until = 0.0
         # Called under the lock when the next outermost read starts, before it sees anything.
         self.before_next_read: Callable[[], None] | None = None
+        self._words: memoryview | None = None
+        self._on_word: Callable[[], None] = _nothing
+        self._on_overlap: Callable[[], None] = _nothing
+        self.seen: int = 0  # the word that was dealt with
+
+    # -- a word that others write --------------------------------------------------------------
+
+    def watch_word(
+        self, words: memoryview, on_word: Callable[[], None], on_overlap: Callable[[], None]
+    ) -> None:
+        """Look at a word whenever an outermost read begins or ends while no other is open.
+
+        Args:
+            words: The first of these is the word.
+            on_word: Runs, as what :meth:`submit` is given does, if it is not :attr:`seen`; what
+                it raises ends the read that is about to begin.
+            on_overlap: Called when reads overlap, which then all use what the first one has.
+        """
+        with self._lock:
+            self._on_word, self._on_overlap, self._words = on_word, on_overlap, words
+
+    def ignore_word(self) -> None:
+        """Do not look at a word any more. Idempotent."""
+        with self._lock:
+            self._words, self._on_word, self._on_overlap = None, _nothing, _nothing
+
+    def note_overlap(self) -> None:
+        """Another task of this thread is about to begin a read while one of them is in one."""
+        if self._open.get(threading.get_ident()):
+            self._on_overlap()
 
     # -- readers -------------------------------------------------------------------------------
 
@@ -96,9 +130,11 @@ class Guard:
         while True:
             with self._lock:
                 reads = self._open.get(thread)
-                if reads and frame is not None:
+                if reads:
                     self._drop_dead(thread)
                     reads = self._open.get(thread)
+                elif self._words is not None and self._open:
+                    self._sweep()
                 if not reads and (self._applying is not None or self._wanted or self._held_until):
                     if self._applying is not None:  # maybe cut short, also in this thread
                         self._sweep()
@@ -112,6 +148,8 @@ class Guard:
                     if self.before_next_read is not None:
                         call, self.before_next_read = self.before_next_read, None
                         call()
+                    if self._words is not None and not reads and self._open:
+                        self._on_overlap()
                     self._open.setdefault(thread, []).append(frame)
                     return
             self._run(todo, at_read=True)
@@ -375,6 +413,8 @@ class Guard:
         """Claim what waits, for the method of ``frame`` to run."""
         todo = self._pending
         self._patient_until = 0.0
+        if todo is None and self._words is not None and self._words[0] != self.seen:
+            todo = self._on_word
         if todo is not None:
             self._applying = (threading.get_ident(), frame, todo)
             self._pending = None

@@ -147,6 +147,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 task.cancel()
             await asyncio.gather(starting, meeting, return_exceptions=True)
 
+    _promises = False  # the actor may replace its module, and tells nobody
+
     # -- inside of the actor -------------------------------------------------------------------
 
     def _receive_for(self, transform: Any, model_id: str) -> None:

@@ -8,10 +8,9 @@ is in ``_applying``. Must not import the sender.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Awaitable, Callable
+from types import TracebackType
 from typing import Any, Literal
 
 from aiosync.errors import (
@@ -31,16 +30,16 @@ from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes._transforming import Transform, Transforming
 from aiosync.schemes._wishes import Wishes
 from aiosync.schemes.guard import Guard
-from aiosync.tensors import Layout
 from aiosync.transports._link import without_frames
-from aiosync.transports.base import Again, Received, Transport, make_ack
+from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Current, ManifestMessage, Update
+from aiosync.wire import Current, ManifestMessage, Promise, Take, Update
 
 __all__ = ["WeightReceiver"]
 
 _CLOSE_SECONDS = 1.0
-_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+_LOOK_SECONDS = 0.05
+_BELL_SECONDS = 0.001
 
 
 class WeightReceiver(Answering):
@@ -64,6 +63,7 @@ class WeightReceiver(Answering):
         transform: Makes of an update, in a thread, what the model wants.
         relink: Finds another link, handshake included, after one was lost for the reason that
             it is given; ``None`` where a lost link is the end.
+        promises: Over shared memory, forwards may take new versions before the trainer hears.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class WeightReceiver(Answering):
         relay: Callable[[], Relay | None] = lambda: None,
         transform: Transform | None = None,
         relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
+        promises: bool = True,
     ) -> None:
         tasks = TaskOwner(self.fail)
         super().__init__(
@@ -96,6 +97,7 @@ class WeightReceiver(Answering):
             relaying=Relaying(tasks, self._relayed),
             relay=relay,
             on_applied=on_applied,
+            promises=promises,
         )
         if transform is not None:
             self._transforming = Transforming(
@@ -158,13 +160,28 @@ class WeightReceiver(Answering):
             except AiosyncError as exc:
                 self.fail(exc)
                 return
+            await self._take_last_word()
             self.use_link(link)
             self.reconnects += 1
             self.wishes.ask_again()
 
+    async def _take_last_word(self) -> None:
+        """Take what the last link named before it was lost: its trainer counts on that."""
+        slots = self._staging.slots
+        if slots is not None and slots.is_behind and self.looks:
+            await wait_for_readers(self.guard, _CLOSE_SECONDS)
+            self.guard.exclusively(self._apply_staged, timeout=0.0)
+            self.guard.let_go()
+
     def use_link(self, transport: Transport) -> None:
         """Go on with another link, after its handshake."""
         self.lost = None
+        self._staging.keep(self._current)
+        self._staging.keep(self._taking)
+        self._promise_versions_of(None)
+        self._owe(0)
+        self._forget_overlap()
+        self._stop_looking()
         self.transport = transport
         self._staging.next_link(transport)
         self._outgoing.use_link(transport)
@@ -178,10 +195,10 @@ class WeightReceiver(Answering):
             self._on_message(await transport.recv(into=lender))
             await self._outgoing.flush()
 
-    def _on_message(self, received: Received) -> Again | None:
+    def _on_message(self, received: Received) -> None:
         if self._closed:  # and the link is about to be
             received.release()
-            return None
+            return
         message = received.message
         self._outgoing.check()
         if isinstance(message, Update) and self._staging.checks:
@@ -190,40 +207,76 @@ class WeightReceiver(Answering):
             if part is not None:
                 self._stage(part)
         elif isinstance(message, Update):
-            staged = self._staging.take(received)
-            key, layout = staged.key, staged.layout
-            self._stage(staged)
-            if key is not None and message.is_plain:
-                return functools.partial(self._stage_again, message.epoch, layout, key)
+            self._stage(self._staging.take(received))
+        elif isinstance(message, Take):
+            self._on_take(message)
+        elif isinstance(message, Promise):
+            self._on_promise_withdrawn()
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
         elif isinstance(message, Current):
             self.progress += 1
+            if self.looks:
+                self.look_now()
             if self.wishes.on_current(message, self.inbox):
                 self.cut_off = None
                 self._has_come(message.epoch, message.version)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
-        return None
 
-    def _stage_again(
-        self,
-        epoch: int,
-        layout: Layout,
-        key: tuple[int, int],
-        version: int,
-        payload: memoryview | None,
-        give_back: Callable[[], None],
-    ) -> None:
-        """Another version where an earlier one was: the short way."""
-        if self._closed:
-            give_back()
+    def look_now(self) -> None:
+        """Apply what the word of the link names, if it is news, now or when the reads end."""
+        slots = self._staging.slots
+        if slots is not None and slots.is_behind and not self._manual:
+            if not self.guard.submit(self._apply_when_fit) and self._look_timer is None:
+                self._look_again(_LOOK_SECONDS)
+
+    def _on_take(self, message: Take) -> None:
+        """The trainer has named a slot, and waits for an answer unless the version is 0."""
+        self.cut_off = None
+        epoch, version = message.epoch, message.version
+        if not version:
+            self.look_now()
             return
-        assert payload is not None
-        layout = self._staging.known(layout)
-        flat = self._staging.map(key, payload)
-        link = self.transport
-        self._stage(Staged(epoch, version, layout, flat, _NO_VALUES, key, give_back, link))
+        if self._staging.slots is None:
+            raise RemoteProtocolError("the trainer named memory that it never announced")
+        if epoch != self.inbox.newest_epoch:
+            self._forget_refusal()  # of a trainer before
+        self._staging.epoch = epoch
+        if self._transforming is not None:
+            staged = self._open_named()
+            if staged is None:
+                stale = StaleVersion(f"version {version} is older than what the model has")
+                self._outgoing.say(self._answer_to_stale(epoch, version, stale))
+            else:
+                if self._staging.slots is not None and staged.slot is not None:
+                    self._staging.slots.refuse(staged.slot)
+                self._stage(staged)
+            return
+        older = self.owed
+        try:
+            self.inbox.offer(epoch, version)
+        except StaleVersion as exc:
+            self._outgoing.say(self._answer_to_stale(epoch, version, exc))
+            self._has_come(epoch, version)
+            return
+        taking = self._taking
+        if older and (taking is None or taking.slot is None or taking.version < older):
+            self._outgoing.say(make_ack(epoch, older, AckStatus.SKIPPED, None))
+        self._owe(version)
+        if self._wishes_wait:
+            self._has_come(epoch, version)
+        if self._staged is not None:
+            self.guard.withdraw()
+        if not self._manual and self._resolve() is not None:
+            self.apply_soon()
+        if self._answered != (epoch, version) and self.owed:
+            self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
+        if self._waited_for:
+            self._notify()
+
+    def _cannot_look(self, error: RemoteProtocolError) -> None:
+        self.fail(error)
 
     def _stage(self, staged: Staged) -> None:
         self.cut_off = None
@@ -233,10 +286,10 @@ class WeightReceiver(Answering):
             self.inbox.offer(staged.epoch, staged.version)
         except StaleVersion as exc:
             staged.give_back()
-            self._outgoing.say(self._answer_to_stale(staged, exc))
+            self._outgoing.say(self._answer_to_stale(staged.epoch, staged.version, exc))
             self._has_come(staged.epoch, staged.version)
             return
-        if self.wishes.wanted or self.wishes.is_promised:
+        if self._wishes_wait:
             self._has_come(staged.epoch, staged.version)
         if self._transforming is not None:
             self._transforming.begin(staged)
@@ -264,6 +317,10 @@ class WeightReceiver(Answering):
             self._take(staged)
         else:
             staged.give_back()  # of a trainer before the one that there is
+
+    @property
+    def _wishes_wait(self) -> bool:
+        return bool(self.wishes.wanted) or self.wishes.is_promised
 
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
@@ -315,19 +372,38 @@ class WeightReceiver(Answering):
             SyncTimeout: ``late``, when the timeout passed.
             PeerClosed: The trainer went away before.
         """
+        self.look_now()
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
         try:
             async with asyncio.timeout(timeout):
+                await asyncio.sleep(0)
                 while not condition():
                     self.check()
                     self._waited_for = True
-                    await self._changed.wait()
+                    changed = self._changed
+                    self._ring_me()
+                    if not condition():  # else another thread took it in between, and told nobody
+                        await changed.wait()
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
             raise late from exc
+        finally:
+            slots = self._staging.slots
+            if slots is not None:
+                slots.ring_me(False)
+
+    def _ring_me(self) -> None:
+        """Have the trainer tell of a new version at once, while somebody waits for one."""
+        slots = self._staging.slots
+        if slots is None or not self.looks:
+            return
+        slots.ring_me(True)
+        self.look_now()
+        # The trainer may have named one in between, and neither side have seen it of the other.
+        self._loop.call_later(_BELL_SECONDS, self.look_now)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -336,7 +412,8 @@ class WeightReceiver(Answering):
 
         Otherwise closing copies it. Call it right before.
         """
-        if self._current is not None and self._current.key is None:
+        current = self._current
+        if current is not None and current.slot is None and not current.lent:
             self._current = None
 
     async def aclose(self) -> None:
@@ -384,9 +461,11 @@ class WeightReceiver(Answering):
                 self._staging.retire(self._current)
             else:
                 self._detach()
+                self._staging.keep(self._current)
                 keep_for_readers(self.guard, self._current)
         self._current = None
         self.guard.uninstall()
+        self.guard.ignore_word()
         self.guard.let_go()
         self._staging.close()
         self._target = self._target_of = None

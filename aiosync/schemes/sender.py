@@ -7,11 +7,13 @@ never delays another. Must not import the receiver.
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
+    AckTimeout,
     AiosyncError,
     ConfigError,
     LocalProtocolError,
@@ -34,6 +36,8 @@ from aiosync.types import Require, SendReport
 __all__ = ["WeightSender"]
 
 _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
+_TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
+_RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
 
 
 class WeightSender:
@@ -98,6 +102,10 @@ class WeightSender:
         self._snapshot_lock = asyncio.Lock()
         self._deadlines = Deadlines(self._loop, self._sends, self._settle)
         self._awake = Awake(self._loop)
+        self._turned_at = 0.0  # when the loop had its last turn between two sends
+        self._bell: asyncio.TimerHandle | None = None
+        self._polled: list[Peer] = []
+        self._poll = select.poll()
 
     @property
     def peers(self) -> Mapping[int, Peer]:
@@ -187,6 +195,12 @@ class WeightSender:
     ) -> SendReport:
         """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
+        if self._has_heard() or started - self._turned_at > _TURN_SECONDS:
+            # Workers come and go on this loop, also where it only sends: what came by now is looked
+            # at in the first turn, and what that means in the second.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            self._turned_at = time.perf_counter()
         self.workers.check()
         targets = self.targets(worker_ids, planned)
         if worker_ids is not None and not targets:
@@ -194,14 +208,20 @@ class WeightSender:
         # The usual case, small weights and memory that is free, without any await.
         snapshots = None if self._snapshot_lock.locked() else self.maker.take_free(planned)
         if snapshots is not None:
+            report = self._publish(snapshots, targets, worker_ids is None, started)
+            if report is not None:
+                return report
             send = self._dispatch(snapshots, targets, worker_ids is None, started)
         else:
             async with self._snapshot_lock:
                 self.workers.check()  # it may have been closed meanwhile
-                snapshots = await self._take(planned)
+                snapshots = await self._take_in_time(planned, timeout)
                 self.workers.check()
                 if worker_ids is None:
                     targets = self.targets(None, planned)  # somebody may have joined meanwhile
+                report = self._publish(snapshots, targets, worker_ids is None, started)
+                if report is not None:
+                    return report
                 send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if not send.future.done():
             if send.nbytes <= _AWAKE_NBYTES:
@@ -242,6 +262,23 @@ class WeightSender:
         if first is not None:
             raise first
 
+    async def _take_in_time(
+        self, planned: Mapping[int | None, Planned], timeout: float | None
+    ) -> Mapping[int | None, Snapshot]:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await self._take(planned)
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            behind = frozenset(idx for idx, peer in self.peers.items() if peer.is_behind)
+            raise AckTimeout(
+                f"no slot of shared memory was free for a new version within {timeout:g} s; "
+                f"workers {sorted(behind)} still compute with older ones, or are stopped",
+                worker_ids=behind,
+                version=self.clock.current + 1,
+            ) from exc
+
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
         peers, take = self.peers.values(), self.maker.take
@@ -279,10 +316,87 @@ class WeightSender:
             done.set_result(self._to_nobody(started))
             return SendHandle(self.clock.current, done)
         snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
+        report = self._publish(snapshots, targets, worker_ids is None, started)
+        if report is not None:
+            seen = self._loop.create_future()
+            seen.set_result(report)
+            return SendHandle(report.version, seen)
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if timeout is not None and not send.future.done():
             self._deadlines.limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
+
+    def _publish(
+        self,
+        snapshots: Mapping[int | None, Snapshot],
+        targets: set[int],
+        everybody: bool,
+        started: float,
+    ) -> SendReport | None:
+        """Name an update to workers that look for themselves, which is all that they need.
+
+        Returns:
+            ``None``, with nothing done, if any worker has to be told, or something else to be said.
+        """
+        snapshot = snapshots.get(None)
+        if snapshot is None or self._untold or not targets or self.workers.initial:
+            return None
+        peers = [self.peers.get(idx) for idx in targets]
+        if not all(peer is not None and peer.can_see(snapshot) for peer in peers):
+            return None
+        snapshot.version = version = self.clock.next()
+        for peer in peers:
+            assert peer is not None
+            peer.see(snapshot)
+        latest = self.workers.latest
+        if everybody:
+            latest.add(None, snapshot)
+        else:
+            for idx in sorted(targets):
+                latest.add(idx, snapshot.retain())
+            snapshot.release()
+        if self.workers.waiting:
+            self.workers.answer_all()
+        self.workers.notify()  # whoever waits for a version of the workers
+        self._ring_later()
+        lost = {idx: error for idx, error in self.workers.lost.items() if idx not in targets}
+        elapsed = time.perf_counter() - started
+        nbytes, epoch = snapshot.nbytes, self.clock.epoch
+        return SendReport(
+            epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
+        )
+
+    def _has_heard(self) -> bool:
+        """Whether a worker has said something, or has ended, that the loop has not looked at."""
+        peers = list(self.peers.values())
+        if peers != self._polled:
+            self._polled, self._poll = peers, select.poll()
+            for peer in peers:
+                for fd in peer.watched:
+                    self._poll.register(fd, select.POLLIN)
+        return bool(self._poll.poll(0))
+
+    def ring_late(self, *, at_once: bool = False) -> None:
+        """Ring workers that have not looked since they were named an update.
+
+        One that does not compute follows all the same, and gives its slot back.
+        """
+        now = self._loop.time()
+        if not at_once:
+            self._bell = None
+        if self.workers.closed:
+            return
+        late = False
+        for peer in list(self.peers.values()):
+            if at_once and peer.is_behind:
+                peer.ring()
+            late |= peer.ring_if_behind(now, *_RING_SECONDS)
+        if late:
+            self._ring_later()
+
+    def _ring_later(self) -> None:
+        if self._bell is None:
+            self._bell = self._loop.call_later(_RING_SECONDS[0], self.ring_late)
 
     def _dispatch(
         self,
@@ -309,6 +423,10 @@ class WeightSender:
                 error = ConfigError(f"no weights were given for worker {idx}")
                 outcome = Outcome(version, OutcomeKind.FAILED, error=workers.lost.get(idx, error))
                 send.tracker.resolve(idx, outcome)
+            elif peer.can_see(snapshot_for):
+                peer.see(snapshot_for)
+                self._ring_later()
+                send.tracker.resolve(idx, Outcome(version, OutcomeKind.APPLIED))
             else:
                 peer.offer(snapshot_for)
             if not everybody and snapshot_for is not None:
@@ -322,6 +440,7 @@ class WeightSender:
                 snapshot.release()
         if workers.waiting:
             workers.answer_all()
+        workers.notify()
         if send.tracker.settled:
             self._settle(send)
         return send
@@ -365,6 +484,8 @@ class WeightSender:
     def _end(self) -> None:
         self.workers.end()
         self._deadlines.cancel()
+        if self._bell is not None:
+            self._bell.cancel()
 
     async def aclose(self) -> None:
         """Close every link; sends under way fail with ``TransportClosed``. Bounded."""

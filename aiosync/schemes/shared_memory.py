@@ -23,10 +23,12 @@ __all__ = ["SharedMemWeightSyncScheme"]
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Sends weights to worker processes of one host through shared memory.
 
-    The sender copies each update once into a slot that no process reads, and wakes the workers;
-    their parameters then point at the slot (or copy it, with ``apply_copy=True``). Two slots in
-    the steady state; one more for each version that a slow worker or a kept tensor still uses.
-    A worker's own writes never leave its process, and never survive the next update. See
+    The sender copies each update once into a slot that no process reads, and names it to the
+    workers; their parameters then point at the slot (or copy it, with ``apply_copy=True``). A send
+    is over once its version is visible: a forward or ``reading()`` block that starts afterwards
+    uses it or a newer one, or raises ``ApplyError``. Parameters that are looked at outside of these
+    follow within 10 ms. Workers that cannot take versions in a forward answer to each update
+    instead. A worker's own writes never leave its process, and never survive. See
     ``docs/topics/shared-memory.md``.
 
     Workers find the trainer through a socket that only the same user can reach, by pickling
@@ -65,7 +67,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def _make_store(self) -> SnapshotStore:
         self._arena = Arena()
-        return ArenaStore(self._arena, self._is_leaving)
+        return ArenaStore(self._arena, self._ring_workers)
 
     def _reset(self) -> None:
         super()._reset()

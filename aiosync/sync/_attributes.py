@@ -128,7 +128,7 @@ class Attributes:
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """Sender: the version that each connected worker has applied."""
+        """Sender: the version that each connected worker has applied, as far as it is known."""
         return self._scheme.worker_versions
 
     @property

@@ -6,7 +6,6 @@ Must not import torch, tensors or schemes.
 from __future__ import annotations
 
 from aiosync.transports.base import (
-    Again,
     Handler,
     Lender,
     Payload,
@@ -26,7 +25,6 @@ from aiosync.transports.tcp import TCPTransport
 
 __all__ = [
     "TLS",
-    "Again",
     "Credentials",
     "DistributedTransport",
     "Handler",

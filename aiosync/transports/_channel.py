@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, PeerClosed, RemoteProtocolError
@@ -41,7 +41,6 @@ class FramedChannel:
         limits: Limits | None = None,
         name: str = "peer",
         intercept: Intercept | None = None,
-        whole_below: int = 0,
     ) -> None:
         """Start reading.
 
@@ -51,16 +50,12 @@ class FramedChannel:
             name: How errors call the peer.
             intercept: Called with each message without payload as it is read; returns True to
                 keep it from ``recv()``.
-            whole_below: Payloads up to this size, in bytes, become visible only when complete,
-                so that cancelling ``recv()`` never cuts them.
         """
         self.io = io
         self.limits: Limits = limits or DEFAULT_LIMITS
         self._state = LinkState(name)
         self._pidfd = -1
-        self._reader = FrameReader(
-            io, self._state, limits=self.limits, intercept=intercept, whole_below=whole_below
-        )
+        self._reader = FrameReader(io, self._state, limits=self.limits, intercept=intercept)
         self._writer = FrameWriter(io, self._state)
         self._state.on_end.append(self._forget_process)
         self._state.on_end.append(self._tell_peer)
@@ -186,15 +181,6 @@ class FramedChannel:
         """Descriptor that is readable once the peer's process has ended, or -1."""
         return self._pidfd
 
-    def take_pidfd(self) -> int:
-        """Hand over :attr:`pidfd`: the link does not watch the process any more."""
-        # The loop may be gone when a destructor calls this.
-        with contextlib.suppress(RuntimeError):
-            if not self._state.loop.is_closed():
-                self._forget_process()
-        pidfd, self._pidfd = self._pidfd, -1
-        return pidfd
-
     def _on_process_end(self) -> None:
         self._forget_process()
         # What it said before it died still counts.
@@ -236,10 +222,6 @@ class FramedChannel:
         refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
         with contextlib.suppress(OSError, AiosyncError):  # or longer than a header may be
             self.io.sendv([memoryview(encode_frame(refuse, 0, limits=self.limits))])
-
-    def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
-        """What the peer said before the link ended, and nobody took; ends reading."""
-        return self._reader.last_words()
 
     def _drain(self) -> None:
         # Unread bytes would turn our orderly end of the stream into a reset at the peer.

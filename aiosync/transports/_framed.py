@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from aiosync.transports._buffers import flat_view
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import ByteIo
-from aiosync.transports.base import Handler, Lender, Payload, Received, Transport, without_payload
+from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.types import Limits
-from aiosync.wire import Message, Repeat, encode_frame
+from aiosync.wire import Message, encode_frame
 
 __all__ = ["FramedTransport"]
 
@@ -78,13 +78,13 @@ class FramedTransport(Transport):
         """
         self._divert = take
 
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool | Repeat:
+    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
         if self._divert is not None and self._divert(message, ext):
             return True
         if self._handler is None or ext:
             return False  # only recv() looks at extensions
-        again = self._handler(Received(message))
-        return True if again is None else without_payload(again)
+        self._handler(Received(message))
+        return True
 
     async def aclose(self) -> None:
         """Close both directions at once; waiters see ``TransportClosed``."""

@@ -1,263 +1,248 @@
-"""The receiving side of shared memory: slots that the peer published, read in place.
+"""The receiving side of shared memory: the slot that this link's word names, read in place.
 
-Knows which slots this side still reads, and tells the peer when it left them. Must not import
-torch or anything above ``transports``.
+Used by the thread that applies an update, whichever that is: one at a time. Must not import
+asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections.abc import Hashable, Mapping
-from typing import Any
+import os
+import time
+from dataclasses import dataclass
 
-from aiosync.errors import (
-    FrameTooLarge,
-    RemoteProtocolError,
-    TransportBroken,
-    TransportClosed,
-)
-from aiosync.transports._channel import FramedChannel
+from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
-from aiosync.transports._publishing import LAST, LEFT, LEFT_SLOT, FrameCache
+from aiosync.transports._page import Page, named
+from aiosync.transports._segment import HEADER, HEADER_NBYTES
 from aiosync.transports._segment_view import SegmentView
-from aiosync.transports.base import Again, Received
-from aiosync.types import AckStatus
-from aiosync.wire import Ack, Message, Release, Repeat, Segment, encode_frame
+from aiosync.wire import PageMessage, Segment
 
-__all__ = ["LAZY_NBYTES", "SlotReader"]
+__all__ = ["NamedSlot", "SlotReader"]
 
-_MAX_SEGMENTS = 64  # a descriptor each, while something in this process uses one
-# The release of a slot up to this size may wait for the next message to the peer, which then
-# needs no system call of its own; senders keep one such slot more.
-LAZY_NBYTES = 8 * 2**20
-"""Bytes up to which the release of a slot may ride along with the next message."""
+_MAX_SEGMENTS = 64  # a descriptor or two each, while something in this process uses one
+_QUICK_TRIES = 100
+_PAUSE_SECONDS = 0.001
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedSlot:
+    """A slot that a word named, locked.
+
+    Attributes:
+        want: The word.
+        version: What is in it.
+        digest: Of the manifest of that.
+        nbytes: Of the payload.
+        memory: What the payload is the beginning of.
+        key: Names the mapping that this lies in.
+    """
+
+    want: int
+    version: int
+    digest: bytes
+    nbytes: int
+    memory: memoryview
+    key: tuple[int, int, int]
+    view: SegmentView
+    index: int
 
 
 class SlotReader:
-    """The segments that one peer announced.
+    """The segments and the page that one peer announced.
 
     Args:
-        channel: Where releases go.
-        io: Brings the segments' descriptors.
-        frames: Of this link.
+        io: Brings their descriptors.
     """
 
-    def __init__(self, channel: FramedChannel, io: SocketIo, frames: FrameCache) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._channel = channel
+    def __init__(self, io: SocketIo) -> None:
         self._io = io
-        self._frames = frames
         self._views: dict[int, SegmentView] = {}
-        # What rides along with the next write: releases that the peer does not wait for.
-        self._releases: list[Release] = []
-        self._flushing = self._said_farewell = False
+        self._page: Page | None = None
+        self._held: NamedSlot | None = None
+        self._seen = 0  # the word that was dealt with
+        self.outlives_link: bool = False  # whoever reads here closes it
+        self._closed = False
         keep_across_fork(self)
         close_in_child(self)
 
     def before_fork(self) -> None:
         """Copy what this side reads: it will leave it, but a child would go on reading it.
 
-        Another thread may apply updates: :data:`FORKING` keeps it from leaving a slot, or taking
-        one, before the fork.
+        Another thread may apply updates: :data:`FORKING` keeps it from doing so before the fork.
         """
         for view in list(self._views.values()):
-            view.keep_held()
+            for index in list(view.locked):
+                view.keep(index)
 
     def close_after_fork(self) -> None:
-        """In a forked child: close its copies of the descriptors."""
+        """In a forked child: close its copies of the descriptors, and read no words."""
+        self._page = None
         for view in self._views.values():
-            view.close_descriptor()
+            view.close_descriptors()
+        self._views.clear()
 
-    def announce(self, message: Segment) -> None:
-        """Take over the descriptor of a new segment.
+    def announce(self, message: Segment | PageMessage) -> None:
+        """Take over the descriptor of a new segment, or of the page.
 
         Raises:
-            RemoteProtocolError: There came none, or too many segments are in use.
+            RemoteProtocolError: There came none, or too many are in use.
+            TransportBroken: It cannot be mapped: no room, no descriptor, or no ``/proc``.
         """
         if not self._io.received_fds:
-            raise RemoteProtocolError("the peer announced a segment without its descriptor")
+            raise RemoteProtocolError("the peer announced shared memory without its descriptor")
         fd = self._io.received_fds.popleft()
-        old = self._views.pop(message.segment_id, None)
-        if old is not None:
-            old.close()
-        view = SegmentView(fd, message.segment_id, message.slot_nbytes)
-        self._views[message.segment_id] = view
+        if self._closed:  # nobody reads here any more
+            os.close(fd)
+            return
+        try:
+            if isinstance(message, PageMessage):
+                if self._page is not None:
+                    raise RemoteProtocolError("the peer announced a second page")
+                self._page = Page(fd)
+            elif message.segment_id in self._views:
+                raise RemoteProtocolError("the peer announced a segment twice")
+            else:
+                view = SegmentView(fd, message.segment_id, message.slot_nbytes)
+                self._views[message.segment_id] = view
+                fd = -1
+        except (OSError, ValueError) as exc:
+            raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
+        finally:
+            if fd >= 0:
+                os.close(fd)
         self._drop_old_segments()
 
     def _drop_old_segments(self) -> None:
-        if len(self._views) < 2:
-            return
         newest = next(reversed(self._views), None)
         for segment_id, view in list(self._views.items()):
-            if segment_id != newest and not view.held:
+            if segment_id != newest and not view.locked:
                 del self._views[segment_id]
                 view.close()
         if len(self._views) > _MAX_SEGMENTS:
             raise RemoteProtocolError("the peer announced too many segments")
 
-    # -- reading -------------------------------------------------------------------------------
+    @property
+    def words(self) -> memoryview | None:
+        """The words of the page, the first of which names a slot; ``None`` before it came."""
+        return None if self._page is None else self._page.words
 
-    def message(self, message: Message, ext: Mapping[str, Any]) -> Received:
-        """A message whose payload is a slot, read in place.
+    @property
+    def is_behind(self) -> bool:
+        """Whether the word names something that was not dealt with yet."""
+        return self._page is not None and self._page.want != self._seen
 
-        A wrong reference ends the link, and so does a slot for which there is no memory.
+    @property
+    def named_version(self) -> int:
+        """Version that the word names, if it was not dealt with yet; else 0. Nothing is locked."""
+        page = self._page
+        if page is None or page.want == self._seen:
+            return 0
+        want = page.want
+        last_byte, index = named(want)
+        view = self._view_of(last_byte)
+        try:
+            version: int = 0 if view is None else HEADER.unpack_from(view.view(index), 0)[0]
+        except (OSError, RemoteProtocolError):
+            return 0
+        return version if page.want == want else 0  # else it may be that of another one
+
+    def ring_me(self, wanted: bool) -> None:
+        """Have the sender tell of each new word from now on, or not any more."""
+        if self._page is not None and self._page.bell != wanted:
+            self._page.bell = wanted
+
+    def open(self) -> NamedSlot | None:
+        """Lock the slot that the word names; ``None`` if this side reads it already.
+
+        Also where its segment was not announced yet: a message that is on its way does, and
+        then asks for it.
+
+        Raises:
+            ApplyError: The sender writes to it, and does not stop.
+            RemoteProtocolError: What the word names is no slot.
+            OSError: There is no room for a mapping.
         """
-        try:
-            view, index = self._locate(ext)
-        except (RemoteProtocolError, TransportBroken) as exc:
-            self._channel.fail(exc)
-            raise
-        serial = self._hold(view, index)
-        payload = view.view(index)[: ext["n"]]
-        release = functools.partial(self._release, view, index, serial)
-        return Received(message, [payload], payload.nbytes, release, (view.segment_id, index))
+        page, tries, until = self._page, 0, 0.0
+        if page is None or not self.is_behind:
+            return None
+        while True:
+            want = page.want
+            last_byte, index = named(want)
+            view = self._view_of(last_byte)
+            if view is None:
+                return None
+            with FORKING:
+                locked = view.lock(index)
+                if locked and page.want == want:
+                    break
+                if locked and not self._reads(view, index):
+                    view.unlock(index)
+            tries += 1
+            if tries > _QUICK_TRIES:
+                until = until or time.monotonic() + _PATIENCE_SECONDS
+                if time.monotonic() > until:
+                    raise ApplyError("the trainer was stopped while it wrote a version")
+                time.sleep(_PAUSE_SECONDS)
+        mapped = view.view(index)
+        if not self._reads(view, index):
+            # An operation of another thread that began on an older version, an optimizer's step,
+            # may have written here since the slot was left.
+            view.forget_writes(index)
+        version, nbytes, digest, _ = HEADER.unpack_from(mapped, 0)
+        memory = mapped[HEADER_NBYTES:]
+        if not version or nbytes > len(memory):
+            view.unlock(index)
+            raise RemoteProtocolError("the peer named a slot that holds nothing")
+        return NamedSlot(want, version, digest, nbytes, memory, view.key(index), view, index)
 
-    def _hold(self, view: SegmentView, index: int) -> int:
-        serial = view.count(index)
-        with FORKING:
-            if self._said_farewell:  # by another thread: the sender believes it
-                raise TransportClosed(f"this end of the link to {self._channel.name} was closed")
-            if not view.reads(index):
-                # An operation of another thread that began on an older version, an optimizer's
-                # step, may have written here since the slot was left.
-                view.forget_writes(index)
-            view.held.add((index, serial))
-        return serial
+    def _view_of(self, last_byte: int) -> SegmentView | None:
+        # Another thread may announce one meanwhile.
+        return next((v for i, v in list(self._views.items()) if i & 255 == last_byte), None)
 
-    def _locate(self, ext: Mapping[str, Any]) -> tuple[SegmentView, int]:
-        segment_id, index, nbytes = ext.get("seg"), ext.get("slot"), ext.get("n")
-        if not (
-            type(segment_id) is int
-            and type(index) is int
-            and type(nbytes) is int
-            and index >= 0 <= nbytes
-        ):
-            raise RemoteProtocolError("the peer's slot reference is malformed")
-        view = self._views.get(segment_id)
-        if view is None or nbytes > view.slot_nbytes:
-            raise _never_announced()
-        if nbytes > self._channel.limits.max_payload_nbytes:
-            raise FrameTooLarge(f"a payload of {nbytes} bytes is over the limit")
-        try:
-            view.view(index)
-        except OSError as exc:
-            raise TransportBroken(
-                f"this process cannot map an update of {nbytes} bytes: {exc.strerror}"
-            ) from exc
-        return view, index
+    def _reads(self, view: SegmentView, index: int) -> bool:
+        held = self._held
+        return held is not None and held.view is view and held.index == index
 
-    def repeated(self, again: Again, ext: Mapping[str, Any]) -> Repeat:
-        """Handle the same slot of the same segment again, with another version.
+    def hold(self, slot: NamedSlot) -> None:
+        """The model has what is in this slot."""
+        self._held, self._seen = slot, slot.want
+        if self._page is not None:
+            self._page.holds = slot.version
+
+    def refuse(self, slot: NamedSlot) -> None:
+        """What is in this slot is not for the model: do not open it again."""
+        self._seen = slot.want
+
+    def leave(self, slot: NamedSlot, *, keep: bool) -> None:
+        """Give a slot back, which may be done already.
 
         Args:
-            again: What the handler of the first message returned.
-            ext: Names the slot; :meth:`message` has checked it.
+            slot: Which one.
+            keep: Something in this process goes on using the memory: it stays as it is.
         """
-        view = self._views[ext["seg"]]
-        index: int = ext["slot"]
-        payload = view.view(index)
-
-        def repeat(version: int) -> None:
-            if view.closed:  # dropped meanwhile
-                raise _never_announced()
-            serial = self._hold(view, index)
-            again(version, payload, functools.partial(self._release, view, index, serial))
-
-        return repeat
-
-    # -- leaving -------------------------------------------------------------------------------
-
-    def _release(self, view: SegmentView, index: int, serial: int) -> None:
-        if (index, serial) not in view.held:
-            return
         with FORKING:
-            view.held.discard((index, serial))
-            view.forget_writes(index)
-        if not self._channel.ended:
-            self._queue(Release(view.segment_id, index, serial))
-            if view.slot_nbytes > LAZY_NBYTES or len(self._releases) > 1:
-                self._flush_soon()
-            self._drop_old_segments()
-        elif view.closed and not view.held:
-            view.close()
-            if self._views.get(view.segment_id) is view:
-                del self._views[view.segment_id]
+            if slot.index not in slot.view.locked:
+                return
+            if keep:
+                slot.view.keep(slot.index)
+                slot.view.abandon(slot.index)
+            slot.view.unlock(slot.index)
+            if self._held is slot:
+                self._held = None
 
-    def tell_retained(self, key: tuple[int, int]) -> None:
-        """Tell the sender not to wait for a slot: something in this process still uses it."""
-        view = self._views.get(key[0])
-        if view is not None and not self._channel.ended:
-            for index, serial in view.held:
-                if index == key[1]:
-                    self._queue(Release(key[0], index, serial, retained=True))
-                    self._flush_soon()
-
-    def _queue(self, release: Release) -> None:
-        if not self._loop.is_closed():  # else a destructor after the end: nobody is left
-            self._releases.append(release)
-
-    def _flush_soon(self) -> None:
-        if not self._flushing and not self._loop.is_closed():
-            self._flushing = True
-            self._loop.call_soon(self.flush)
-
-    def flush(self) -> None:
-        """Send the releases that wait."""
-        self._flushing = False
-        if self._releases and not self._channel.ended:
-            self._channel.queue(self.pending())
-        self._releases.clear()
-
-    def farewell(self) -> None:
-        """Say which slots this process goes on using; it reads none of the others any more.
-
-        Neither what came and was not read, nor what may still come.
-        """
-        if self._channel.ended or self._loop.is_closed():
-            return
-        with FORKING:
-            self._said_farewell = True
-            held = [(view.segment_id, *each) for view in self._views.values() for each in view.held]
-        said = [Release(*each, retained=True) for each in held] + [Release(0, 0, 0)]
-        self._channel.queue(b"".join(encode_frame(each, 0, ext={LAST: True}) for each in said))
-
-    def pending(self) -> bytes:
-        """The releases that wait, as frames; :meth:`sent` says that they are on their way."""
-        return b"".join(map(self._encode, self._releases))
-
-    def sent(self) -> None:
-        """What :meth:`pending` or :meth:`ack` returned was written."""
-        self._releases.clear()
-
-    def _encode(self, release: Release) -> bytes:
-        key = (Release, release.segment_id, release.slot, release.retained)
-        frame = self._frames.get(key) or self._frames.make(key, release)
-        return frame.encode(release.serial)
-
-    def ack(self, epoch: int, version: int, status: AckStatus) -> bytes:
-        """An acknowledgement together with the releases that wait, in one frame if possible."""
-        releases, frames = self._releases, self._frames
-        if len(releases) == 1 and not releases[0].retained:
-            left = releases[0]
-            key: Hashable = (Ack, epoch, status, left.segment_id, left.slot)
-            frame = frames.get(key)
-            if frame is None:
-                ext = {LEFT: left.segment_id, LEFT_SLOT: left.slot}
-                frame = frames.make(key, Ack(epoch, version, status), ext)
-            return frame.encode(version)
-        key = (Ack, epoch, status)
-        data = (frames.get(key) or frames.make(key, Ack(epoch, version, status))).encode(version)
-        return data + self.pending() if releases else data
+    def leave_others(self) -> None:
+        """Give back what an interrupt left locked."""
+        for view in self._views.values():
+            for index in view.locked - {self._held.index if self._held else -1}:
+                view.unlock(index)
+        self._drop_old_segments()
 
     def close(self) -> None:
-        """Unmap everything that nobody uses; the rest, when it is left."""
-        for segment_id, view in list(self._views.items()):
+        """Give everything back; what views the memory keeps it."""
+        self._closed = True
+        self._page = self._held = None  # unmapped once nobody looks at its words any more
+        for view in self._views.values():
             view.close()
-            if not view.held:
-                del self._views[segment_id]
-
-
-def _never_announced() -> RemoteProtocolError:
-    return RemoteProtocolError("the peer named a slot that it never announced")
+        self._views.clear()

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 __all__ = [
-    "MESSAGE_NBYTES",
     "ByteIo",
     "DescriptorIo",
     "SocketIo",
@@ -26,8 +25,6 @@ __all__ = [
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
 _MAX_QUEUED_FDS = 64
-MESSAGE_NBYTES = 4096
-"""The most that :meth:`SocketIo.recv_message` reads."""
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -152,15 +149,6 @@ class SocketIo:
         if ancillary:
             self._take_fds(ancillary)
         return nbytes
-
-    def recv_message(self) -> bytes:
-        """Read what one small message takes, as :meth:`recv_into` does."""
-        if not self.takes_fds:
-            return self.sock.recv(MESSAGE_NBYTES)
-        data, ancillary, _flags, _address = self.sock.recvmsg(MESSAGE_NBYTES, self._space, _CLOEXEC)
-        if ancillary:
-            self._take_fds(ancillary)
-        return data
 
     def _take_fds(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:

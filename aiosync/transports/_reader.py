@@ -17,7 +17,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportBusy,
 )
-from aiosync.transports._buffers import flat_view, take_buffers
+from aiosync.transports._buffers import take_buffers
 from aiosync.transports._link import wake
 from aiosync.transports._source import FrameSource
 from aiosync.transports.base import Lender
@@ -44,13 +44,7 @@ class FrameReader(FrameSource):
             handle = self._state.loop.call_later(timeout, self._expire)
         try:
             await self._next_start(timeout)
-            whole, event = self._whole, self._event
-            if whole is not None:
-                # A small payload that was read completely before anybody saw it.
-                self._whole = None
-                self._advance_soon()
-                start, data = whole
-                return self._place_whole(start, data, into)
+            event = self._event
             assert isinstance(event, FrameStart)
             self._event = None
             if event.payload_nbytes == 0:
@@ -64,19 +58,6 @@ class FrameReader(FrameSource):
             self._busy = False
             if handle is not None:
                 handle.cancel()
-
-    def _place_whole(
-        self, start: FrameStart, data: bytearray, into: Lender | None
-    ) -> tuple[Message, Mapping[str, Any] | None, list[Any], int]:
-        if into is None:
-            return start.message, start.ext, [data], len(data)
-        buffers = self._lend(into, start)
-        offset = 0
-        for buffer in buffers:
-            view = flat_view(buffer)
-            view[:] = data[offset : offset + view.nbytes]
-            offset += view.nbytes
-        return start.message, start.ext, buffers, len(data)
 
     def _lend(self, into: Lender | None, start: FrameStart) -> list[Any]:
         try:

@@ -13,14 +13,25 @@ import errno
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Container, Hashable
+import struct
+import time
+from collections.abc import Callable
 
 from aiosync.errors import ConfigError, TransportClosed
 from aiosync.transports._anonymous import anonymous_file, take_pages
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._processes import has_ended
+from aiosync.transports._page import reopen, try_lock, unlock
 
-__all__ = ["Arena", "Segment", "Slot"]
+__all__ = ["HEADER", "HEADER_NBYTES", "MAX_SLOTS", "Arena", "Segment", "Slot"]
+
+HEADER_NBYTES = 64
+"""Bytes before the payload of a slot."""
+
+HEADER = struct.Struct("<QQ16sQ24x")
+"""Version, bytes of the payload, digest of the manifest, time in nanoseconds; the rest is 0."""
+
+MAX_SLOTS = 256
+"""Slots of a segment, as a word names them."""
 
 _segment_ids = itertools.count(1)
 
@@ -41,15 +52,19 @@ class Segment:
     def __init__(self, slot_nbytes: int) -> None:
         self.segment_id: int = next(_segment_ids)
         page = mmap.ALLOCATIONGRANULARITY
-        self.slot_nbytes: int = max(page, -(-slot_nbytes // page) * page)
+        self.slot_nbytes: int = -(-(slot_nbytes + HEADER_NBYTES) // page) * page
         try:
             self.fd: int = anonymous_file()
         except OSError as exc:
             raise ConfigError(f"cannot create shared memory: {exc}") from exc
+        self.read_only_fd: int = -1
         try:  # now, as a link could not say that there is no descriptor left
-            self.read_only_fd: int = _read_only(self.fd)
+            self.read_only_fd = _reopened(self.fd, os.O_RDONLY)
+            # Locks belong to a description: one that no mapping and no peer keeps open.
+            self.lock_fd: int = _reopened(self.fd, os.O_RDWR)
         except OSError as exc:
-            os.close(self.fd)
+            for fd in {self.fd, self.read_only_fd} - {-1}:
+                os.close(fd)
             raise ConfigError(
                 f"cannot open a descriptor for readers of shared memory: {exc}"
             ) from exc
@@ -87,10 +102,10 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors; the memory goes when its last mapping does."""
-        for fd in (self.fd, self.read_only_fd):
+        for fd in (self.fd, self.read_only_fd, self.lock_fd):
             if fd >= 0:
                 os.close(fd)
-        self.fd = self.read_only_fd = -1
+        self.fd = self.read_only_fd = self.lock_fd = -1
         for slot in self.slots:
             slot.view = memoryview(b"")
         self.slots.clear()
@@ -104,11 +119,10 @@ class Slot:
 
     Attributes:
         key: (segment id, slot index).
-        view: The slot's bytes, writable by this process while nobody reads the slot.
+        view: Bytes for the payload, writable by this process while the slot is locked.
         refs: References inside the sender.
-        holders: Readers that were told to read it, and whether each said that something in its
-            process goes on using the memory.
-        num_orphans: Readers whose link has ended, but not the process that may still use it.
+        num_wanted: Links whose word names the slot.
+        locked: Nobody else may read it: it is being filled.
     """
 
     def __init__(self, arena: Arena, segment: Segment, index: int, view: memoryview) -> None:
@@ -116,10 +130,31 @@ class Slot:
         self.segment = segment
         self.index = index
         self.key: tuple[int, int] = (segment.segment_id, index)
-        self.view = view
+        self.view: memoryview = view[HEADER_NBYTES:]
+        self._header: memoryview = view[:HEADER_NBYTES]
         self.refs: int = 0
-        self.holders: dict[Hashable, bool] = {}
-        self.num_orphans: int = 0
+        self.num_wanted: int = 0
+        self.locked: bool = False
+
+    def acquire(self) -> bool:
+        """Take the slot to write to it, if nobody in this process or another one needs it."""
+        if self.refs or self.num_wanted:
+            return False
+        if not try_lock(self.segment.lock_fd, self.index, exclusive=True):
+            return False
+        self.locked, self.refs = True, 1
+        return True
+
+    def seal(self, version: int, digest: bytes, nbytes: int) -> None:
+        """Say what is in the slot, and let others read it. Does nothing the second time."""
+        if self.locked:
+            HEADER.pack_into(self._header, 0, version, nbytes, digest, time.time_ns())
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self.locked = False
+        if self.segment.lock_fd >= 0:
+            unlock(self.segment.lock_fd, self.index)
 
     def retain(self) -> None:
         """Add a reference inside the sender."""
@@ -128,28 +163,30 @@ class Slot:
     def release(self) -> None:
         """Drop a reference inside the sender."""
         self.refs -= 1
-        self.arena.notify(self)
+        if not self.refs:
+            if self.locked:
+                self._unlock()
+            self.arena.reap()
 
-    def leave(self, holder: Hashable) -> None:
-        """A reader no longer reads the slot."""
-        if self.holders.pop(holder, None) is not None:
-            self.arena.notify(self)
+    def unname(self) -> None:
+        """The word of one link does not name the slot any more."""
+        self.num_wanted -= 1
+        self.arena.reap()
 
-    def is_free(self) -> bool:
-        """Whether nobody reads the slot."""
-        return not (self.refs or self.holders or self.num_orphans)
+    @property
+    def is_needed(self) -> bool:
+        """Whether the sender, or a link's word, still refers to the slot."""
+        return bool(self.refs or self.num_wanted)
 
 
 class Arena:
-    """The slots of one sender: as many as its readers make necessary, two in the steady state."""
+    """The slots of one sender: as many as its readers make necessary."""
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
+        self.num_links: int = 0
         self._retired: list[Segment] = []
-        # Slots of readers that were lost, by the descriptor that tells of the process's end.
-        self._orphaned: list[tuple[int, list[Slot]]] = []
         self._closed = False
-        self.on_free: Callable[[], None] | None = None
         close_in_child(self)
 
     def close_after_fork(self) -> None:
@@ -161,20 +198,26 @@ class Arena:
         """Slots of the current segment."""
         return len(self.segment.slots) if self.segment else 0
 
+    @property
+    def num_left(self) -> int:
+        """Slots of the current segment that only readers may still need."""
+        return sum(not slot.is_needed for slot in self.segment.slots) if self.segment else 0
+
     def free_slot(self, nbytes: int) -> Slot | None:
         """Acquire a slot that no process reads, or ``None``. The caller owns one reference."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
-        self.bury()
-        if self.segment is not None and self.segment.slot_nbytes < nbytes:
-            self._retired.append(self.segment)
-            self.segment = None
-            self._reap()
-        if self.segment is None:
+        segment = self.segment
+        if segment is None:
             return None
-        for slot in self.segment.slots:
-            if slot.is_free():
-                return self._acquire(slot)
+        if segment.slot_nbytes < nbytes + HEADER_NBYTES:
+            self._retired.append(segment)
+            self.segment = None
+            self.reap()
+            return None
+        for slot in segment.slots:
+            if slot.acquire():
+                return slot
         return None
 
     def grow(self, nbytes: int) -> Slot:
@@ -191,7 +234,9 @@ class Arena:
                 self.segment = None
                 segment.close()
             raise
-        return self._acquire(slot)
+        if not slot.acquire():
+            raise ConfigError("a worker holds a slot of shared memory that it was never given")
+        return slot
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread."""
@@ -199,105 +244,33 @@ class Arena:
 
     def _segment_for(self, nbytes: int) -> Segment:
         segment = self.segment
-        if segment is None or segment.slot_nbytes < nbytes:
+        if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             if segment is not None:
                 self._retired.append(segment)
             segment = self.segment = Segment(nbytes)
         return segment
 
-    @staticmethod
-    def _acquire(slot: Slot) -> Slot:
-        slot.refs = 1
-        return slot
-
-    def notify(self, slot: Slot) -> None:
-        """Something left ``slot``."""
-        if slot.refs or slot.holders:
-            return
-        if self._retired:
-            self._reap()
-        if self.on_free is not None:
-            self.on_free()
-
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Close what was replaced, once nothing refers to it. Readers keep what they mapped."""
         for segment in list(self._retired):
-            if all(slot.is_free() for slot in segment.slots):
+            if not any(slot.is_needed for slot in segment.slots):
                 self._retired.remove(segment)
                 segment.close()
-
-    def _segments(self) -> list[Segment]:
-        return [*self._retired, *([self.segment] if self.segment else [])]
-
-    def held_by(self, holder: Hashable) -> list[Slot]:
-        """The slots that a reader was told to read, and did not leave."""
-        slots = [slot for segment in self._segments() for slot in segment.slots]
-        return [slot for slot in slots if holder in slot.holders]
-
-    def drop_holder(
-        self,
-        holder: Hashable,
-        take_pidfd: Callable[[], int],
-        *,
-        kept: Container[tuple[int, int]] | None = None,
-    ) -> None:
-        """A reader's link is gone. What it may still use waits for the end of its process.
-
-        Args:
-            holder: The reader.
-            take_pidfd: Hands over a descriptor that tells when its process ends; -1 for none, and
-                then it never ends.
-            kept: The slots that it goes on using, if it said so as it left; ``None``: any.
-        """
-        held = self.held_by(holder)
-        orphaned = [slot for slot in held if kept is None or slot.key in kept]
-        if orphaned:  # before anybody is told that a slot is free
-            self._orphaned.append((take_pidfd(), orphaned))
-            for slot in orphaned:
-                slot.num_orphans += 1
-        for slot in held:
-            slot.leave(holder)
-        self.bury()
-
-    def bury(self) -> None:
-        """Give back what readers used whose process has ended."""
-        if not self._orphaned:
-            return
-        ended = [each for each in self._orphaned if each[0] >= 0 and has_ended(each[0])]
-        self._orphaned = [each for each in self._orphaned if each not in ended]
-        for pidfd, slots in ended:
-            os.close(pidfd)
-            for slot in slots:
-                slot.num_orphans -= 1
-        for _, slots in ended:
-            for slot in slots:
-                self.notify(slot)
-
-    def find(self, segment_id: int, index: int) -> Slot | None:
-        """The slot that a peer names, if it exists."""
-        for segment in self._segments():
-            if segment.segment_id == segment_id and 0 <= index < len(segment.slots):
-                return segment.slots[index]
-        return None
 
     def close(self) -> None:
         """Close every segment. Readers keep what they mapped."""
         if self._closed:
             return
         self._closed = True
-        self.on_free = None
-        for pidfd, _ in self._orphaned:
-            if pidfd >= 0:
-                os.close(pidfd)
-        self._orphaned.clear()
-        for segment in self._segments():
+        for segment in [*self._retired, *([self.segment] if self.segment else [])]:
             segment.close()
         self._retired.clear()
         self.segment = None
 
 
-def _read_only(fd: int) -> int:
+def _reopened(fd: int, flags: int) -> int:
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return reopen(fd, flags)
     except OSError as exc:
         if exc.errno in (errno.EMFILE, errno.ENFILE):
             raise

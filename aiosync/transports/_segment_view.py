@@ -1,38 +1,49 @@
 """Anonymous shared memory in slots: the receivers' private side of a segment.
 
 It is mapped privately from a read-only descriptor: what a receiver writes stays its own, and is
-dropped when it leaves the slot. Must not import asyncio, torch or anything above ``transports``.
+dropped before it reads another version there. Slots are locked through another description, which
+nobody else has and nothing maps: with the process its locks go. Must not import asyncio, torch or
+anything above ``transports``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
 import numpy as np
 
 from aiosync.errors import RemoteProtocolError
+from aiosync.transports._page import reopen, try_lock, unlock
 
 __all__ = ["SegmentView"]
 
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+
 
 class SegmentView:
-    """A receiver's private mapping of a peer's segment. Owns the descriptor."""
+    """A receiver's private mapping of a peer's segment. Owns the descriptor.
+
+    Raises:
+        OSError: There is no ``/proc``, or no descriptor left.
+    """
 
     def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
         self.segment_id = segment_id
         self.slot_nbytes = slot_nbytes
-        self.held: set[tuple[int, int]] = set()  # (slot, serial) that this side still reads
-        self.closed: bool = False
-        self._counts: dict[int, int] = {}
+        self.locked: set[int] = set()  # maybe more than are locked, never fewer
         self._fd = fd
+        self._lock_fd = reopen(fd, os.O_RDONLY)
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
 
     def view(self, index: int) -> memoryview:
-        """The bytes of one slot; writes stay private to this process.
+        """The bytes of one slot with its header; writes stay private to this process.
 
         Raises:
             RemoteProtocolError: The segment has no such slot.
+            OSError: There is no room for the mapping.
         """
         known = self._maps.get(index)
         if known is not None:
@@ -51,48 +62,59 @@ class SegmentView:
         self._maps[index] = (mapping, view)
         return view
 
-    def reads(self, index: int) -> bool:
-        """Whether this side still reads a slot."""
-        return any(index == held for held, _ in self.held)
+    def key(self, index: int) -> tuple[int, int, int]:
+        """Names the mapping of a slot that there is now."""
+        return self.segment_id, index, id(self._maps[index][0])
 
-    def count(self, index: int) -> int:
-        """Count one more publication of a slot; returns how many there were."""
-        serial = self._counts[index] = self._counts.get(index, 0) + 1
-        return serial
+    def lock(self, index: int) -> bool:
+        """Keep the sender from writing to a slot; False if it is at that."""
+        if index in self.locked:
+            return True
+        self.locked.add(index)  # first: an interrupt may come in between
+        if try_lock(self._lock_fd, index, exclusive=False):
+            return True
+        self.locked.discard(index)
+        return False
+
+    def unlock(self, index: int) -> None:
+        """Let the sender write to a slot. Idempotent."""
+        if index in self.locked and self._lock_fd >= 0:
+            unlock(self._lock_fd, index)
+        self.locked.discard(index)
 
     def forget_writes(self, index: int) -> None:
-        """Drop what this process wrote into the slot, so that the next version shows."""
-        known = self._maps.get(index)
-        if known is not None and hasattr(mmap, "MADV_DONTNEED"):
-            known[0].madvise(mmap.MADV_DONTNEED)
+        """Drop what this process wrote into the slot, so that what is there shows."""
+        self._maps[index][0].madvise(mmap.MADV_DONTNEED)
 
-    def keep_held(self) -> None:
-        """Give every slot that is read memory of this process, at the address it has.
+    def keep(self, index: int) -> None:
+        """Give a slot memory of this process, at the address it has: what views it stays as it is.
 
-        The sender may then write to the slot without this process, or a fork of it, seeing it.
+        The kernel copies, without the GIL; before Linux 5.14 this process does.
         """
-        for index in {index for index, _ in self.held} & self._maps.keys():
-            pages = np.frombuffer(self._maps[index][1], np.uint8)[:: mmap.PAGESIZE]
-            pages[:] = pages.copy()  # writing to a page of a private mapping copies it
+        known = self._maps.get(index)
+        if known is None:  # a fork came between locking it and mapping it
+            return
+        array = np.frombuffer(known[1], np.uint8)
+        if _madvise is not None:
+            size = ctypes.c_size_t(array.nbytes)
+            if _madvise(ctypes.c_void_p(array.ctypes.data), size, _POPULATE_WRITE) == 0:
+                return
+        pages = array[:: mmap.PAGESIZE]
+        pages[:] = pages.copy()  # writing to a page of a private mapping copies it
 
-    def close_descriptor(self) -> None:
-        """Close the descriptor, but keep what is mapped."""
-        self.closed = True
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def abandon(self, index: int) -> None:
+        """Forget the mapping of a slot, which goes with its last view; the next one is new."""
+        self._maps.pop(index, None)
+
+    def close_descriptors(self) -> None:
+        """Close the descriptors, and with them give every lock back; keep what is mapped."""
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
 
     def close(self) -> None:
-        """Close the descriptor; mappings go when the last view of them does.
-
-        A fork has to find those that are still read.
-        """
-        self.close_descriptor()
-        for index in list(self._maps):
-            mapping, view = self._maps.pop(index)
-            try:
-                view.release()
-                mapping.close()
-            except BufferError:  # a tensor still views it: it goes with that
-                if self.reads(index):
-                    self._maps[index] = mapping, memoryview(mapping)
+        """The same; mappings go when the last view of them does."""
+        self.close_descriptors()
+        self.locked.clear()
+        self._maps.clear()

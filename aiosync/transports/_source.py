@@ -10,12 +10,12 @@ Must not import torch, anyio or anything above ``transports``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
 from aiosync.errors import PeerClosed, ProtocolError, TransportBroken, TransportError
-from aiosync.transports._io import MESSAGE_NBYTES, ByteIo
+from aiosync.transports._io import ByteIo
 from aiosync.transports._link import LinkState, wake
 from aiosync.types import Limits
 from aiosync.wire import (
@@ -25,16 +25,12 @@ from aiosync.wire import (
     FrameEnd,
     FrameStart,
     Message,
-    Repeat,
 )
 
 __all__ = ["FrameSource", "Intercept"]
 
-Intercept = Callable[[Message, "Mapping[str, Any] | None"], "bool | Repeat"]
-"""Sees each message without payload as it is read; returns True to keep it from ``recv()``.
-
-Or, instead of True, what takes the counter of later messages that are the same but for it.
-"""
+Intercept = Callable[[Message, "Mapping[str, Any] | None"], bool]
+"""Sees each message without payload as it is read; returns True to keep it from ``recv()``."""
 
 # One loop callback moves at most this much, so that a bulk transfer never holds the loop long;
 # and less if that takes longer, as it does where the memory is touched for the first time.
@@ -54,21 +50,14 @@ class FrameSource:
         *,
         limits: Limits,
         intercept: Intercept | None,
-        whole_below: int,
     ) -> None:
         self._io = io
         self._reads_out = io.reads_out
-        # Reads a message and no more, where one call is enough.
-        self._read_message: Callable[[], bytes] | None = getattr(io, "recv_message", None)
         self._state = state
         self._limits = limits
         self._decoder = FrameDecoder(limits)
         self._intercept = intercept
-        self._whole_below = whole_below
         self._event: FrameStart | FrameEnd | None = None
-        # A small payload on its way in, and one that is complete and waits for recv().
-        self._small: tuple[FrameStart, bytearray] | None = None
-        self._whole: tuple[FrameStart, bytearray] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._gone: TransportError | None = None
         self._landed: Callable[[], None] | None = None
@@ -89,12 +78,11 @@ class FrameSource:
     @property
     def ready(self) -> bool:
         """Whether a message waits for ``recv()``."""
-        return self._event is not None or self._whole is not None
+        return self._event is not None
 
     def stop(self) -> None:
         """Read no more, and let a waiting ``recv()`` find out why."""
         self._pause()
-        self._decoder.forget()
         wake(self._waiter)
 
     def peer_gone(self, error: TransportError) -> None:
@@ -104,29 +92,6 @@ class FrameSource:
             self._gone = error
         else:
             self._state.fail(error)
-
-    def last_words(self) -> Iterator[tuple[Message, Mapping[str, Any] | None]]:
-        """What the peer said before the link ended, and nobody took; ends reading.
-
-        Messages without payload, up to the first one that has one, or was cut.
-        """
-        decoder, scratch = self._decoder, memoryview(bytearray(MESSAGE_NBYTES))
-        if decoder.missing_nbytes or decoder.needs_buffers:
-            return  # within a payload
-        for _ in range(1024):
-            while isinstance(event := decoder.next_event(), FrameStart):
-                if event.payload_nbytes:
-                    return
-                yield event.message, event.ext
-            if event is not None:
-                return
-            try:
-                nbytes = self._io.recv_into(scratch)
-            except OSError:  # also where nothing is left
-                return
-            if not nbytes:
-                return
-            decoder.feed(scratch[:nbytes])
 
     def _advance(self) -> None:
         """Look for the next event in what was already read, and go on reading."""
@@ -150,19 +115,12 @@ class FrameSource:
             if event is None:
                 return
             if isinstance(event, FrameStart):
-                if event.payload_nbytes == 0:
-                    if self._intercept is not None and self._run_intercept(event):
+                if event.payload_nbytes == 0 and self._intercept is not None:
+                    if self._run_intercept(event):
                         continue
-                elif event.payload_nbytes <= self._whole_below:
-                    self._small = (event, bytearray(event.payload_nbytes))
-                    self._decoder.lend([self._small[1]])
-                    continue
                 self._event = event
             elif isinstance(event, FrameEnd):
-                if self._whole_below and self._small is not None:
-                    self._whole, self._small = self._small, None
-                else:
-                    self._event = event
+                self._event = event
             elif isinstance(event, Failed):
                 self._state.fail(event.error)
                 return
@@ -178,36 +136,10 @@ class FrameSource:
     def _run_intercept(self, event: FrameStart) -> bool:
         assert self._intercept is not None
         try:
-            taken = self._intercept(event.message, event.ext)
+            return self._intercept(event.message, event.ext)
         except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
             self._handler_failed(exc)
             return True
-        if callable(taken):
-            self._decoder.remember(taken)
-            return True
-        return taken
-
-    def _pull_repeats(self) -> bool:
-        """Hand messages that are repeated to their handlers, without building them.
-
-        Returns:
-            Whether something else may follow.
-        """
-        state, decoder = self._state, self._decoder
-        more = True
-        while more and not (self._event or self._whole or state.error or state.closed):
-            repeated = decoder.next_repeat()
-            if repeated is None:
-                return True
-            repeat, counter, more = repeated
-            self._repeat(repeat, counter)
-        return more
-
-    def _repeat(self, repeat: Repeat, counter: int) -> None:
-        try:
-            repeat(counter)
-        except Exception as exc:  # noqa: BLE001 - told to whoever uses the link
-            self._handler_failed(exc)
 
     def _handler_failed(self, exc: Exception) -> None:
         if isinstance(exc, (ProtocolError, TransportError)):
@@ -228,36 +160,7 @@ class FrameSource:
     def _on_event(self) -> None:
         if self._unread_soon:  # one window for each turn of the loop, and not two
             return
-        read, decoder = self._read_message, self._decoder
-        if read is None or not decoder.idle or self.ready or self._state.ended:
-            self._on_readable()
-            return
-        # The short way for what nearly every message is: the same as before, and alone.
-        try:
-            data = read()
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as exc:
-            self._lost(exc)
-            return
-        repeated = decoder.repeat_of(data)
-        if repeated is not None:
-            self._repeat(*repeated)
-            return
-        if data:
-            decoder.feed(data)
-            if len(data) >= MESSAGE_NBYTES:
-                self._on_readable()  # there is more, which uvloop may never tell again
-            self._look()
-        else:
-            self._at_end()
-        if self.ready or self._state.error is not None:
-            wake(self._waiter)
-
-    def _look(self) -> None:
-        """Take what was read off the decoder."""
-        if self._pull_repeats():
-            self._pull()
+        self._on_readable()
 
     def _at_end(self) -> None:
         """The stream has ended: what was read before still counts."""
@@ -311,7 +214,7 @@ class FrameSource:
             decoder.buffer_updated(nbytes)
             if self._landed is not None:
                 self._landed()
-            self._look()
+            self._pull()
             if self.ready:
                 self._stopped_short = self._reads_out
                 break

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from aiosync.types import AckStatus, Capabilities
-from aiosync.wire import Ack, Message, Repeat
+from aiosync.wire import Ack, Message
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "Again",
     "Handler",
     "Lender",
     "Payload",
@@ -31,7 +30,6 @@ __all__ = [
     "Transport",
     "TransportBackend",
     "make_ack",
-    "without_payload",
 ]
 
 Payload: TypeAlias = "Sequence[Buffer]"
@@ -72,16 +70,8 @@ class Received:
     key: Hashable | None = None
 
 
-Handler: TypeAlias = "Callable[[Received], Again | None]"
+Handler: TypeAlias = "Callable[[Received], None]"
 """Handles a message; see :meth:`Transport.subscribe`."""
-
-Again: TypeAlias = "Callable[[int, memoryview | None, Callable[[], None]], None]"
-"""Handles a message that was seen before, from its version, payload and ``release``."""
-
-
-def without_payload(again: Again) -> Repeat:
-    """What handles messages without payload that were seen before, from their counter."""
-    return lambda version: again(version, None, _no_release)
 
 
 @runtime_checkable
@@ -237,9 +227,7 @@ class Transport(abc.ABC):
         Args:
             handler: Called on the loop. An :class:`~aiosync.errors.TransportError` or
                 :class:`~aiosync.errors.ProtocolError` that it raises ends the link; it must
-                raise nothing else. It may return what handles later messages that are the same
-                but for their version: called with the version, the transport's memory that the
-                payload lies in, and :attr:`Received.release`. It must not keep that memory.
+                raise nothing else.
 
         Returns:
             False when this transport cannot; every message comes through :meth:`recv` then.

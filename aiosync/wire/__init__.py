@@ -7,7 +7,6 @@ import asyncio, anyio or torch, and pickles nothing. Its specification is
 
 from __future__ import annotations
 
-from aiosync.wire._counted import CountedFrame, Repeat
 from aiosync.wire._specs import MAX_WORKER_IDX
 from aiosync.wire.auth import DialerAuth, ListenerAuth
 from aiosync.wire.checksum import (
@@ -23,7 +22,6 @@ from aiosync.wire.framing import (
     READ_AHEAD_NBYTES,
     WIRE_VERSION,
     FrameDecoder,
-    counted_frame,
     encode_frame,
 )
 from aiosync.wire.manifest import (
@@ -51,12 +49,14 @@ from aiosync.wire.messages import (
     Hello,
     ManifestMessage,
     Message,
+    PageMessage,
+    Promise,
     Proof,
     Refuse,
-    Release,
     Segment,
     Setup,
     Status,
+    Take,
     Update,
     Welcome,
     decode_header,
@@ -84,7 +84,6 @@ __all__ = [
     "WIRE_VERSION",
     "Ack",
     "Challenge",
-    "CountedFrame",
     "Current",
     "DialerAuth",
     "EndOfStream",
@@ -103,18 +102,18 @@ __all__ = [
     "ManifestEntry",
     "ManifestMessage",
     "Message",
+    "PageMessage",
+    "Promise",
     "Proof",
     "Refuse",
-    "Release",
-    "Repeat",
     "RunningChecksum",
     "Segment",
     "Setup",
     "Status",
+    "Take",
     "Update",
     "Welcome",
     "checksum",
-    "counted_frame",
     "decode_header",
     "encode_frame",
     "encode_header",

@@ -11,16 +11,14 @@ from collections.abc import Mapping
 
 from aiosync.errors import LocalProtocolError
 from aiosync.types import Limits
-from aiosync.wire._counted import CountedFrame, counter_of
 from aiosync.wire.manifest import DEFAULT_LIMITS
-from aiosync.wire.messages import ExtValue, Message, encode_header, maker_of
+from aiosync.wire.messages import ExtValue, Message, encode_header
 
 __all__ = [
     "MAGIC",
     "PREFIX",
     "PREFIX_NBYTES",
     "WIRE_VERSION",
-    "counted_frame",
     "encode_frame",
 ]
 
@@ -67,25 +65,3 @@ def encode_frame(
     header = encode_header(message, ext=ext, limits=limits)
     prefix = _pack_prefix(MAGIC, WIRE_VERSION, 0, 0, len(header), _crc32(header), payload_nbytes)
     return prefix + header
-
-
-def counted_frame(
-    message: Message, *, ext: Mapping[str, ExtValue] | None = None, limits: Limits = DEFAULT_LIMITS
-) -> CountedFrame | None:
-    """Prepare a message without payload that is sent again with only its counter changed.
-
-    Args:
-        message: An ``Ack``, ``Update`` or ``Release``; its own counter is not used.
-        ext: Entries that a transport adds for its peer.
-        limits: Bounds that the receiver is expected to have.
-
-    Returns:
-        ``None`` when the message has more than a counter that changes.
-
-    Raises:
-        LocalProtocolError: As for :func:`encode_frame`.
-    """
-    if maker_of(message) is None:
-        return None
-    frame = encode_frame(message, ext=ext, limits=limits)
-    return CountedFrame(frame) if counter_of(memoryview(frame)) else None

@@ -22,12 +22,14 @@ __all__ = [
     "Hello",
     "ManifestMessage",
     "Message",
+    "PageMessage",
+    "Promise",
     "Proof",
     "Refuse",
-    "Release",
     "Segment",
     "Setup",
     "Status",
+    "Take",
     "Update",
     "Welcome",
 ]
@@ -57,6 +59,7 @@ class Hello:
         partial_nbytes: Bytes from the start of that update's payload that are staged and
             verified already.
         parts: Updates of a sender may hold a part of the names, of which none replaces another.
+        slots: A receiver can read slots of shared memory in place.
     """
 
     role: str
@@ -73,6 +76,7 @@ class Hello:
     partial_version: int | None = None
     partial_nbytes: int = 0
     parts: bool = False
+    slots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +146,6 @@ class Update:
     checksum: bytes | None = None
     state: bytes | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one whole dense payload, with nothing beside it."""
-        return (
-            not self.values
-            and self.codec == "dense"
-            and self.chunk is None
-            and self.checksum is None
-            and self.state is None
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Ack:
@@ -189,21 +182,34 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """A receiver no longer reads a slot of a shared-memory segment.
+class PageMessage:
+    """Gives a receiver the page of this link, whose descriptor travels beside the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A receiver is to take what the word of its page names.
 
     Attributes:
-        segment_id: Segment that the slot is in.
-        slot: Index of the slot.
-        serial: Which use of the slot is meant; a release of an older use is ignored.
-        retained: The receiver keeps reading the slot, and only says that it is done with
-            everything older.
+        epoch: Epoch of the sender.
+        version: The version that is named, or an older one where the word has moved; the
+            receiver answers to it as to an update. 0: no answer is wanted.
     """
 
-    segment_id: int
-    slot: int
-    serial: int
-    retained: bool = False
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A receiver takes what its word names without being told, before it computes again.
+
+    Attributes:
+        digest: Digest of the manifest for whose versions it does; empty for none any more, to
+            which the sender answers with the same message.
+    """
+
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +304,9 @@ Message: TypeAlias = (
     | Update
     | Ack
     | Segment
-    | Release
+    | PageMessage
+    | Take
+    | Promise
     | Challenge
     | Proof
     | Fetch

@@ -7,18 +7,15 @@ anyio or torch. The byte layout is written down in ``docs/topics/wire-format.md`
 
 from __future__ import annotations
 
-import struct
 import zlib
 
 from aiosync.errors import FrameTooLarge, ProtocolError, RemoteProtocolError, WireVersionMismatch
 from aiosync.types import Limits
-from aiosync.wire._counted import COUNTER_NBYTES, MAX_COUNTER, Repeat, Templates, counter_of
 from aiosync.wire._encoding import (
     MAGIC,
     PREFIX,
     PREFIX_NBYTES,
     WIRE_VERSION,
-    counted_frame,
     encode_frame,
 )
 from aiosync.wire._intake import (
@@ -33,7 +30,7 @@ from aiosync.wire._intake import (
 )
 from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart
 from aiosync.wire.manifest import DEFAULT_LIMITS
-from aiosync.wire.messages import decode_header_keys, maker_of
+from aiosync.wire.messages import decode_header
 
 __all__ = [
     "MAGIC",
@@ -41,13 +38,10 @@ __all__ = [
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",
     "FrameDecoder",
-    "counted_frame",
     "encode_frame",
 ]
 
 _unpack_prefix = PREFIX.unpack_from
-_unpack_crc = struct.Struct("<I").unpack_from
-_unpack_counter = struct.Struct(">Q").unpack_from
 _crc32 = zlib.crc32
 _FRAME_END = FrameEnd()
 
@@ -75,10 +69,7 @@ class FrameDecoder(Intake):
         "_error",
         "_header",
         "_header_crc",
-        "_known",
-        "_last",
         "_limits",
-        "_repeats",
         "_terminal",
     )
 
@@ -87,9 +78,6 @@ class FrameDecoder(Intake):
         self._limits = limits
         self._header = EMPTY  # a header that does not fit into the buffer
         self._header_crc = 0
-        self._known = Templates()
-        self._repeats = Templates()
-        self._last: bytes | None = None  # the last frame, if only its counter may change
         self._error: ProtocolError | None = None
         self._terminal: Failed | EndOfStream | None = None
 
@@ -116,11 +104,6 @@ class FrameDecoder(Intake):
         state = self._state
         return state != OVER and (state != PREFIX_OR_HEADER or self._start != self._end)
 
-    @property
-    def idle(self) -> bool:
-        """Whether it is between two frames, and has read nothing of the next one."""
-        return self._state == PREFIX_OR_HEADER and self._start == self._end and not self._eof
-
     # -- events out -------------------------------------------------------------------------
 
     def next_event(self) -> Event | None:
@@ -141,55 +124,6 @@ class FrameDecoder(Intake):
             self._state = PREFIX_OR_HEADER
             return _FRAME_END
         return self._terminal
-
-    def remember(self, repeat: Repeat) -> None:
-        """Have :meth:`next_repeat` return ``repeat`` for frames like the last one.
-
-        Does nothing if the last frame has a payload, or is not one of which only the counter
-        changes.
-        """
-        if self._last is not None:
-            self._repeats.put(self._last, repeat)
-
-    def forget(self) -> None:
-        """Forget everything that was remembered, and what that refers to."""
-        self._last = None
-        self._repeats = Templates()
-
-    def next_repeat(self) -> tuple[Repeat, int, bool] | None:
-        """Take the next frame, if it is complete and one that was remembered.
-
-        Returns:
-            What was remembered, the counter, and whether bytes follow; ``None`` if
-            :meth:`next_event` has to look.
-        """
-        start = self._start
-        buffer = self._buffer
-        if self._state or self._end - start < PREFIX_NBYTES:
-            return None
-        stop = start + PREFIX_NBYTES + buffer[start + 8]  # longer headers match no key
-        if stop > self._end:
-            return None
-        repeated = self.repeat_of(bytes(buffer[start:stop]))
-        if repeated is None:
-            return None
-        self._start = stop
-        return *repeated, stop != self._end
-
-    def repeat_of(self, frame: bytes) -> tuple[Repeat, int] | None:
-        """What was remembered for a frame, and its counter.
-
-        For bytes that were read past the decoder while it was :attr:`idle`: what is not one
-        whole frame that was remembered has to be fed.
-        """
-        repeat = self._repeats.get(frame[:12] + frame[16:-COUNTER_NBYTES])
-        if repeat is None:
-            return None
-        (crc,) = _unpack_crc(frame, 12)
-        (counter,) = _unpack_counter(frame, len(frame) - COUNTER_NBYTES)
-        if _crc32(frame[PREFIX_NBYTES:]) != crc or not 0 < counter <= MAX_COUNTER:
-            return None
-        return repeat, counter
 
     def _next_frame(self) -> Event | None:
         start = self._start
@@ -244,30 +178,12 @@ class FrameDecoder(Intake):
     def _start_frame(self, header: memoryview) -> Event:
         if _crc32(header) != self._header_crc:
             return self._fail(RemoteProtocolError("the CRC-32 of a header is wrong"))
-        self._last = None
-        counter = counter_of(header)
-        known = self._known.get(bytes(header[:-COUNTER_NBYTES])) if counter else None
-        if known is not None:
-            make, ext = known
-            message = make(counter)
-        else:
-            try:
-                message, ext, last = decode_header_keys(header, limits=self._limits)
-            except ProtocolError as exc:
-                return self._fail(exc)
-            maker = maker_of(message) if counter and last in ("version", "serial") else None
-            if maker is not None:
-                self._known.put(bytes(header[:-COUNTER_NBYTES]), (maker, ext))
-            else:
-                counter = 0
+        try:
+            message, ext = decode_header(header, limits=self._limits)
+        except ProtocolError as exc:
+            return self._fail(exc)
         payload_nbytes = self._payload_nbytes
         self._state = LENDER if payload_nbytes else PREFIX_OR_HEADER
-        if counter and not payload_nbytes and len(header) < 256:
-            start = self._start - len(header) - PREFIX_NBYTES
-            stop = self._start - COUNTER_NBYTES
-            self._last = bytes(self._buffer[start : start + 12]) + bytes(
-                self._buffer[start + 16 : stop]
-            )
         return FrameStart(message, ext, payload_nbytes)
 
     def _short_prefix(self, available: int) -> Event | None:

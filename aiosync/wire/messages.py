@@ -7,12 +7,11 @@ torch. The messages are written down in ``docs/topics/wire-format.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
-from aiosync.types import AckStatus, Limits
-from aiosync.wire._counted import Maker, Templates, join, with_counter
+from aiosync.types import Limits
 from aiosync.wire._fields import MAX_ERROR_TEXT_NBYTES, MAX_ERROR_TYPE_NBYTES, check_ext
 from aiosync.wire._message_types import (
     Ack,
@@ -23,12 +22,14 @@ from aiosync.wire._message_types import (
     Hello,
     ManifestMessage,
     Message,
+    PageMessage,
+    Promise,
     Proof,
     Refuse,
-    Release,
     Segment,
     Setup,
     Status,
+    Take,
     Update,
     Welcome,
 )
@@ -47,63 +48,19 @@ __all__ = [
     "Hello",
     "ManifestMessage",
     "Message",
+    "PageMessage",
+    "Promise",
     "Proof",
     "Refuse",
-    "Release",
     "Segment",
     "Setup",
     "Status",
+    "Take",
     "Update",
     "Welcome",
     "decode_header",
-    "decode_header_keys",
     "encode_header",
-    "maker_of",
 ]
-
-# Messages of which only a counter changes from one to the next; see aiosync.wire._counted.
-_INT_ONLY = {int}
-_COUNTER: dict[type, str] = {Ack: "version", Update: "version", Release: "serial"}
-
-
-def _ack_key(message: Ack, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if message.error_type or message.error_text or type(message.status) is not AckStatus:
-        return None
-    return (Ack, message.epoch, message.status, ext)
-
-
-def _update_key(message: Update, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    # What else it may hold belongs to one version: nothing of it may be reused for the next.
-    if not message.is_plain or type(message.digest) is not bytes:
-        return None
-    return (Update, message.epoch, message.digest, ext)
-
-
-def _release_key(message: Release, ext: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    return (Release, message.segment_id, message.slot, message.retained, ext)
-
-
-_COUNTED: dict[type, Callable[[Any, tuple[Any, ...]], tuple[Any, ...] | None]] = {
-    Ack: _ack_key,
-    Update: _update_key,
-    Release: _release_key,
-}
-_templates = Templates()
-
-
-def maker_of(message: Message) -> Maker | None:
-    """What makes the same message with another counter; ``None`` if it has no short cut."""
-    if type(message) is Ack and not message.error_type and not message.error_text:
-        epoch, status = message.epoch, message.status
-        return lambda version: Ack(epoch, version, status)
-    if type(message) is Release:
-        segment_id, slot, retained = message.segment_id, message.slot, message.retained
-        return lambda serial: Release(segment_id, slot, serial, retained)
-    if type(message) is Update and message.is_plain:
-        sent, digest = message.epoch, message.digest
-        return lambda version: Update(sent, version, digest)
-    return None
-
 
 _TYPE_KEY = "t"
 _EXT_KEY = "x"
@@ -129,15 +86,6 @@ def encode_header(
         ConfigError: A value in ``Update.values`` cannot travel.
     """
     cls = type(message)
-    key_of = _COUNTED.get(cls)
-    template_key = None
-    if key_of is not None and (not ext or set(map(type, ext.values())) == _INT_ONLY):
-        template_key = key_of(message, tuple(ext.items()) if ext else ())
-        template = _templates.get(template_key) if template_key is not None else None
-        if template is not None:
-            whole = join(template, getattr(message, _COUNTER[cls]))
-            if whole is not None and len(whole) <= limits.max_header_nbytes:
-                return whole
     spec = FIELDS.get(cls)
     if spec is None:
         raise LocalProtocolError(f"{cls.__name__} is not a message")
@@ -155,10 +103,6 @@ def encode_header(
             header[_EXT_KEY] = check_ext(ext)
         key = ""
         packed = pack_header(header, large=cls is ManifestMessage)
-        if template_key is not None:
-            template = with_counter(header, _COUNTER[cls], pack_header)
-            _templates.put(template_key, template)
-            packed = join(template, getattr(message, _COUNTER[cls])) or packed
     except InvalidData as exc:
         where = f"{cls.__name__}.{key}" if key else cls.__name__
         raise LocalProtocolError(f"cannot encode {where}: {exc}") from exc
@@ -186,14 +130,6 @@ def decode_header(
         RemoteProtocolError: Malformed; an unknown message type or field; a missing, wrong-typed
             or out-of-range field.
     """
-    message, ext, _ = decode_header_keys(data, limits=limits)
-    return message, ext
-
-
-def decode_header_keys(
-    data: bytes | bytearray | memoryview, *, limits: Limits = DEFAULT_LIMITS
-) -> tuple[Message, dict[str, ExtValue] | None, str]:
-    """As :func:`decode_header`; also returns the last key of the map."""
     where = ""
     try:
         header = unpack_header(data)
@@ -204,7 +140,6 @@ def decode_header_keys(
             raise InvalidData(f"unknown message type {shown}")
         cls, loads, required = spec
         where = cls.__name__
-        last = next(reversed(header), "")
         ext = None
         values: dict[str, Any] = {}
         for key, value in header.items():
@@ -227,4 +162,4 @@ def decode_header_keys(
         raise RemoteProtocolError(
             f"illegal header ({where}): {exc}" if where else f"illegal header: {exc}"
         ) from exc
-    return message, ext, last
+    return message, ext

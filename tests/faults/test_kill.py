@@ -24,6 +24,7 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
+answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 SOON = 3.0
@@ -104,7 +105,7 @@ async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
 # -- while sending ----------------------------------------------------------------------------
 
 
-@both
+@answering
 async def test_a_worker_is_killed_in_the_middle_of_a_big_send(make) -> None:
     scheme, model = make(), models.big()
     scheme.init_on_sender(model=model, num_workers=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import multiprocessing
 import os
 import threading
@@ -155,10 +156,10 @@ def ask(collector: Any, worker_idx: int, path: str, *args: Any) -> Any:
 
 
 def held(collector: Any, worker_idx: int) -> float:
-    """The value that one worker's policy has now."""
+    """The value that one worker's policy has now; not a number while an update is coming."""
     weights = ask(collector, worker_idx, "policy.state_dict")
-    (value,) = {tensor.item() for name, tensor in weights.items() if "values" in name}
-    return value
+    values = {tensor.item() for name, tensor in weights.items() if "values" in name}
+    return values.pop() if len(values) == 1 else math.nan
 
 
 def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
@@ -177,6 +178,13 @@ def open_fds() -> int:
 # -- models -----------------------------------------------------------------------------------
 
 
+class Added(nn.Linear):
+    """Adds its bias in its forward, which finds the version that was sent before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
 class Offset(Transform):
     """Adds what its module has to each observation.
 
@@ -186,11 +194,11 @@ class Offset(Transform):
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__(in_keys=["observation"], out_keys=["observation"])
-        self.module = nn.Linear(1, 1)
+        self.module = Added(1, 1)
         worlds.set_value(self.module, value)
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs + self.module.bias.detach()
+        return self.module(obs).detach()
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> Any:
         del tensordict

@@ -22,7 +22,16 @@ pytest.importorskip("torchrl")
 
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
-from tests.integrations._multi_workers import SCHEMES, SHM, ask, collecting, held, seen, weights_of
+from tests.integrations._multi_workers import (
+    SCHEMES,
+    SHM,
+    ask,
+    collecting,
+    held,
+    seen,
+    until,
+    weights_of,
+)
 
 SOON = 5.0  # seconds
 
@@ -85,10 +94,10 @@ def test_03_a_dead_worker_is_named_and_the_other_is_updated(make: Any) -> None:
         assert time.monotonic() - started < SOON
         assert set(caught.value.failed) == {0}
         assert caught.value.acked == {1}
-        assert held(collector, 1) == 2.0
+        until(lambda: held(collector, 1) == 2.0)
         assert ask(collector, 1, "policy_version") == 1
         collector.update_policy_weights_(worlds.make_policy(3.0))  # said once
-        assert held(collector, 1) == 3.0
+        until(lambda: held(collector, 1) == 3.0)
 
 
 @pytest.mark.parametrize("make", SCHEMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import warnings
 from multiprocessing.connection import Connection
 from typing import Any
@@ -64,6 +65,7 @@ def test_labels_of_dialogues_are_the_versions_that_acted(kind: dict[str, Any]) -
         for version in range(2, _NUM_VERSIONS + 1):
             worlds.set_value(policy, float(version))
             scheme.send()
+            time.sleep(0.01)  # sends wait for no dialogue: all would be over with the first one
         assert mine.poll(_PATIENCE)
         pairs = mine.recv()
         process.join(_PATIENCE)

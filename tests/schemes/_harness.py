@@ -12,6 +12,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,17 @@ PATIENCE = float(os.environ.get("PATIENCE", "40"))
 _PRELOAD = ["pytest", "aiosync", "aiosync.sync", "tests.schemes._harness", "tests.schemes._models"]
 
 SCHEMES = [aiosync.MultiProcessWeightSyncScheme, aiosync.SharedMemWeightSyncScheme]
+
+
+class AnsweringScheme(aiosync.SharedMemWeightSyncScheme):
+    """Through shared memory, with workers that answer to each update: without hooks they do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"guard": "reading", **options})
+
+
+ANSWERING = [aiosync.MultiProcessWeightSyncScheme, AnsweringScheme]
+"""Schemes whose sends end when each worker has answered."""
 
 
 # -- in the worker ----------------------------------------------------------------------------
@@ -129,7 +141,10 @@ async def join_through_pipe(state: State, worker_idx: int) -> int:
 
 
 def version(state: State) -> int:
-    return state.scheme.version
+    """The version that a read finds."""
+    with state.scheme.reading():
+        version: int = state.scheme.version
+        return version
 
 
 def weights(state: State) -> dict[str, torch.Tensor]:
@@ -189,7 +204,11 @@ class Worker:
         return await self.answer()
 
     def kill(self) -> None:
+        """End it, and wait until the system says that it has ended."""
+        pidfd = os.pidfd_open(self.pid)
         os.kill(self.pid, signal.SIGKILL)
+        select.select([pidfd], [], [], PATIENCE)
+        os.close(pidfd)
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -364,8 +383,8 @@ async def deliver(
         models.fill(sender.model, value)
     report: aiosync.SendReport = await sender.send(weights, **options)
     assert report.acked == {receiver.worker_idx}
-    assert receiver.version == report.version
     assert models.holds(receiver, value)
+    assert receiver.version == report.version
     return report
 
 

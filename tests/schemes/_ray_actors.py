@@ -48,7 +48,8 @@ class Base:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
     def keep(self) -> None:
-        self.kept = dict(self.model.state_dict())
+        with self.scheme.reading():
+            self.kept = dict(self.model.state_dict())
 
     def kept_values(self) -> set[float]:
         return extremes(self.kept)

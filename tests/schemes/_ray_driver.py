@@ -29,6 +29,8 @@ def cluster(nodes: int) -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
+    # It notes the cluster's address there, whichever directory it is given, and makes none.
+    Path("/tmp/ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temp:
         started = Cluster()
         for index in range(nodes):

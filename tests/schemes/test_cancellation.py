@@ -11,10 +11,11 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
+answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
-@both
+@answering
 async def test_a_worker_lost_after_a_cancelled_send_is_named_by_the_next(make) -> None:
     targets, options = [models.linear(), models.linear()], {"model": models.linear()}
     async with harness.crowd(make(), targets, sender=options) as (sender, receivers):
@@ -31,7 +32,7 @@ async def test_a_worker_lost_after_a_cancelled_send_is_named_by_the_next(make) -
         assert set((await sender.send()).lost) == {0}
 
 
-@both
+@answering
 async def test_every_send_has_a_deadline_of_its_own(make) -> None:
     # To one worker, the second would take the first one's place.
     targets, options = [models.linear(), models.linear()], {"model": models.linear()}

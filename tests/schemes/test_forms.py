@@ -95,7 +95,7 @@ async def test_context_with_a_path(make, path) -> None:
     async with harness.here(make(), None, sender=init, receiver=there) as (sender, receiver):
         assert models.holds(receiver, 7.0)
         await sender.send("env.transform[0]")  # a dotted name
-        assert receiver.version == 2
+        await receiver.wait_for_version(2, timeout=harness.PATIENCE)
         with pytest.raises(AttributeError, match="nothing_there"):
             await sender.send("nothing_there")
 

@@ -274,8 +274,11 @@ async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind)
                     kept = {name: value.clone() for name, value in target.state_dict().items()}
                     target.load_state_dict(kept, assign=True)
                 started = time.monotonic()
-                await harness.deliver(sender, receiver, float(version))
+                models.fill(source, float(version))
+                assert (await sender.send()).acked == {0}
+                await receiver.wait_for_version(version, timeout=harness.PATIENCE)
                 assert time.monotonic() - started < harness.PATIENCE / 10
+                assert models.filled(target, float(version))
 
 
 def shared_nbytes() -> int:

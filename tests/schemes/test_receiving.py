@@ -5,6 +5,7 @@ What every receiver does (waiting, versions, late models) is in the contract sui
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
+answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
@@ -63,7 +65,7 @@ async def test_the_model_may_change_in_every_way_between_updates(make: Any) -> N
             assert target[0].weight.dtype == dtype
 
 
-@both
+@answering
 async def test_a_shape_that_no_longer_fits_is_refused_until_it_does(make: Any) -> None:
     target, options = models.linear(), {"model": models.linear()}
     async with harness.here(make(), target, sender=options) as (sender, receiver):
@@ -123,3 +125,23 @@ async def test_no_synchronisation_at_all() -> None:
         scheme.init_on_receiver(model=models.meta())
         with pytest.raises(aiosync.ConfigError, match="meta"):
             await scheme.connect()
+
+
+async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterwards() -> None:
+    target, options = models.linear(), {"model": models.linear()}
+    make = aiosync.SharedMemWeightSyncScheme
+    async with harness.here(make(), target, sender=options) as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        weight = target.weight
+        target.weight = nn.Parameter(torch.full((3, 3), 7.0))
+        assert (await sender.send()).acked == {0}  # nobody looked yet
+        with pytest.raises(aiosync.ApplyError, match="weight"):
+            target(torch.zeros(1, 4))
+        assert torch.equal(target.weight, torch.full((3, 3), 7.0))
+        with pytest.raises(aiosync.PartialSyncError, match="weight"):
+            while await sender.wait_for_version(3, timeout=harness.PATIENCE):
+                await asyncio.sleep(0.001)  # until the worker has said so
+        with pytest.raises(aiosync.PartialSyncError, match="weight"):  # from now on it answers
+            await sender.send()
+        target.weight = weight
+        await harness.deliver(sender, receiver, 4.0)

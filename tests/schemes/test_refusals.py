@@ -12,6 +12,7 @@ from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
+answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
@@ -59,7 +60,7 @@ async def test_what_is_not_strict_takes_other_dtypes_and_some_of_the_names(make:
             assert (found["bias"] == -1.0).all()
 
 
-@both
+@answering
 async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_worker(
     make: Any,
 ) -> None:
@@ -80,7 +81,7 @@ async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_wo
         assert not (await sender.send()).failed  # told once
 
 
-@both
+@answering
 async def test_waiting_for_a_version_that_was_refused_names_the_worker(make: Any) -> None:
     targets = [models.linear(), models.linear()]
     async with harness.crowd(make(), targets, sender={"model": models.linear()}) as (sender, _):

@@ -16,7 +16,7 @@ SENDS = 300
 IN_FLIGHT = 3  # one that waits at the worker, one on the link or being applied, one answered
 
 links = pytest.mark.parametrize(
-    "make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme], ids=["pipe", "shared", "tcp"]
+    "make", [*harness.ANSWERING, aiosync.TCPWeightSyncScheme], ids=["pipe", "shared", "tcp"]
 )
 applies = pytest.mark.parametrize("apply", ["manual", "auto"])
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]

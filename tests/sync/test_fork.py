@@ -103,7 +103,8 @@ def test_a_child_connects_as_a_worker(make: Any) -> None:
 def test_locks_sends_and_reads_stay_in_the_parent() -> None:
     """Threads that the child does not have held the locks, and waited for the sends."""
     source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target, num_workers=None) as (sender, receiver):
+    options = {"num_workers": None, "guard": "reading"}  # with which sends wait for answers
+    with tools.pair(tools.SHM, source, target, **options) as (sender, receiver):
 
         def child() -> None:
             with receiver.reading():

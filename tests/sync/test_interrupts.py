@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import threading
@@ -186,7 +187,7 @@ def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> 
         (interrupted_connect, ("receiver",)),
         (interrupted_receive, (tools.SHM,)),
         (interrupted_receive, (tools.PIPE,)),
-        (interrupted_send, (tools.SHM,)),
+        (interrupted_send, (functools.partial(tools.SHM, guard="reading"),)),
         (interrupted_send, (tools.PIPE,)),
         (interrupted_forward, ()),
         (interrupted_shutdown, ()),

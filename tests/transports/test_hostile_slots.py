@@ -1,53 +1,115 @@
-"""A peer that names shared memory which it did not give."""
+"""A trainer that names shared memory which it did not give, and a worker that writes nonsense."""
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 import os
 import socket
-from typing import Any
+import struct
+from pathlib import Path
 
 import pytest
 
-from aiosync import SharedMemTransport
-from aiosync.errors import AiosyncError, PeerClosed, RemoteProtocolError, TransportBroken
-from aiosync.wire import Segment, Update, encode_frame
-
-
-@pytest.mark.parametrize(
-    ("ext", "kind"),
-    [
-        ({"seg": 1, "slot": 1, "n": 4096}, None),
-        ({"seg": 2, "slot": 0, "n": 8}, RemoteProtocolError),
-        ({"seg": 1, "slot": -1, "n": 8}, RemoteProtocolError),
-        ({"seg": 1, "slot": "0", "n": 8}, RemoteProtocolError),
-        ({"seg": 1, "slot": 0}, RemoteProtocolError),
-        ({"seg": 1, "slot": 0, "n": 4097}, RemoteProtocolError),
-        ({"seg": 1, "slot": 2**40, "n": 8}, AiosyncError),
-    ],
-    ids=str,
+import aiosync
+from aiosync.errors import AiosyncError
+from aiosync.wire import (
+    Manifest,
+    ManifestMessage,
+    PageMessage,
+    Segment,
+    Take,
+    Welcome,
+    encode_frame,
 )
-@pytest.mark.one_loop
-@pytest.mark.asyncio
-async def test_a_slot_that_was_never_given_ends_the_link(
-    ext: dict[str, Any], kind: type[Exception] | None
-) -> None:
-    left, right = socket.socketpair()
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+EPOCH = 5
+SLOT = 4096
+
+
+def _file(content: bytes, nbytes: int) -> int:
     fd = os.memfd_create("hostile")
+    os.truncate(fd, nbytes)
+    os.pwrite(fd, content, 0)
+    return fd
+
+
+def _header(version: int, nbytes: int, digest: bytes) -> bytes:
+    return struct.pack("<QQ16sQ24x", version, nbytes, digest, 0)
+
+
+DIGEST = bytes(16)
+NAMED = {
+    "a slot that is not there": (1 << 16 | 1 << 8 | 7, _header(2, 64, DIGEST), SLOT, SLOT),
+    "a slot that holds nothing": (1 << 16 | 1 << 8, bytes(64), SLOT, SLOT),
+    "more than a slot has": (1 << 16 | 1 << 8, _header(2, 2**40, DIGEST), SLOT, SLOT),
+    "a page that is too short": (0, b"", 8, SLOT),
+    "slots that are not there": (1 << 16 | 1 << 8, _header(2, 64, DIGEST), SLOT, 8),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+async def test_what_was_never_given_ends_the_link(case: str) -> None:
+    want, header, page_nbytes, segment_nbytes = NAMED[case]
+    mine, its = socket.socketpair()
+    mine.setblocking(False)
+    page = _file(want.to_bytes(8, "little"), page_nbytes)
+    segment = _file(header[:segment_nbytes], segment_nbytes)
+    worker, target = aiosync.SharedMemWeightSyncScheme(timeout=harness.PATIENCE), models.linear(1.0)
+    worker.init_on_receiver(model=target, pipe=its)
+    loop = asyncio.get_running_loop()
     try:
-        os.truncate(fd, 2 * 4096)
-        async with SharedMemTransport(right) as transport:
-            socket.send_fds(left, [encode_frame(Segment(1, 4096, 2), 0)], [fd])
-            left.sendall(encode_frame(Update(5, 1, bytes(16)), 0, ext=ext))
-            if kind is None:
-                received = await transport.recv(timeout=30)
-                assert [view.nbytes for view in received.payload] == [4096]
-                received.release()
-                return
-            with pytest.raises(kind) as caught:
-                await transport.recv(timeout=30)
-            assert not isinstance(caught.value, PeerClosed)
-            with pytest.raises((RemoteProtocolError, TransportBroken)):
-                await transport.recv(timeout=30)  # and it stays so
+        joining = asyncio.ensure_future(worker.connect())
+        await loop.sock_recv(mine, 65536)  # its hello
+        mine.sendall(encode_frame(Welcome(EPOCH, 1, 0)))
+        mine.sendall(encode_frame(ManifestMessage(Manifest((), 0))))
+        socket.send_fds(mine, [encode_frame(PageMessage())], [page])
+        socket.send_fds(mine, [encode_frame(Segment(1, SLOT, 1))], [segment])
+        mine.sendall(encode_frame(Take(EPOCH, 1)))
+        with pytest.raises(AiosyncError):
+            await joining
+        assert models.filled(target, 1.0)
     finally:
-        left.close()
-        os.close(fd)
+        await worker.aclose()
+        mine.close()
+        os.close(page)
+        os.close(segment)
+
+
+async def test_a_descriptor_that_was_not_sent_ends_the_link() -> None:
+    left, right = socket.socketpair()
+    async with aiosync.SharedMemTransport(right) as transport:
+        left.sendall(encode_frame(PageMessage()))
+        with pytest.raises(aiosync.RemoteProtocolError):
+            await transport.recv(timeout=30)
+    left.close()
+
+
+async def test_a_worker_that_writes_nonsense_into_its_page_harms_nobody_else() -> None:
+    targets = [models.linear(), models.linear()]
+    make = aiosync.SharedMemWeightSyncScheme
+    ends = harness.crowd(make(), targets, sender={"model": models.linear()})
+    async with ends as (sender, [_, good]):
+        for value in (1.0, 2.0):
+            models.fill(sender.model, value)
+            await sender.send()
+        _scribble_over_pages()
+        models.fill(sender.model, 3.0)
+        await sender.send()
+        assert all(version <= sender.version for version in sender.worker_versions.values())
+        assert models.holds(good, 3.0)
+
+
+def _scribble_over_pages() -> None:
+    """Write what only workers write: the second word of each page, at any mapping of it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:aiosync" in line and "rw-s" in line:
+            start, stop = (int(each, 16) for each in line.split()[0].split("-"))
+            if stop - start == mmap.PAGESIZE:
+                with open("/proc/self/mem", "r+b", buffering=0) as memory:
+                    memory.seek(start + 64)
+                    memory.write(b"\xff" * 8)

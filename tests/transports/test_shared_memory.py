@@ -33,14 +33,17 @@ def _num_slots() -> int:
 async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeypatch) -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
     scheme.init_on_sender(model=models.linear())
-    worker = harness.twin(scheme)
-    async with scheme, worker:
+    worker, next_one = harness.twin(scheme), harness.twin(scheme)
+    async with scheme, worker, next_one:
         await scheme.connect()
         worker.init_on_receiver(model=models.linear(), worker_idx=0)
+        next_one.init_on_receiver(model=models.linear(), worker_idx=0)
         with monkeypatch.context() as short:
             short.setattr(os, "open", _refused)
-            short.setattr(os, "dup", _refused)
-            await worker.connect(timeout=harness.PATIENCE)
+            with pytest.raises(aiosync.AiosyncError):
+                await worker.connect(timeout=harness.PATIENCE)
+        await harness.until(lambda: not scheme.sender_transports)
+        await next_one.connect(timeout=harness.PATIENCE)
         assert (await scheme.send(timeout=harness.PATIENCE)).acked == {0}
 
 
@@ -96,7 +99,8 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written(
             await worker.connect()
             models.fill(source, 3.0)
             await scheme.send()
-            kept = dict(target.state_dict())
+            with worker.reading():
+                kept = dict(target.state_dict())
             models.fill(source, 4.0)
             sending = scheme.send_nowait()
         with contextlib.suppress(aiosync.PartialSyncError):  # it left before it read that one

@@ -23,24 +23,24 @@ from aiosync.wire import (
     Challenge,
     Current,
     Fetch,
-    FrameDecoder,
     Hello,
     ManifestMessage,
     Message,
+    PageMessage,
+    Promise,
     Proof,
     Refuse,
-    Release,
     Segment,
     Setup,
     Status,
+    Take,
     Update,
     Welcome,
-    counted_frame,
     decode_header,
     encode_header,
     encode_values,
 )
-from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, raw_frame, trees
+from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, trees
 
 BIG = 2**63 - 1
 HEADERS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,9 @@ HEADERS: dict[str, dict[str, Any]] = {
     "update": {"epoch": 1, "version": 1, "digest": DIGEST},
     "ack": {"epoch": 1, "version": 1, "status": 1},
     "segment": {"segment_id": 0, "slot_nbytes": 64, "num_slots": 2},
-    "release": {"segment_id": 0, "slot": 0, "serial": 1},
+    "page": {},
+    "take": {"epoch": 1, "version": 0},
+    "promise": {"digest": DIGEST},
     "challenge": {"nonce": bytes(32)},
     "proof": {"nonce": bytes(32), "mac": b""},
     "fetch": {"min_version": 0},
@@ -90,7 +92,7 @@ def test_round_trip_of_any_message(message: Message, ext: dict[str, int]) -> Non
     assert type(decoded[0]) is type(message)
 
 
-@pytest.mark.parametrize(("message", "count"), [(Update(1, 2, DIGEST), 4), (Release(1, 2, 3), 4)])
+@pytest.mark.parametrize(("message", "count"), [(Update(1, 2, DIGEST), 4), (Take(1, 2), 3)])
 def test_defaults_do_not_travel(message: Message, count: int) -> None:
     assert len(msgpack.unpackb(encode_header(message))) == count
 
@@ -102,14 +104,16 @@ def test_defaults_may_travel() -> None:
 
 def test_every_field_of_every_message_is_encoded() -> None:
     full = [
-        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True),
+        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True, True),
         Welcome(1, 2, 3, 4),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
         Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x", b"y"),
         Ack(1, 2, AckStatus.NACK, "a", "b"),
         Segment(1, 2, 3),
-        Release(1, 2, 3, True),
+        PageMessage(),
+        Take(1, 2),
+        Promise(DIGEST),
         Challenge(bytes(32), False),
         Proof(bytes(32), b"m"),
         Fetch(1),
@@ -159,9 +163,10 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("segment", "segment_id", [-1, 2**63]),
     ("segment", "slot_nbytes", [-1, 2**63, None]),
     ("segment", "num_slots", [0, 65536]),
-    ("release", "slot", [-1, 65535]),
-    ("release", "serial", [-1, 2**63]),
-    ("release", "retained", [1, None]),
+    ("hello", "slots", [1, 0, None, "yes"]),
+    ("take", "epoch", [0, 2**63, None]),
+    ("take", "version", [-1, 2**63, None]),
+    ("promise", "digest", [b"x" * 17, "x", 1, None]),
     ("challenge", "nonce", [b"", b"x" * 31, b"x" * 33, "x" * 32, 1, None]),
     ("challenge", "required", [1, 0, None]),
     ("proof", "nonce", [b"", b"x" * 31, b"x" * 33, "x" * 32, None]),
@@ -313,7 +318,8 @@ def test_limits_bound_names() -> None:
         (Hello("\ud800", "m", 1), "cannot encode Hello"),
         (Welcome(1, None, 0), "Welcome.version"),
         (Segment(1, 2, 0), "Segment.num_slots"),
-        (Release(1, -1, 0), "Release.slot"),
+        (Take(1, -1), "Take.version"),
+        (Promise(bytes(17)), "Promise.digest"),
         (ManifestMessage("manifest"), "ManifestMessage.manifest"),
         (Hello("r", "m", 1, session=bytes(15)), "Hello.session"),
         (Hello("r", "m", 1, partial_version=0), "Hello.partial_version"),
@@ -347,43 +353,6 @@ def test_an_error_text_travels_whatever_it_holds() -> None:
     message = make_ack(1, 1, AckStatus.NACK, ValueError("bad \ud800 text"))
     decoded, _ = decode_header(encode_header(message))
     assert decoded == Ack(1, 1, AckStatus.NACK, "ValueError", "bad ? text")
-
-
-# -- the short cut for counters ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"chunk": (0, 2)}, {"checksum": b"c" * 16}, {"state": b"s" * 16}, {"values": {"a": 1}}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_belongs_to_one_version_is_not_repeated(changes: dict[str, Any]) -> None:
-    message = Update(1, 2**62, DIGEST, **changes)
-    assert not message.is_plain
-    assert counted_frame(message) is None
-    # Before and after it was encoded, the next version has only what it was given.
-    for each in (
-        message,
-        Update(1, 2**62 + 1, DIGEST),
-        dataclasses.replace(message, version=2**62 + 2),
-    ):
-        assert decode_header(encode_header(each))[0] == each
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"chunk": [0, 2]}, {"checksum": b"c" * 16}, {"state": b"s" * 16}, {"values": {"a": 1}}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_a_decoder_does_not_remember_what_belongs_to_one_version(changes: dict[str, Any]) -> None:
-    # A peer may put the version last in any update.
-    fields = {"t": "update", "epoch": 1, "digest": DIGEST, **changes}
-    decoder = FrameDecoder()
-    for version in (2**63 - 2, 2**63 - 1):
-        decoder.feed(raw_frame({**fields, "version": version}))
-        assert decoder.next_repeat() is None
-        assert decoder.next_event().message.version == version
-        decoder.remember(lambda counter: pytest.fail(f"{counter} is repeated"))
 
 
 def test_a_proof_does_not_show_its_code() -> None:
