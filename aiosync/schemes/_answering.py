@@ -119,9 +119,12 @@ class Answering(Applying):
         return staged
 
     def _open_named(self) -> Staged | None:
+        slots = self._staging.slots
         try:
             return self._staging.open_named()
-        except (AiosyncError, OSError) as exc:
+        except (AiosyncError, OSError, ValueError, KeyError) as exc:
+            if slots is not self._staging.slots:  # another link took its place meanwhile
+                return None
             error = exc if isinstance(exc, RemoteProtocolError) else None
             self._call_soon(self._cannot_look, error or RemoteProtocolError(str(exc)))
             if self.looks and self.guard.at_read:
@@ -153,7 +156,7 @@ class Answering(Applying):
             self.guard.seen = slot.want
             if self._copy:
                 self._staging.retire(staged)
-            elif before is not None and before.slot is not None:
+            elif before is not None and before.slot is not None and before.slot.key != slot.key:
                 before.give_back()
             slots.leave_others()
         self._refused_unread = error if unread else None

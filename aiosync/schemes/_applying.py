@@ -278,6 +278,9 @@ class Applying(abc.ABC):
             if not self._has(staged):
                 self.inbox.seen(staged.epoch, staged.version)
                 self.inbox.applied(staged.epoch, staged.version)
+            before = self._before
+            if staged.slot is None and before is not None and before.slot is not None:
+                before.give_back()  # now, and not without a copy of what still views it
         self._apply_outcome = (staged.version, error)
         if staged.slot is None or self._took(staged, error):
             self._outcomes.append((staged, self._before if error is None else None, error))

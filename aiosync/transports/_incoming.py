@@ -115,11 +115,12 @@ class SlotReader:
         self._drop_old_segments()
 
     def _drop_old_segments(self) -> None:
-        newest = next(reversed(self._views), None)
-        for segment_id, view in list(self._views.items()):
-            if segment_id != newest and not view.locked:
-                del self._views[segment_id]
-                view.close()
+        with FORKING:  # or another thread is about to lock a slot of one
+            newest = next(reversed(self._views), None)
+            for segment_id, view in list(self._views.items()):
+                if segment_id != newest and not view.locked:
+                    del self._views[segment_id]
+                    view.close()
         if len(self._views) > _MAX_SEGMENTS:
             raise RemoteProtocolError("the peer announced too many segments")
 
@@ -170,10 +171,10 @@ class SlotReader:
         while True:
             want = page.want
             last_byte, index = named(want)
-            view = self._view_of(last_byte)
-            if view is None:
-                return None
             with FORKING:
+                view = self._view_of(last_byte)
+                if view is None:
+                    return None
                 locked = view.lock(index)
                 if locked and page.want == want:
                     break
@@ -223,7 +224,9 @@ class SlotReader:
             keep: Something in this process goes on using the memory: it stays as it is.
         """
         with FORKING:
-            if slot.index not in slot.view.locked:
+            # The same slot may have been named again, and be held for that.
+            taken = self._held is not slot and self._reads(slot.view, slot.index)
+            if taken or slot.index not in slot.view.locked:
                 return
             if keep:
                 slot.view.keep(slot.index)

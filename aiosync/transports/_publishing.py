@@ -103,7 +103,7 @@ class SlotPublisher:
 
     def store(self, slot: Slot, version: int) -> None:
         """Have the peer's next read use a slot, which is sealed and which it can read."""
-        if self._ended:
+        if self._ended or (slot is self._slot and version == self.version):
             return
         assert self._page is not None
         old, self._slot = self._slot, slot

@@ -143,6 +143,7 @@ class Slot:
         if not try_lock(self.segment.lock_fd, self.index, exclusive=True):
             return False
         self.locked, self.refs = True, 1
+        HEADER.pack_into(self._header, 0, 0, 0, b"", 0)  # the page of an ended link may name it yet
         return True
 
     def seal(self, version: int, digest: bytes, nbytes: int) -> None:

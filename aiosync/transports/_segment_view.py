@@ -68,9 +68,7 @@ class SegmentView:
 
     def lock(self, index: int) -> bool:
         """Keep the sender from writing to a slot; False if it is at that."""
-        if index in self.locked:
-            return True
-        self.locked.add(index)  # first: an interrupt may come in between
+        self.locked.add(index)  # first: an interrupt may come in between, so none is taken for done
         if try_lock(self._lock_fd, index, exclusive=False):
             return True
         self.locked.discard(index)

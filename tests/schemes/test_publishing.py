@@ -196,3 +196,31 @@ async def test_those_that_answer_and_those_that_look_are_in_one_report() -> None
             assert (report.acked, report.failed) == ({0, 1}, {})
             assert models.holds(others[0], 4.0)
             assert models.holds(others[1], 5.0)
+
+
+class Stateful(nn.Linear):
+    """With an extra state where it is given one: such updates come by message."""
+
+    extra: dict[str, int] | None = None
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.extra or {}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.extra = state
+
+
+async def test_what_is_kept_stays_where_updates_come_either_way() -> None:
+    source, target = models.linear(), Stateful(4, 2)
+    given = Stateful(4, 2)
+    make = SHM(timeout=harness.PATIENCE, strict=False)
+    async with harness.here(make, target, sender={"model": source}) as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        with receiver.reading():
+            kept = {name: p.detach() for name, p in target.named_parameters()}
+        given.extra = {"step": 1}
+        models.fill(given, 3.0)
+        assert (await sender.send(given)).acked == {0}
+        for value in range(4, 12):
+            await harness.deliver(sender, receiver, float(value))
+            assert all((each == 2.0).all() for each in kept.values()), value
