@@ -126,7 +126,7 @@ class Answering(Applying):
             if slots is not self._staging.slots:  # another link took its place meanwhile
                 return None
             error = exc if isinstance(exc, RemoteProtocolError) else None
-            self._call_soon(self._cannot_look, error or RemoteProtocolError(str(exc)))
+            self._call_soon(self.fail, error or RemoteProtocolError(str(exc)))
             if self.looks and self.guard.at_read:
                 raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
             return None
@@ -137,13 +137,13 @@ class Answering(Applying):
         return 0 if slots is None else slots.named_version
 
     @abc.abstractmethod
-    def _cannot_look(self, error: RemoteProtocolError) -> None:
-        """The memory of the link is not what it should be: end the link. On the loop."""
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come, for this reason. Called on the loop."""
 
     def _took(self, staged: Staged, error: BaseException | None) -> bool:
         slots, slot, before = self._staging.slots, staged.slot, self._before
         promised, unread = self.promised == staged.layout.digest, False
-        if slots is None or slot is None:  # the link was closed meanwhile
+        if slots is None or slot is None or not slots.has(slot):  # it was of a link before
             return True
         if error is not None:
             slots.refuse(slot)
@@ -180,6 +180,7 @@ class Answering(Applying):
             or slots.words is None
             or current is None
             or current.slot is None
+            or not slots.has(current.slot)
             or self.promised == current.layout.digest
             or self._overlapped
             or not self._may_promise()

@@ -22,7 +22,6 @@ from aiosync.schemes._moment import (
     PATIENCE_SECONDS,
     between_reads,
     is_interrupt,
-    is_unfit,
     refuse_inside_read,
     run_on_loop,
 )
@@ -36,6 +35,7 @@ __all__ = ["Applying"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _MAX_TRIES = 10
+_HOLD_SECONDS = 0.1
 
 
 class Applying(abc.ABC):
@@ -171,8 +171,7 @@ class Applying(abc.ABC):
         if self._taking is not None or not (self.guard.at_read and in_transform()):
             self._apply_staged()
         elif not self.looks:
-            is_unfit(self.guard)
-            self._call_soon(self._apply_from_loop)
+            self._leave_to_loop(self._apply_from_loop)
         else:
             # Under torch.func the model is not what it seems: the loop applies, and this waits.
             self._call_soon(self.withdraw_promise)
@@ -182,6 +181,11 @@ class Applying(abc.ABC):
                     "event loop's thread runs: put `async with scheme.reading():` around it"
                 )
             run_on_loop(self._loop, self._apply_staged)
+
+    def _leave_to_loop(self, apply: Callable[[], object]) -> None:
+        """Have the loop do what must not be done in a transform; new reads wait for a moment."""
+        self.guard.hold(_HOLD_SECONDS)
+        self._call_soon(apply)
 
     def _apply_from_loop(self) -> None:
         if not self._closed and (not self._manual or self._askers):
@@ -476,8 +480,8 @@ class Applying(abc.ABC):
 
     def _adopt_late(self) -> None:
         """The same, as the last reader leaves. Never raises: the weights were found to fit."""
-        if is_unfit(self.guard):
-            self._call_soon(self.guard.submit, self._adopt_late)
+        if self.guard.at_read and in_transform():
+            self._leave_to_loop(lambda: self.guard.submit(self._adopt_late))
             return
         if self._adopts_late:
             model = self._late_model

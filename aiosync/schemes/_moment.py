@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import LocalProtocolError, SyncTimeout
-from aiosync.schemes._guard_hooks import in_transform
 
 if TYPE_CHECKING:
     from aiosync.schemes.guard import Guard
@@ -24,7 +23,6 @@ __all__ = [
     "PATIENCE_SECONDS",
     "between_reads",
     "is_interrupt",
-    "is_unfit",
     "keep_for_readers",
     "refuse_inside_read",
     "run_on_loop",
@@ -35,18 +33,6 @@ PATIENCE_SECONDS = 30.0
 """How long a call in one thread waits for another one."""
 
 _PAUSE_SECONDS = 0.005
-_HOLD_SECONDS = 0.1
-
-
-def is_unfit(guard: Guard) -> bool:
-    """Whether an update must not be applied here, but by the loop.
-
-    A forward inside a transform begins or ends here. New reads wait for the loop for a moment.
-    """
-    if not guard.at_read or not in_transform():
-        return False
-    guard.hold(_HOLD_SECONDS)
-    return True
 
 
 def is_interrupt(error: BaseException) -> bool:

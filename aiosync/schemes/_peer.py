@@ -31,6 +31,7 @@ from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,
+    Current,
     Fetch,
     Hello,
     ManifestMessage,
@@ -103,9 +104,9 @@ class Peer:
         self._publisher: SlotPublisher | None = None
         if isinstance(transport, SharedMemTransport) and hello.slots:
             self._publisher = transport.publisher
-        self._rung_at = 0.0  # when to ring it next, if it is behind; 0.0: it is not
-        self._rung_for = 0
-        self._ring_pause = 0.0
+        self._rung_at = 0.0  # when to ring it next
+        self._rung_for = 0  # what it held when it was rung
+        self._ring_pause = 0.0  # between the last two; 0.0: it is not behind
         self._ready = bring if bring is not None and self._publisher else self._copied
 
     def start(self) -> None:
@@ -145,7 +146,7 @@ class Peer:
         """Whether the worker has this version, or it is on its way."""
         return self.outbox.newest >= version
 
-    def say(self, message: Message) -> None:
+    def say(self, message: Current) -> None:
         """Send a word between two updates, in the background where the link is busy."""
         try:
             if self._lost or self.transport.send_nowait(message):
@@ -441,7 +442,7 @@ class Peer:
         if isinstance(message, Promise):
             if self._publisher is not None:
                 self._publisher.promised = message.digest or None
-                if not message.digest:
+                if not message.digest:  # one that this does not reach looks on, in vain
                     self.transport.send_nowait(message)
             return
         if isinstance(message, Refuse):

@@ -204,8 +204,6 @@ class SendingScheme(SchemeCore):
                 says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
                 ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
                 others have the new version.
-            AckTimeout: Workers that still compute with older versions, or are stopped, keep every
-                slot of shared memory; nothing was sent.
             ConfigError: A worker is named that never connected, the weights cannot travel, or
                 the timeout is not a number.
             LocalProtocolError: Not a connected sender.

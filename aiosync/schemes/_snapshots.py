@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from aiosync.errors import AiosyncError
+from aiosync.errors import AiosyncError, ConfigError
 from aiosync.tensors import FlatBuffer, Layout, LiveBytes
 from aiosync.transports._segment import MAX_SLOTS, Arena, Slot
 
@@ -234,8 +234,8 @@ class ArenaStore:
         segment = arena.segment
         if segment is None or segment.slot_nbytes < nbytes:
             return True
-        # Each worker may be in a read of another version, and holds no more than that one.
-        return arena.num_left < arena.num_links + 2 and arena.num_slots < MAX_SLOTS
+        # Each worker may be in a read of another version, and on its way to the next.
+        return arena.num_left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
 
     def _is_slow(self, nbytes: int) -> bool:
         """Whether to wait a moment before there is another slot."""
@@ -257,7 +257,11 @@ class ArenaStore:
         return None if slot is None else self._wrap(slot)
 
     async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
-        """See :class:`SnapshotStore`."""
+        """See :class:`SnapshotStore`.
+
+        Raises:
+            ConfigError: Workers hold slots that they were not given.
+        """
         self._private.forget()
         async with self._growing:
             return self._wrap(await self._acquire(nbytes, in_thread))
@@ -273,6 +277,8 @@ class ArenaStore:
                     await in_thread(self.arena.reserve(nbytes))
                     slot = self.arena.free_slot(nbytes)  # somebody may have left one meanwhile
                 return slot or self.arena.grow(nbytes)
+            if time.monotonic() > until:
+                raise ConfigError("workers hold more slots of shared memory than they were given")
             self._ring()
             await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
             pause = min(2 * pause, _PAUSE_SECONDS[1])

@@ -120,6 +120,7 @@ class WeightReceiver(Answering):
         self._relink = relink
         self._changed = asyncio.Event()
         self._waited_for = False
+        self._num_waiting = 0
         self._tasks = tasks
 
     def start(self) -> None:
@@ -275,9 +276,6 @@ class WeightReceiver(Answering):
         if self._waited_for:
             self._notify()
 
-    def _cannot_look(self, error: RemoteProtocolError) -> None:
-        self.fail(error)
-
     def _stage(self, staged: Staged) -> None:
         self.cut_off = None
         if staged.epoch != self.inbox.newest_epoch:
@@ -376,6 +374,7 @@ class WeightReceiver(Answering):
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(timeout):
                 await asyncio.sleep(0)
@@ -391,8 +390,9 @@ class WeightReceiver(Answering):
                 raise
             raise late from exc
         finally:
+            self._num_waiting -= 1
             slots = self._staging.slots
-            if slots is not None:
+            if slots is not None and not self._num_waiting:
                 slots.ring_me(False)
 
     def _ring_me(self) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import (
-    AckTimeout,
     AiosyncError,
     ConfigError,
     LocalProtocolError,
@@ -106,6 +105,7 @@ class WeightSender:
         self._bell: asyncio.TimerHandle | None = None
         self._polled: list[Peer] = []
         self._poll = select.poll()
+        self._watches = False
 
     @property
     def peers(self) -> Mapping[int, Peer]:
@@ -195,7 +195,7 @@ class WeightSender:
     ) -> SendReport:
         """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
-        if self._has_heard() or started - self._turned_at > _TURN_SECONDS:
+        if self._has_to_turn(started):
             # Workers come and go on this loop, also where it only sends: what came by now is looked
             # at in the first turn, and what that means in the second.
             await asyncio.sleep(0)
@@ -215,7 +215,7 @@ class WeightSender:
         else:
             async with self._snapshot_lock:
                 self.workers.check()  # it may have been closed meanwhile
-                snapshots = await self._take_in_time(planned, timeout)
+                snapshots = await self._take(planned)
                 self.workers.check()
                 if worker_ids is None:
                     targets = self.targets(None, planned)  # somebody may have joined meanwhile
@@ -261,23 +261,6 @@ class WeightSender:
             peer.keep_rest()
         if first is not None:
             raise first
-
-    async def _take_in_time(
-        self, planned: Mapping[int | None, Planned], timeout: float | None
-    ) -> Mapping[int | None, Snapshot]:
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                return await self._take(planned)
-        except TimeoutError as exc:
-            if not limit.expired():
-                raise
-            behind = frozenset(idx for idx, peer in self.peers.items() if peer.is_behind)
-            raise AckTimeout(
-                f"no slot of shared memory was free for a new version within {timeout:g} s; "
-                f"workers {sorted(behind)} still compute with older ones, or are stopped",
-                worker_ids=behind,
-                version=self.clock.current + 1,
-            ) from exc
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
@@ -366,15 +349,21 @@ class WeightSender:
             epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
         )
 
-    def _has_heard(self) -> bool:
-        """Whether a worker has said something, or has ended, that the loop has not looked at."""
+    def _has_to_turn(self, now: float) -> bool:
+        """Whether the loop has to look at workers that answer to nothing before they are sent to.
+
+        They have said something, or have ended; or sends left the loop no time for others.
+        """
         peers = list(self.peers.values())
         if peers != self._polled:
             self._polled, self._poll = peers, select.poll()
-            for peer in peers:
-                for fd in peer.watched:
-                    self._poll.register(fd, select.POLLIN)
-        return bool(self._poll.poll(0))
+            fds = [fd for peer in peers for fd in peer.watched]
+            self._watches = bool(fds)
+            for fd in fds:
+                self._poll.register(fd, select.POLLIN)
+        if not self._watches:
+            return False
+        return now - self._turned_at > _TURN_SECONDS or bool(self._poll.poll(0))
 
     def ring_late(self, *, at_once: bool = False) -> None:
         """Ring workers that have not looked since they were named an update.

@@ -212,6 +212,10 @@ class SlotReader:
         if self._page is not None:
             self._page.holds = slot.version
 
+    def has(self, slot: NamedSlot) -> bool:
+        """Whether a slot is one of this peer's."""
+        return self._views.get(slot.view.segment_id) is slot.view
+
     def refuse(self, slot: NamedSlot) -> None:
         """What is in this slot is not for the model: do not open it again."""
         self._seen = slot.want
@@ -243,9 +247,12 @@ class SlotReader:
         self._drop_old_segments()
 
     def close(self) -> None:
-        """Give everything back; what views the memory keeps it."""
+        """Give everything back; what views the memory keeps it, and what another thread took."""
         self._closed = True
         self._page = self._held = None  # unmapped once nobody looks at its words any more
-        for view in self._views.values():
-            view.close()
-        self._views.clear()
+        with FORKING:
+            for view in self._views.values():
+                for index in view.locked:
+                    view.keep(index)
+                view.close()
+            self._views.clear()

@@ -96,7 +96,7 @@ class Page:
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             return cls(fd), fd
-        except BaseException:
+        except BaseException:  # goes on to the caller
             os.close(fd)
             raise
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import mmap
 import os
 import socket
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,36 @@ def _scribble_over_pages() -> None:
                 with open("/proc/self/mem", "r+b", buffering=0) as memory:
                     memory.seek(start + 64)
                     memory.write(b"\xff" * 8)
+
+
+async def test_locks_that_nobody_was_given_end_a_send_and_not_the_sender() -> None:
+    make = aiosync.SharedMemWeightSyncScheme
+    ends = harness.here(make(), models.linear(), sender={"model": models.linear()})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        with _locks() as lock:
+            with pytest.raises(aiosync.ConfigError, match="more slots .* than they were given"):
+                for number in range(20):
+                    lock(number)
+                    await sender.send()
+        await harness.deliver(sender, receiver, 3.0)
+
+
+@contextlib.contextmanager
+def _locks() -> Iterator[Callable[[int], None]]:
+    """What locks the first slots of each segment of this process, through descriptions of ours."""
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for name in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{name}"
+            with contextlib.suppress(OSError):
+                if "memfd:aiosync" in os.readlink(path):
+                    fds.append(os.open(path, os.O_RDONLY))
+                    opened.callback(os.close, fds[-1])
+
+        def lock(last: int) -> None:
+            for fd in fds:
+                first = struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, last + 1, 0)
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, first)
+
+        yield lock
