@@ -98,6 +98,10 @@ class SlotPublisher:
         if isinstance(message, Segment):
             self._announced.add(message.segment_id)
         else:
+            self._close_page_fd()
+
+    def _close_page_fd(self) -> None:
+        if self._page_fd >= 0:  # else the link ended right after it took the message
             os.close(self._page_fd)
             self._page_fd = -1
 
@@ -135,9 +139,7 @@ class SlotPublisher:
             self._held = min(page.holds, self.version)
             page.close()
         self._arena.num_links -= 1
-        if self._page_fd >= 0:
-            os.close(self._page_fd)
-            self._page_fd = -1
+        self._close_page_fd()
         slot, self._slot = self._slot, None
         if slot is not None:
             slot.unname()
