@@ -240,7 +240,7 @@ class Answering(Applying):
         # In the order in which they were applied, whichever threads did it.
         while self._outcomes:
             staged, old, error = self._outcomes.popleft()
-            if self._is_overtaken(staged):
+            if old is staged:
                 self._drop_staged(staged, by=staged)
             elif self._reported != (staged.epoch, staged.version):  # else an interrupt repeated it
                 self._reported = (staged.epoch, staged.version)

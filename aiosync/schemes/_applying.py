@@ -78,7 +78,8 @@ class Applying(abc.ABC):
         # What the model has, and views unless it was copied: then only the layout is valid.
         self._current: Staged | None = None
         self._apply_outcome: tuple[int, BaseException | None] | None = None
-        # What was applied, what the model left for it, and the error.
+        # What was applied, what the model left for it, and the error; or the same update twice if
+        # something newer had been applied meanwhile.
         self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None]] = deque()
         self._adopts_late = False
         self._late_model: Any = None  # what was accepted; another may be assigned meanwhile
@@ -232,7 +233,7 @@ class Applying(abc.ABC):
             if self._taking is None:
                 return
             if self._is_overtaken(self._taking):
-                self._outcomes.append((self._taking, None, None))
+                self._outcomes.append((self._taking, self._taking, None))
                 self._call_soon(self._report_outcomes)
                 self._taking = None
                 return

@@ -53,6 +53,11 @@ class Joining(abc.ABC):
             self._changed = asyncio.Event()
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody looks again at the next :meth:`notify`."""
+        return self._watched
+
+    @property
     def changed(self) -> asyncio.Event:
         """Set by the next :meth:`notify`; take it before looking at what may change."""
         self._watched = True

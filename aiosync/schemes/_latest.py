@@ -54,8 +54,8 @@ class Latest:
         if key is None and not self._own and len(self._common) == 1:  # as good as always
             only = self._common[0]
             if _same_names(only.snapshot, snapshot):
-                only.snapshot.release()
                 self._common[0] = _Kept(snapshot, only.names)
+                only.snapshot.release()  # last: a signal's handler may raise in between
                 return
         if key is not None:
             own = self._own.get(key)

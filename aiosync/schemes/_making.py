@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -112,16 +112,11 @@ class SnapshotMaker:
         snapshot = self._store.acquire_nowait(planned.prepared.layout.nbytes)
         return self._fill(snapshot, planned)
 
-    def take_free(
-        self, planned: Mapping[int | None, Planned]
-    ) -> Mapping[int | None, Snapshot] | None:
-        """Copy now if there is one source, it is small, and memory for it is free."""
-        if len(planned) != 1:
-            return None
-        [(key, plan)] = planned.items()
-        nbytes = plan.prepared.layout.nbytes
+    def take_free(self, planned: Planned) -> Snapshot | None:
+        """Copy now if the source is small, and memory for it is free."""
+        nbytes = planned.prepared.layout.nbytes
         snapshot = self._store.acquire_free(nbytes) if nbytes <= _INLINE_NBYTES else None
-        return None if snapshot is None else {key: self._fill(snapshot, plan)}
+        return None if snapshot is None else self._fill(snapshot, planned)
 
     async def take(self, planned: Planned) -> Snapshot:
         """Copy without holding the loop for long.
@@ -245,7 +240,7 @@ class SnapshotMaker:
         copying, planned = snapshot.copying, snapshot.planned
         if copying is None and planned is not None and snapshot.live is not None:
             copying = self._start_filling(snapshot, planned, place.buffer)
-            snapshot.move_to(place.retain())
+            snapshot.move_to(place)
             await _completed(copying)
             return
         if copying is not None:
@@ -260,7 +255,7 @@ class SnapshotMaker:
         self._start_executor()
         loop = asyncio.get_running_loop()
         await _completed(loop.run_in_executor(self._executor, _join, pieces, place.buffer))
-        snapshot.move_to(place.retain())
+        snapshot.move_to(place)
         snapshot.never_copied = False
 
     def _start_executor(self) -> None:

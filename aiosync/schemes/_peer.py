@@ -26,6 +26,7 @@ from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
+from aiosync.transports._segment import Slot
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
@@ -125,12 +126,10 @@ class Peer:
         return f"worker {self.worker_idx}" if channel is None else channel.name
 
     @property
-    def watched(self) -> list[int]:
-        """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
+    def watched(self) -> int:
+        """Descriptor that tells of what the worker says, and of its end; -1 without slots."""
         channel = None if self._publisher is None else channel_of(self.transport)
-        if channel is None:
-            return []
-        return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
+        return -1 if channel is None else channel.io.read_fd
 
     @property
     def age(self) -> float:
@@ -319,20 +318,31 @@ class Peer:
 
     # -- what the worker sees without being told --------------------------------------------------
 
-    def can_see(self, snapshot: Snapshot) -> bool:
-        """Whether the worker takes this update, as soon as it is named, before it computes again.
+    def looks_for(self, digest: bytes) -> bool:
+        """Whether the worker takes updates of this manifest, once named, before it computes again.
 
         Not while others are on their way to it: their answers come in order.
         """
         publisher = self._publisher
         return (
             publisher is not None
-            and publisher.promised == snapshot.layout.digest
-            and snapshot.slot is not None
-            and snapshot.copying is None
-            and not (snapshot.values or self._lost or self._writing)
+            and publisher.promised == digest
+            and not (self._lost or self._writing)
             and self.outbox.is_idle
-            and publisher.knows(snapshot.slot)
+        )
+
+    def knows(self, slot: Slot) -> bool:
+        """Whether the worker can read this slot."""
+        return self._publisher is not None and self._publisher.knows(slot)
+
+    def can_see(self, snapshot: Snapshot) -> bool:
+        """Whether nothing but naming this update is needed."""
+        return (
+            snapshot.slot is not None
+            and snapshot.copying is None
+            and not snapshot.values
+            and self.looks_for(snapshot.layout.digest)
+            and self.knows(snapshot.slot)
         )
 
     def see(self, snapshot: Snapshot) -> None:
@@ -342,8 +352,11 @@ class Peer:
         self._store(publisher, snapshot)
         self.outbox.seen(snapshot.version)
         self.received_version = snapshot.version
-        if publisher.bell:
-            self.ring()
+
+    @property
+    def wants_bell(self) -> bool:
+        """Whether somebody there waits for what it was named."""
+        return self._publisher is not None and self._publisher.bell and self.is_behind
 
     @property
     def applied(self) -> int:

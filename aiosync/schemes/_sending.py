@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
@@ -216,6 +217,26 @@ class SendingScheme(SchemeCore):
         if weights is not None and worker_ids is None and is_per_worker(weights):
             worker_ids = [idx for idx in planned if idx is not None]
         return await sender.send(planned, worker_ids, limit)
+
+    def _send_at_once(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[SendReport | None, Callable[[], None] | None]:
+        """What :meth:`send` does where it waits for nobody, on a thread that keeps the loop idle.
+
+        Returns:
+            The report, or ``None`` with nothing done if somebody has to be waited for; and what is
+            to be called on the loop, if anything is.
+        """
+        started, sender = time.perf_counter(), self._sender
+        if sender is None or not self._connected or self._closed or not sender.is_quiet():
+            return None, None
+        self._limit(timeout)
+        report = sender.publish(self._plan(weights, worker_ids), worker_ids, started)
+        return report, sender.tell if report is not None and sender.has_to_tell() else None
 
     def send_nowait(
         self,

@@ -76,8 +76,15 @@ class Snapshot:
         self.bringing: asyncio.Lock | None = None
         # What carriers made of it, for all links.
         self.memo: dict[Any, Any] = {}
-        self._refs = 1
         self._release = release
+        self._refs = 1
+        if slot is not None:
+            slot.in_use = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_refs", 0) > 0:  # nobody could keep or release it: a handler raised
+            self._refs = 1
+            self.release()
 
     def payload(self) -> memoryview:
         """The payload, for links that carry bytes."""
@@ -100,6 +107,7 @@ class Snapshot:
         Links may still be reading it.
         """
         mine, theirs = self._release, other._release
+        other._release = _nothing
 
         def release() -> None:
             mine()
@@ -226,7 +234,6 @@ class ArenaStore:
         self.arena = arena
         self._private = PrivateStore()
         self._ring = ring
-        self._buffers: dict[tuple[int, int], FlatBuffer] = {}
         self._growing = asyncio.Lock()
 
     def _may_grow(self, nbytes: int) -> bool:
@@ -288,15 +295,11 @@ class ArenaStore:
         return self._private.acquire_nowait(nbytes)
 
     def _wrap(self, slot: Slot) -> Snapshot:
-        buffer = self._buffers.get(slot.key)
-        if buffer is None:
-            for old in [old for old in self._buffers if old[0] != slot.key[0]]:
-                del self._buffers[old]  # of a segment that was replaced
-            buffer = self._buffers[slot.key] = FlatBuffer.wrap(slot.view)
-        return Snapshot(buffer, slot=slot, release=slot.release)
+        if slot.buffer is None:
+            slot.buffer = FlatBuffer.wrap(slot.view)
+        return Snapshot(slot.buffer, slot=slot, release=slot.release)
 
     def close(self) -> None:
         """See :class:`SnapshotStore`."""
-        self._buffers.clear()
         self._private.close()
         self.arena.close()

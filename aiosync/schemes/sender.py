@@ -104,8 +104,7 @@ class WeightSender:
         self._turned_at = 0.0  # when the loop had its last turn between two sends
         self._bell: asyncio.TimerHandle | None = None
         self._polled: list[Peer] = []
-        self._poll = select.poll()
-        self._watches = False
+        self._poll: select.epoll | None = None
 
     @property
     def peers(self) -> Mapping[int, Peer]:
@@ -201,28 +200,23 @@ class WeightSender:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             self._turned_at = time.perf_counter()
-        self.workers.check()
+        report = self.publish(planned, worker_ids, started)
+        if report is not None:
+            self.tell()
+            return report
         targets = self.targets(worker_ids, planned)
         if worker_ids is not None and not targets:
             return self._to_nobody(started)
         # The usual case, small weights and memory that is free, without any await.
-        snapshots = None if self._snapshot_lock.locked() else self.maker.take_free(planned)
-        if snapshots is not None:
-            report = self._publish(snapshots, targets, worker_ids is None, started)
-            if report is not None:
-                return report
-            send = self._dispatch(snapshots, targets, worker_ids is None, started)
-        else:
+        snapshots = None if self._snapshot_lock.locked() else self._take_free(planned)
+        if snapshots is None:
             async with self._snapshot_lock:
                 self.workers.check()  # it may have been closed meanwhile
                 snapshots = await self._take(planned)
                 self.workers.check()
                 if worker_ids is None:
                     targets = self.targets(None, planned)  # somebody may have joined meanwhile
-                report = self._publish(snapshots, targets, worker_ids is None, started)
-                if report is not None:
-                    return report
-                send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if not send.future.done():
             if send.nbytes <= _AWAKE_NBYTES:
                 self._awake.wait_for(send.future)
@@ -298,72 +292,123 @@ class WeightSender:
             done = self._loop.create_future()
             done.set_result(self._to_nobody(started))
             return SendHandle(self.clock.current, done)
-        snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
-        report = self._publish(snapshots, targets, worker_ids is None, started)
+        report = self.publish(planned, worker_ids, started)
         if report is not None:
+            self.tell()
             seen = self._loop.create_future()
             seen.set_result(report)
             return SendHandle(report.version, seen)
+        snapshots = {key: self.maker.take_nowait(plan) for key, plan in planned.items()}
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         if timeout is not None and not send.future.done():
             self._deadlines.limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
 
-    def _publish(
+    def _take_free(
+        self, planned: Mapping[int | None, Planned]
+    ) -> Mapping[int | None, Snapshot] | None:
+        if len(planned) != 1:
+            return None
+        [(key, plan)] = planned.items()
+        snapshot = self.maker.take_free(plan)
+        return None if snapshot is None else {key: snapshot}
+
+    def publish(
         self,
-        snapshots: Mapping[int | None, Snapshot],
-        targets: set[int],
-        everybody: bool,
+        planned: Mapping[int | None, Planned],
+        worker_ids: int | Iterable[int] | None,
         started: float,
     ) -> SendReport | None:
         """Name an update to workers that look for themselves, which is all that they need.
 
+        :meth:`tell` has to follow. Waits for nobody, and does nothing with the loop. A signal's
+        handler may raise at any step: then some workers may have the version, and nothing else is
+        wrong.
+
         Returns:
             ``None``, with nothing done, if any worker has to be told, or something else to be said.
         """
-        snapshot = snapshots.get(None)
-        if snapshot is None or self._untold or not targets or self.workers.initial:
+        self.workers.check()
+        plan = planned.get(None)
+        if plan is None or self._untold or self.workers.initial or self._snapshot_lock.locked():
             return None
-        peers = [self.peers.get(idx) for idx in targets]
-        if not all(peer is not None and peer.can_see(snapshot) for peer in peers):
+        prepared = plan.prepared
+        targets = self.targets(worker_ids)
+        if not targets or prepared.values:
+            return None
+        peers, digest = [], prepared.layout.digest
+        for idx in targets:
+            peer = self.peers.get(idx)
+            if peer is None or not peer.looks_for(digest):
+                return None
+            peers.append(peer)
+        snapshot = self.maker.take_free(plan)
+        if snapshot is None:
+            return None
+        slot = snapshot.slot
+        if slot is None or not all(peer.knows(slot) for peer in peers):
+            snapshot.release()
             return None
         snapshot.version = version = self.clock.next()
         for peer in peers:
-            assert peer is not None
             peer.see(snapshot)
         latest = self.workers.latest
-        if everybody:
+        if worker_ids is None:
             latest.add(None, snapshot)
         else:
             for idx in sorted(targets):
                 latest.add(idx, snapshot.retain())
             snapshot.release()
-        if self.workers.waiting:
-            self.workers.answer_all()
-        self.workers.notify()  # whoever waits for a version of the workers
-        self._ring_later()
         lost = {idx: error for idx, error in self.workers.lost.items() if idx not in targets}
         elapsed = time.perf_counter() - started
-        nbytes, epoch = snapshot.nbytes, self.clock.epoch
+        nbytes, epoch = prepared.layout.nbytes, self.clock.epoch
         return SendReport(
             epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
         )
+
+    def has_to_tell(self) -> bool:
+        """Whether :meth:`tell` has something to do."""
+        return (
+            self._bell is None
+            or bool(self.workers.waiting)
+            or self.workers.is_waited_for
+            or any(peer.wants_bell for peer in self.peers.values())
+        )
+
+    def tell(self) -> None:
+        """Tell those who wait for a version that there is one, and look later who took it."""
+        if self.workers.waiting:
+            self.workers.answer_all()
+        self.workers.notify()  # whoever waits for a version of the workers
+        rings = False
+        for peer in list(self.peers.values()):
+            rings |= peer.reads_slots
+            if peer.wants_bell:
+                peer.ring()
+        if rings:
+            self._ring_later()
+
+    def is_quiet(self) -> bool:
+        """Whether there are workers that read slots, and none of them said something or ended."""
+        peers = list(self.peers.values())
+        if peers != self._polled:
+            self._polled = peers
+            fds = [peer.watched for peer in peers if peer.watched >= 0]
+            if self._poll is not None:
+                self._poll.close()
+            self._poll = poll = select.epoll() if fds else None
+            for fd in fds:
+                assert poll is not None
+                poll.register(fd, select.EPOLLIN)
+        return self._poll is not None and not self._poll.poll(0)
 
     def _has_to_turn(self, now: float) -> bool:
         """Whether the loop has to look at workers that answer to nothing before they are sent to.
 
         They have said something, or have ended; or sends left the loop no time for others.
         """
-        peers = list(self.peers.values())
-        if peers != self._polled:
-            self._polled, self._poll = peers, select.poll()
-            fds = [fd for peer in peers for fd in peer.watched]
-            self._watches = bool(fds)
-            for fd in fds:
-                self._poll.register(fd, select.POLLIN)
-        if not self._watches:
-            return False
-        return now - self._turned_at > _TURN_SECONDS or bool(self._poll.poll(0))
+        quiet = self.is_quiet()
+        return self._poll is not None and (not quiet or now - self._turned_at > _TURN_SECONDS)
 
     def ring_late(self, *, at_once: bool = False) -> None:
         """Ring workers that have not looked since they were named an update.
@@ -414,7 +459,6 @@ class WeightSender:
                 send.tracker.resolve(idx, outcome)
             elif peer.can_see(snapshot_for):
                 peer.see(snapshot_for)
-                self._ring_later()
                 send.tracker.resolve(idx, Outcome(version, OutcomeKind.APPLIED))
             else:
                 peer.offer(snapshot_for)
@@ -427,9 +471,7 @@ class WeightSender:
         else:
             for snapshot in snapshots.values():
                 snapshot.release()
-        if workers.waiting:
-            workers.answer_all()
-        workers.notify()
+        self.tell()
         if send.tracker.settled:
             self._settle(send)
         return send
@@ -475,6 +517,8 @@ class WeightSender:
         self._deadlines.cancel()
         if self._bell is not None:
             self._bell.cancel()
+        if self._poll is not None:
+            self._poll.close()
 
     async def aclose(self) -> None:
         """Close every link; sends under way fail with ``TransportClosed``. Bounded."""

@@ -32,6 +32,9 @@ class Facade(Protocol):
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the portal and wait for it."""
 
+    def _at_once(self, function: Callable[[], tuple[Any, Callable[[], None] | None]]) -> Any:
+        """Call a function while the portal's loop waits; ``None`` if there is none."""
+
     def _check(self, what: str) -> None:
         """Raise unless this thread may wait for the scheme."""
 
@@ -63,12 +66,24 @@ class _Method(Generic[_P, _R]):
 
 def blocking(
     method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
+    *,
+    at_once: Callable[Concatenate[Any, _P], tuple[_R | None, Callable[[], None] | None]]
+    | None = None,
 ) -> _Method[_P, _R]:
-    """A method that runs the coroutine method of the async class and waits for its result."""
+    """A method that runs the coroutine method of the async class and waits for its result.
+
+    Args:
+        method: The coroutine method.
+        at_once: Does the same where nobody has to be waited for, and is tried first.
+    """
     name = method.__name__
 
     def proceed(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
+        if at_once is not None and getattr(type(self._scheme), name) is method:
+            done = self._at_once(functools.partial(at_once, self._scheme, *args, **kwargs))
+            if done is not None:
+                return done
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
 
     def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,13 @@ import atexit
 import contextlib
 import inspect
 import os
+import selectors
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from aiosync._run import new_event_loop
 from aiosync.errors import LocalProtocolError, TransportClosed
 
 __all__ = ["Lease", "Tenant", "lease", "refuse_inside_loop"]
@@ -92,13 +93,36 @@ class _Call(Generic[_T]):
         self._done.acquire(timeout=timeout)
 
 
+class _Selector(selectors.DefaultSelector):
+    """Lets other threads have the loop's turn while the loop waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = threading.RLock()  # whose turn it is to touch what belongs to the loop
+        self.num_waiting = 0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Wait for descriptors; the loop's thread has the turn before and afterwards."""
+        self.turn.release()
+        try:
+            if self.num_waiting and not timeout:
+                time.sleep(0)  # a loop that is always busy would never let go of it
+            return super().select(timeout)
+        finally:
+            self.turn.acquire()
+
+
 class _Portal:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own.
+
+    It is asyncio's and not uvloop's: only that one can be told what to do while it waits.
+    """
 
     def __init__(self) -> None:
         self.leases: set[Lease] = set()
         self._calls: set[_Call[Any]] = set()
-        self.loop = new_event_loop()
+        self._selector = _Selector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
         self.stopping = False
         self._serving = False
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
@@ -118,6 +142,7 @@ class _Portal:
 
     def _main(self) -> None:
         loop = self.loop
+        self._selector.turn.acquire()
         try:
             while not self.stopping:
                 self._serving = True
@@ -135,6 +160,7 @@ class _Portal:
                 loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._close()
+            self._selector.turn.release()
 
     def _stop_soon(self) -> None:
         if not self.stopping:
@@ -163,6 +189,9 @@ class _Portal:
             self._thread.join(_JOIN_SECONDS)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        if self._selector.turn._is_owned():  # type: ignore[attr-defined]  # not in the stubs
+            coroutine.close()
+            raise LocalProtocolError("aiosync.sync was called while it looked at the weights")
         call = _Call(coroutine)
         self._calls.add(call)  # before the loop can refuse it: either of the two ends it
         try:
@@ -188,6 +217,22 @@ class _Portal:
             raise call.error
         finally:
             call.error = None  # the traceback refers to this frame: leave no cycle
+
+    def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
+        """Call a function on this thread while the loop waits.
+
+        It must wait for nothing, and leave the loop alone: what it has for that, it returns.
+        """
+        selector = self._selector
+        selector.num_waiting += 1
+        try:
+            with selector.turn:
+                result, rest = function()
+        finally:
+            selector.num_waiting -= 1
+        if rest is not None:
+            self._submit(rest)
+        return result
 
     def _submit(self, function: Callable[..., object], *args: Any) -> None:
         try:
@@ -228,6 +273,17 @@ class Lease:
             TransportClosed: The portal ended meanwhile.
         """
         return self._portal.call(coroutine)
+
+    def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
+        """Call a function on this thread while the portal's loop waits.
+
+        It must wait for nothing, and leave the loop alone: it returns its result and what is to be
+        called on the loop afterwards, if anything.
+
+        Raises:
+            TransportClosed: The portal ended meanwhile.
+        """
+        return self._portal.at_once(function)
 
     def release(self, *, join: bool = True) -> None:
         """Give the right back; the last one ends the portal's thread. Idempotent.

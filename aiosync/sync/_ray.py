@@ -35,7 +35,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         aio.RayWeightSyncScheme.init_on_sender
     )
     send: Final = blocking(  # type: ignore[misc]  # the override has the same signature
-        aio.RayWeightSyncScheme.send
+        aio.RayWeightSyncScheme.send,
+        at_once=aio.RayWeightSyncScheme._send_at_once,
     )
     create_transport: Final = on_loop(  # type: ignore[misc]  # the override has the same signature
         aio.RayWeightSyncScheme.create_transport

@@ -9,7 +9,7 @@ import copy
 import os
 import threading
 import warnings
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import aiosync.schemes as aio
@@ -194,6 +194,13 @@ class WeightSyncScheme(Attributes):
         finally:
             self._after_call(held)
 
+    def _at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T | None:
+        """What a function returns that is called while the portal's loop waits, if it is there."""
+        held = self._lease
+        if held is None or not held.valid:
+            return None
+        return held.at_once(function)
+
     def _enter(self) -> Lease:
         with self._lock:
             held = self._lease
@@ -227,7 +234,7 @@ class WeightSyncScheme(Attributes):
     # -- the same methods, waiting -------------------------------------------------------------
 
     connect: Final = blocking(aio.WeightSyncScheme.connect)
-    send: Final = blocking(aio.WeightSyncScheme.send)
+    send: Final = blocking(aio.WeightSyncScheme.send, at_once=aio.WeightSyncScheme._send_at_once)
     receive: Final = blocking(aio.WeightSyncScheme.receive)
     pull: Final = blocking(aio.WeightSyncScheme.pull)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)

@@ -7,6 +7,7 @@ import asyncio, torch or anything above ``transports``.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from aiosync.errors import TransportBroken
 from aiosync.transports._channel import FramedChannel
@@ -38,7 +39,7 @@ class SlotPublisher:
         self._page: Page | None = None
         self._page_fd = -1  # until it was sent
         self._announced: set[int] = set()
-        self._slot: Slot | None = None
+        self._slots: tuple[Slot, ...] = ()  # those that the word may name, the newest last
         self._count = self._held = 0
         self._arena = arena
         self._ended = False
@@ -107,16 +108,23 @@ class SlotPublisher:
 
     def store(self, slot: Slot, version: int) -> None:
         """Have the peer's next read use a slot, which is sealed and which it can read."""
-        if self._ended or (slot is self._slot and version == self.version):
+        if self._ended or (self._slots and slot is self._slots[-1] and version == self.version):
             return
         assert self._page is not None
-        old, self._slot = self._slot, slot
-        slot.num_wanted += 1
+        # An exception of a signal's handler may end this between any two steps: the slot that the
+        # word names is never taken for one that it does not.
+        old, self._slots = self._slots, (*self._slots, slot)
+        slot.namers.add(self)
         self._count += 1
         self.version = version
         self._page.want = word(self._count, *slot.key)
-        if old is not None:
-            old.unname()
+        self._leave(each for each in old if each is not slot)
+        self._slots = (slot,)
+
+    def _leave(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.namers.discard(self)
+            self._arena.reap()
 
     @property
     def holds(self) -> int:
@@ -140,6 +148,5 @@ class SlotPublisher:
             page.close()
         self._arena.num_links -= 1
         self._close_page_fd()
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            slot.unname()
+        self._leave(self._slots)
+        self._slots = ()

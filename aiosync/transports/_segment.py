@@ -16,6 +16,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from typing import Any
 
 from aiosync.errors import ConfigError, TransportClosed
 from aiosync.transports._anonymous import anonymous_file, take_pages
@@ -32,6 +33,9 @@ HEADER = struct.Struct("<QQ16sQ24x")
 
 MAX_SLOTS = 256
 """Slots of a segment, as a word names them."""
+
+_UNUSED_SENDS = 100  # until the last slot is given back
+_FIRST_FIT_SENDS = 32  # between two that take the first free slot: so the last become free
 
 _segment_ids = itertools.count(1)
 
@@ -93,6 +97,16 @@ class Segment:
         self.slots.append(slot)
         return slot
 
+    def shrink(self) -> None:
+        """Give the memory of the last slot back, which is locked and needed by nobody."""
+        slot = self.slots.pop()
+        mapping = self._maps.pop()
+        self.taken_nbytes = min(self.taken_nbytes, len(self.slots) * self.slot_nbytes)
+        if hasattr(mmap, "MADV_REMOVE"):
+            with contextlib.suppress(OSError):  # a file system that keeps what it has
+                mapping.madvise(mmap.MADV_REMOVE)
+        slot.release()
+
     def reserve(self) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread.
 
@@ -107,7 +121,7 @@ class Segment:
                 os.close(fd)
         self.fd = self.read_only_fd = self.lock_fd = -1
         for slot in self.slots:
-            slot.view = memoryview(b"")
+            slot.view, slot.buffer = memoryview(b""), None
         self.slots.clear()
         while self._maps:
             with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
@@ -120,29 +134,34 @@ class Slot:
     Attributes:
         key: (segment id, slot index).
         view: Bytes for the payload, writable by this process while the slot is locked.
-        refs: References inside the sender.
-        num_wanted: Links whose word names the slot.
+        buffer: What its owner made of the view, to make it once.
+        in_use: A snapshot of the sender is in it. Set by whoever acquired it, last of all, so that
+            an exception of a signal's handler leaves it free.
+        namers: Links whose word names it, or may.
         locked: Nobody else may read it: it is being filled.
+        used_at: When it was last acquired, in acquisitions of its arena.
     """
 
     def __init__(self, arena: Arena, segment: Segment, index: int, view: memoryview) -> None:
-        self.arena = arena
+        self._arena = arena
         self.segment = segment
         self.index = index
         self.key: tuple[int, int] = (segment.segment_id, index)
         self.view: memoryview = view[HEADER_NBYTES:]
         self._header: memoryview = view[:HEADER_NBYTES]
-        self.refs: int = 0
-        self.num_wanted: int = 0
+        self.buffer: Any = None
+        self.in_use: bool = False
+        self.namers: set[object] = set()
         self.locked: bool = False
+        self.used_at: int = 0
 
     def acquire(self) -> bool:
         """Take the slot to write to it, if nobody in this process or another one needs it."""
-        if self.refs or self.num_wanted:
+        if self.in_use or self.namers:
             return False
         if not try_lock(self.segment.lock_fd, self.index, exclusive=True):
             return False
-        self.locked, self.refs = True, 1
+        self.locked = True
         HEADER.pack_into(self._header, 0, 0, 0, b"", 0)  # the page of an ended link may name it yet
         return True
 
@@ -157,27 +176,17 @@ class Slot:
         if self.segment.lock_fd >= 0:
             unlock(self.segment.lock_fd, self.index)
 
-    def retain(self) -> None:
-        """Add a reference inside the sender."""
-        self.refs += 1
-
     def release(self) -> None:
-        """Drop a reference inside the sender."""
-        self.refs -= 1
-        if not self.refs:
-            if self.locked:
-                self._unlock()
-            self.arena.reap()
-
-    def unname(self) -> None:
-        """The word of one link does not name the slot any more."""
-        self.num_wanted -= 1
-        self.arena.reap()
+        """The snapshot in it is not needed by the sender any more."""
+        self.in_use = False
+        if self.locked:
+            self._unlock()
+        self._arena.reap()
 
     @property
     def is_needed(self) -> bool:
         """Whether the sender, or a link's word, still refers to the slot."""
-        return bool(self.refs or self.num_wanted)
+        return bool(self.in_use or self.namers)
 
 
 class Arena:
@@ -186,6 +195,8 @@ class Arena:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.num_links: int = 0
+        self._num_acquired = 0
+        self._last_two: tuple[Slot | None, Slot | None] = (None, None)
         self._retired: list[Segment] = []
         self._closed = False
         close_in_child(self)
@@ -205,7 +216,7 @@ class Arena:
         return sum(not slot.is_needed for slot in self.segment.slots) if self.segment else 0
 
     def free_slot(self, nbytes: int) -> Slot | None:
-        """Acquire a slot that no process reads, or ``None``. The caller owns one reference."""
+        """Acquire a slot that no process reads, or ``None``. The caller says that it is in use."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         segment = self.segment
@@ -216,13 +227,27 @@ class Arena:
             self.segment = None
             self.reap()
             return None
-        for slot in segment.slots:
+        self._num_acquired += 1
+        slots = segment.slots
+        if self._last_two[0] in slots and self._num_acquired % _FIRST_FIT_SENDS:
+            # Mostly free: who computed with it has gone on to the one that is named now.
+            slots = [self._last_two[0], *slots]
+        for slot in slots:
             if slot.acquire():
+                self._note(slot)
+                last = segment.slots[-1]
+                if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
+                    segment.shrink()
                 return slot
         return None
 
+    def _note(self, slot: Slot) -> None:
+        slot.used_at = self._num_acquired
+        if slot is not self._last_two[1]:
+            self._last_two = self._last_two[1], slot
+
     def grow(self, nbytes: int) -> Slot:
-        """Acquire a new slot. The caller owns one reference.
+        """Acquire a new slot. The caller says that it is in use.
 
         Raises:
             ConfigError: The system has no memory left for it; smaller ones may still be had.
@@ -237,6 +262,7 @@ class Arena:
             raise
         if not slot.acquire():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
+        self._note(slot)
         return slot
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
@@ -267,6 +293,7 @@ class Arena:
             segment.close()
         self._retired.clear()
         self.segment = None
+        self._last_two = (None, None)
 
 
 def _reopened(fd: int, flags: int) -> int:
