@@ -29,6 +29,7 @@ from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.loading import LoadTarget
+from aiosync.transports._fork import FORKING
 from aiosync.wire import NO_LIMITS
 
 __all__ = ["Applying"]
@@ -266,7 +267,9 @@ class Applying(abc.ABC):
         if not self._has(staged):
             try:
                 target = self._find_target()
-                target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
+                # A process that another thread forks has one version, too.
+                with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+                    target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
             except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
                 if is_interrupt(exc):
                     raise

@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import sys
 import threading
 import traceback
 from typing import Any
@@ -156,6 +157,57 @@ def test_forks_while_the_portal_is_busy() -> None:
             finally:
                 over.set()
         assert sender.send().acked == {0}
+
+
+class Many(torch.nn.Module):
+    """Tensors that are flipped and many that are copied; a forward says what they hold."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for number in range(100):
+            self.register_parameter(f"p{number}", torch.nn.Parameter(torch.full((4,), value)))
+            self.register_buffer(f"b{number}", torch.full((40, 40), value))
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+
+    def forward(self) -> set[float]:
+        tensors = (*self.parameters(), *self.buffers())
+        return {float(tensor.detach().flatten()[-1]) for tensor in tensors}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE])
+def test_a_fork_of_another_thread_splits_no_update(make: Any) -> None:
+    source, target = Many(0.0), Many(-1.0)
+    with tools.pair(make, source, target) as (sender, _):
+        over = threading.Event()
+
+        def train() -> None:
+            value = 0.0
+            while not over.is_set():
+                value += 1.0
+                source.fill(value)
+                sender.send()
+
+        def compute() -> None:
+            while not over.is_set():
+                assert len(target()) == 1
+
+        def child() -> None:
+            assert len(target()) == 1
+
+        interval = sys.getswitchinterval()
+        with tools.threads(train, compute):
+            try:
+                sys.setswitchinterval(1e-5)
+                for _ in range(100):
+                    _in_child(child)
+            finally:
+                sys.setswitchinterval(interval)
+                over.set()
 
 
 @pytest.mark.slow
