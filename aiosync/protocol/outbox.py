@@ -252,8 +252,9 @@ class Outbox:
             LocalProtocolError: Not greater than the version offered last, closed, or something
                 else is not resolved yet.
         """
-        self._check_newer(version)
-        if not self.is_idle:
+        if self._error is not None or version <= self._last_offered:
+            self._check_newer(version)
+        if self._in_flight or self._pending is not None:
             raise LocalProtocolError(f"version {version} overtakes others")
         self._last_offered = self._visible = version
 

@@ -233,7 +233,7 @@ class Applying(abc.ABC):
                     self._staged = None
             if self._taking is None:
                 return
-            if self._is_overtaken(self._taking):
+            if self._taking.slot is None and self._is_overtaken(self._taking):
                 self._outcomes.append((self._taking, self._taking, None))
                 self._call_soon(self._report_outcomes)
                 self._taking = None
@@ -254,17 +254,14 @@ class Applying(abc.ABC):
     def _is_overtaken(self, staged: Staged) -> bool:
         """Whether something newer, which a word named, was applied meanwhile."""
         inbox = self.inbox
-        return (
-            staged.slot is None and staged.epoch == inbox.epoch and staged.version < inbox.version
-        )
-
-    def _has(self, staged: Staged) -> bool:
-        return (self.inbox.epoch, self.inbox.version) == (staged.epoch, staged.version)
+        return staged.epoch == inbox.epoch and staged.version < inbox.version
 
     def _apply_noted(self, staged: Staged) -> None:
         """Have the model get this; may be cut short anywhere, and called again."""
         error: BaseException | None = None
-        if not self._has(staged):
+        inbox = self.inbox
+        done = staged.version == inbox.version and staged.epoch == inbox.epoch
+        if not done:
             try:
                 target = self._find_target()
                 # A process that another thread forks has one version, too.
@@ -283,9 +280,9 @@ class Applying(abc.ABC):
             if self._flipped is not None:
                 self._flipped(staged.epoch, staged.version)
             # Readers see the version together with the weights, and not before all of them.
-            if not self._has(staged):
-                self.inbox.seen(staged.epoch, staged.version)
-                self.inbox.applied(staged.epoch, staged.version)
+            if not done:
+                inbox.seen(staged.epoch, staged.version)
+                inbox.applied(staged.epoch, staged.version)
             before = self._before
             if staged.slot is None and before is not None and before.slot is not None:
                 before.give_back()  # now, and not without a copy of what still views it

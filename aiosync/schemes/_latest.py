@@ -53,7 +53,8 @@ class Latest:
         """
         if key is None and not self._own and len(self._common) == 1:  # as good as always
             only = self._common[0]
-            if _same_names(only.snapshot, snapshot):
+            same_layout = only.snapshot.layout is snapshot.layout
+            if (same_layout and not snapshot.values) or _same_names(only.snapshot, snapshot):
                 self._common[0] = _Kept(snapshot, only.names)
                 only.snapshot.release()  # last: a signal's handler may raise in between
                 return

@@ -58,6 +58,9 @@ class SnapshotMaker:
         extract_as: What travels of a module.
         wire_dtype: What floating-point tensors are cast to on the way; ``None`` for nothing.
         limits: Bounds that the receivers are expected to have; ``None`` for the defaults.
+
+    Attributes:
+        has_slots: Other processes may read the snapshots.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class SnapshotMaker:
     ) -> None:
         self._limits = limits or DEFAULT_LIMITS
         self._store = store
+        self.has_slots: bool = store.has_slots
         self._extract_as = extract_as
         self._wire_dtype = wire_dtype
         self._flatteners: dict[int, Flattener | CastingFlattener] = {}
@@ -215,7 +219,7 @@ class SnapshotMaker:
         async with snapshot.bringing:  # once for all links that want it
             if snapshot.lost is not None:
                 raise LocalProtocolError(str(snapshot.lost)) from snapshot.lost
-            if snapshot.slot is not None or not self._store.has_slots:
+            if snapshot.slot is not None or not self.has_slots:
                 if snapshot.copying is not None:
                     await _completed(snapshot.copying)
                 return

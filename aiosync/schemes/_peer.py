@@ -26,7 +26,6 @@ from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
 from aiosync.transports._publishing import SlotPublisher
-from aiosync.transports._segment import Slot
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import AckStatus
@@ -331,32 +330,36 @@ class Peer:
             and self.outbox.is_idle
         )
 
-    def knows(self, slot: Slot) -> bool:
-        """Whether the worker can read this slot."""
-        return self._publisher is not None and self._publisher.knows(slot)
+    def can_read(self, snapshot: Snapshot) -> bool:
+        """Whether the worker knows where this is."""
+        slot, publisher = snapshot.slot, self._publisher
+        return slot is not None and publisher is not None and publisher.knows(slot)
 
     def can_see(self, snapshot: Snapshot) -> bool:
         """Whether nothing but naming this update is needed."""
         return (
-            snapshot.slot is not None
-            and snapshot.copying is None
+            snapshot.copying is None
             and not snapshot.values
             and self.looks_for(snapshot.layout.digest)
-            and self.knows(snapshot.slot)
+            and self.can_read(snapshot)
         )
 
     def see(self, snapshot: Snapshot) -> None:
         """Name an update to the worker, which promised to look: it counts as applied."""
-        publisher = self._publisher
-        assert publisher is not None
-        self._store(publisher, snapshot)
-        self.outbox.seen(snapshot.version)
-        self.received_version = snapshot.version
+        slot, version = snapshot.slot, snapshot.version
+        assert self._publisher is not None
+        assert slot is not None
+        if slot.locked:
+            slot.seal(version, snapshot.layout.digest, snapshot.nbytes)
+        self._publisher.store(slot, version)
+        self.outbox.seen(version)
+        self.received_version = version
 
     @property
     def wants_bell(self) -> bool:
         """Whether somebody there waits for what it was named."""
-        return self._publisher is not None and self._publisher.bell and self.is_behind
+        publisher = self._publisher
+        return publisher is not None and publisher.bell and self.is_behind
 
     @property
     def applied(self) -> int:

@@ -267,6 +267,8 @@ class ReceivingScheme(FollowingScheme):
             return self._loader
         if self._weights is not None:
             return self._weights
+        if self._model is not None:
+            return self._model
         try:
             return self.model
         except AttributeError:

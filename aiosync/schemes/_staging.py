@@ -219,10 +219,8 @@ class Staging:
             RemoteProtocolError: The word names nothing that was announced.
         """
         slots, epoch = self.slots, self.epoch
-        if slots is None or epoch is None or not slots.is_behind:
-            return None
-        slot = slots.open()
-        if slot is None:
+        slot = None if slots is None or epoch is None else slots.open()
+        if slots is None or slot is None or epoch is None:
             return None
         layout = self._layouts.get(slot.digest)
         if layout is None or layout.nbytes != slot.nbytes:

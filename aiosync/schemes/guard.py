@@ -135,7 +135,8 @@ class Guard:
                     reads = self._open.get(thread)
                 elif self._words is not None and self._open:
                     self._sweep()
-                if not reads and (self._applying is not None or self._wanted or self._held_until):
+                wanted = self._pending is not None or self._claims > 0 or self._held_until
+                if not reads and (wanted or self._applying is not None):
                     if self._applying is not None:  # maybe cut short, also in this thread
                         self._sweep()
                     self._wait_for_turn(thread, forward=frame is not None)

@@ -177,7 +177,9 @@ class WeightSender:
         """
         if worker_ids is None:
             everybody = set(self.workers.unreported)
-            everybody.update(idx for idx, peer in self.workers.peers.items() if peer.subscribes)
+            for idx, peer in self.workers.peers.items():
+                if peer.subscribes:
+                    everybody.add(idx)
             return everybody if None in planned else {idx for idx in everybody if idx in planned}
         named = as_indices("worker_ids", worker_ids)
         known = self.workers.peers.keys() | self.workers.lost.keys()
@@ -336,19 +338,19 @@ class WeightSender:
         targets = self.targets(worker_ids)
         if not targets or prepared.values:
             return None
-        peers, digest = [], prepared.layout.digest
+        peers, digest, connected = [], prepared.layout.digest, self.workers.peers
         for idx in targets:
-            peer = self.peers.get(idx)
+            peer = connected.get(idx)
             if peer is None or not peer.looks_for(digest):
                 return None
             peers.append(peer)
         snapshot = self.maker.take_free(plan)
         if snapshot is None:
             return None
-        slot = snapshot.slot
-        if slot is None or not all(peer.knows(slot) for peer in peers):
-            snapshot.release()
-            return None
+        for peer in peers:
+            if not peer.can_read(snapshot):
+                snapshot.release()
+                return None
         snapshot.version = version = self.clock.next()
         for peer in peers:
             peer.see(snapshot)
@@ -359,7 +361,9 @@ class WeightSender:
             for idx in sorted(targets):
                 latest.add(idx, snapshot.retain())
             snapshot.release()
-        lost = {idx: error for idx, error in self.workers.lost.items() if idx not in targets}
+        lost = self.workers.lost and {
+            idx: error for idx, error in self.workers.lost.items() if idx not in targets
+        }
         elapsed = time.perf_counter() - started
         nbytes, epoch = prepared.layout.nbytes, self.clock.epoch
         return SendReport(
@@ -380,17 +384,14 @@ class WeightSender:
         if self.workers.waiting:
             self.workers.answer_all()
         self.workers.notify()  # whoever waits for a version of the workers
-        rings = False
-        for peer in list(self.peers.values()):
-            rings |= peer.reads_slots
-            if peer.wants_bell:
-                peer.ring()
-        if rings:
+        for peer in [peer for peer in self.workers.peers.values() if peer.wants_bell]:
+            peer.ring()
+        if self._bell is None and self.maker.has_slots:
             self._ring_later()
 
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
-        peers = list(self.peers.values())
+        peers = list(self.workers.peers.values())
         if peers != self._polled:
             self._polled = peers
             fds = [peer.watched for peer in peers if peer.watched >= 0]
@@ -425,12 +426,11 @@ class WeightSender:
             if at_once and peer.is_behind:
                 peer.ring()
             late |= peer.ring_if_behind(now, *_RING_SECONDS)
-        if late:
+        if late and self._bell is None:
             self._ring_later()
 
     def _ring_later(self) -> None:
-        if self._bell is None:
-            self._bell = self._loop.call_later(_RING_SECONDS[0], self.ring_late)
+        self._bell = self._loop.call_later(_RING_SECONDS[0], self.ring_late)
 
     def _dispatch(
         self,

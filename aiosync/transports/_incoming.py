@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
 from aiosync.transports._io import SocketIo
-from aiosync.transports._page import Page, named
+from aiosync.transports._page import BELL, HOLDS, WANT, Page
 from aiosync.transports._segment import HEADER, HEADER_NBYTES
 from aiosync.transports._segment_view import SegmentView
 from aiosync.wire import PageMessage, Segment
@@ -60,6 +60,7 @@ class SlotReader:
         self._io = io
         self._views: dict[int, SegmentView] = {}
         self._page: Page | None = None
+        self._newest: SegmentView | None = None
         self._held: NamedSlot | None = None
         self._seen = 0  # the word that was dealt with
         self.outlives_link: bool = False  # whoever reads here closes it
@@ -78,7 +79,7 @@ class SlotReader:
 
     def close_after_fork(self) -> None:
         """In a forked child: close its copies of the descriptors, and read no words."""
-        self._page = None
+        self._page = self._newest = None
         for view in self._views.values():
             view.close_descriptors()
         self._views.clear()
@@ -105,7 +106,7 @@ class SlotReader:
                 raise RemoteProtocolError("the peer announced a segment twice")
             else:
                 view = SegmentView(fd, message.segment_id, message.slot_nbytes)
-                self._views[message.segment_id] = view
+                self._views[message.segment_id] = self._newest = view
                 fd = -1
         except (OSError, ValueError) as exc:
             raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
@@ -132,30 +133,29 @@ class SlotReader:
     @property
     def is_behind(self) -> bool:
         """Whether the word names something that was not dealt with yet."""
-        return self._page is not None and self._page.want != self._seen
+        return self._page is not None and self._page.words[WANT] != self._seen
 
     @property
     def named_version(self) -> int:
         """Version that the word names, if it was not dealt with yet; else 0. Nothing is locked."""
-        page = self._page
-        if page is None or page.want == self._seen:
+        words = self.words
+        want = self._seen if words is None else words[WANT]
+        if words is None or want == self._seen:
             return 0
-        want = page.want
-        last_byte, index = named(want)
-        view = self._view_of(last_byte)
+        view = self._view_of(want)
         try:
-            version: int = 0 if view is None else HEADER.unpack_from(view.view(index), 0)[0]
+            version: int = 0 if view is None else HEADER.unpack_from(view.view(want & 255), 0)[0]
         except (OSError, RemoteProtocolError):
             return 0
-        return version if page.want == want else 0  # else it may be that of another one
+        return version if words[WANT] == want else 0  # else it may be that of another one
 
     def ring_me(self, wanted: bool) -> None:
         """Have the sender tell of each new word from now on, or not any more."""
-        if self._page is not None and self._page.bell != wanted:
-            self._page.bell = wanted
+        if self._page is not None:
+            self._page.words[BELL] = int(wanted)
 
     def open(self) -> NamedSlot | None:
-        """Lock the slot that the word names; ``None`` if this side reads it already.
+        """Lock the slot that the word names; ``None`` if that was dealt with.
 
         Also where its segment was not announced yet: a message that is on its way does, and
         then asks for it.
@@ -165,18 +165,18 @@ class SlotReader:
             RemoteProtocolError: What the word names is no slot.
             OSError: There is no room for a mapping.
         """
-        page, tries, until = self._page, 0, 0.0
-        if page is None or not self.is_behind:
+        words, tries, until = self.words, 0, 0.0
+        if words is None or words[WANT] == self._seen:
             return None
         while True:
-            want = page.want
-            last_byte, index = named(want)
+            want = words[WANT]
+            index = want & 255
             with FORKING:
-                view = self._view_of(last_byte)
+                view = self._view_of(want)
                 if view is None:
                     return None
                 locked = view.lock(index)
-                if locked and page.want == want:
+                if locked and words[WANT] == want:
                     break
                 if locked and not self._reads(view, index):
                     view.unlock(index)
@@ -198,7 +198,10 @@ class SlotReader:
             raise RemoteProtocolError("the peer named a slot that holds nothing")
         return NamedSlot(want, version, digest, nbytes, memory, view.key(index), view, index)
 
-    def _view_of(self, last_byte: int) -> SegmentView | None:
+    def _view_of(self, want: int) -> SegmentView | None:
+        last_byte, newest = want >> 8 & 255, self._newest
+        if newest is not None and newest.segment_id & 255 == last_byte:
+            return newest
         # Another thread may announce one meanwhile.
         return next((v for i, v in list(self._views.items()) if i & 255 == last_byte), None)
 
@@ -210,7 +213,7 @@ class SlotReader:
         """The model has what is in this slot."""
         self._held, self._seen = slot, slot.want
         if self._page is not None:
-            self._page.holds = slot.version
+            self._page.words[HOLDS] = slot.version
 
     def has(self, slot: NamedSlot) -> bool:
         """Whether a slot is one of this peer's."""
@@ -244,12 +247,15 @@ class SlotReader:
         for view in self._views.values():
             for index in view.locked - {self._held.index if self._held else -1}:
                 view.unlock(index)
-        self._drop_old_segments()
+        if len(self._views) > 1:
+            self._drop_old_segments()
 
     def close(self) -> None:
         """Give everything back; what views the memory keeps it, and what another thread took."""
         self._closed = True
-        self._page = self._held = None  # unmapped once nobody looks at its words any more
+        self._page = self._held = self._newest = (
+            None  # unmapped once nobody looks at its words any more
+        )
         with FORKING:
             for view in self._views.values():
                 for index in view.locked:

@@ -19,13 +19,28 @@ try:
 except ImportError:  # pragma: no cover - no shared slots on this platform
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PAGE_NBYTES", "Page", "can_lock", "named", "reopen", "try_lock", "unlock", "word"]
+__all__ = [
+    "BELL",
+    "HOLDS",
+    "PAGE_NBYTES",
+    "WANT",
+    "Page",
+    "can_lock",
+    "reopen",
+    "try_lock",
+    "unlock",
+]
 
 PAGE_NBYTES = 4096
 """Bytes of a page, on any machine."""
 
-_WANT, _HOLDS, _BELL = 0, 8, 16  # in words: each has a cache line of its own
-_COUNT_SHIFT, _SEGMENT_SHIFT = 16, 8
+WANT, HOLDS, BELL = 0, 8, 16
+"""Where the words of a page are, counted in words: each has a cache line of its own.
+
+``WANT`` is a count, the last byte of a segment's id, and in the last byte the number of a slot;
+0 for none yet. ``HOLDS`` is a version, ``BELL`` 0 or 1.
+"""
+
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -56,16 +71,6 @@ def try_lock(fd: int, index: int, *, exclusive: bool) -> bool:
 def unlock(fd: int, index: int) -> None:
     """Give the lock of a slot back. Idempotent."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, index, 1, 0))
-
-
-def word(count: int, segment_id: int, index: int) -> int:
-    """What names a slot: never the same one twice on a link, and each greater than the last."""
-    return count << _COUNT_SHIFT | (segment_id & 255) << _SEGMENT_SHIFT | index
-
-
-def named(want: int) -> tuple[int, int]:
-    """The last byte of a segment's id, and the slot, that a word names."""
-    return want >> _SEGMENT_SHIFT & 255, want & 255
 
 
 class Page:
@@ -105,30 +110,3 @@ class Page:
         with contextlib.suppress(BufferError):
             self.words.release()
             self._map.close()
-
-    @property
-    def want(self) -> int:
-        """The word that names a slot; 0 for none yet."""
-        return self.words[_WANT]
-
-    @want.setter
-    def want(self, value: int) -> None:
-        self.words[_WANT] = value
-
-    @property
-    def holds(self) -> int:
-        """The version that the worker computes with."""
-        return self.words[_HOLDS]
-
-    @holds.setter
-    def holds(self, version: int) -> None:
-        self.words[_HOLDS] = version
-
-    @property
-    def bell(self) -> bool:
-        """Whether the worker wants to be told of each new word."""
-        return bool(self.words[_BELL])
-
-    @bell.setter
-    def bell(self, wanted: bool) -> None:
-        self.words[_BELL] = int(wanted)

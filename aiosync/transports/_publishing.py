@@ -7,12 +7,11 @@ import asyncio, torch or anything above ``transports``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from aiosync.errors import TransportBroken
 from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import SocketIo
-from aiosync.transports._page import Page, word
+from aiosync.transports._page import BELL, HOLDS, WANT, Page
 from aiosync.transports._segment import Arena, Slot
 from aiosync.wire import Message, PageMessage, Segment, encode_frame
 
@@ -117,24 +116,24 @@ class SlotPublisher:
         slot.namers.add(self)
         self._count += 1
         self.version = version
-        self._page.want = word(self._count, *slot.key)
-        self._leave(each for each in old if each is not slot)
+        segment_id, index = slot.key
+        # Never the same twice on a link, and each greater than the last.
+        self._page.words[WANT] = self._count << 16 | (segment_id & 255) << 8 | index
+        for each in old:
+            if each is not slot:
+                each.namers.discard(self)
         self._slots = (slot,)
-
-    def _leave(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            slot.namers.discard(self)
-            self._arena.reap()
+        self._arena.reap()
 
     @property
     def holds(self) -> int:
         """Version that the peer computes with, of those that a word named; 0 for none."""
-        return self._held if self._page is None else min(self._page.holds, self.version)
+        return self._held if self._page is None else min(self._page.words[HOLDS], self.version)
 
     @property
     def bell(self) -> bool:
         """Whether the peer wants to be told of each new word."""
-        return self._page is not None and self._page.bell
+        return self._page is not None and self._page.words[BELL] != 0
 
     def end(self) -> None:
         """The link has ended: its word names nothing any more. Idempotent."""
@@ -144,9 +143,11 @@ class SlotPublisher:
         self.promised = None
         page, self._page = self._page, None
         if page is not None:
-            self._held = min(page.holds, self.version)
+            self._held = min(page.words[HOLDS], self.version)
             page.close()
         self._arena.num_links -= 1
         self._close_page_fd()
-        self._leave(self._slots)
+        for slot in self._slots:
+            slot.namers.discard(self)
         self._slots = ()
+        self._arena.reap()

@@ -279,7 +279,7 @@ class Arena:
 
     def reap(self) -> None:
         """Close what was replaced, once nothing refers to it. Readers keep what they mapped."""
-        for segment in list(self._retired):
+        for segment in list(self._retired) if self._retired else ():
             if not any(slot.is_needed for slot in segment.slots):
                 self._retired.remove(segment)
                 segment.close()
