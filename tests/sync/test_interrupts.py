@@ -170,6 +170,64 @@ def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
     return mixed, interrupts
 
 
+def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, int]:
+    """Alarms at any moment of a trainer's sends; what went wrong, how many, and segments' bytes."""
+
+    def ring(*_: Any) -> None:
+        if armed:
+            raise kind
+
+    source, target = Spread(0.0), Spread(-1.0)
+    wrong = interrupts = 0
+    armed = False
+    returned = 0.0
+    stopped = threading.Event()
+
+    def compute() -> None:
+        nonlocal wrong
+        while not stopped.is_set():
+            at_least = returned
+            seen = target()
+            wrong += len(seen) != 1 or max(seen) < at_least
+
+    signal.signal(signal.SIGALRM, ring)
+    with tools.pair(make, source, target) as (sender, receiver), tools.threads(compute):
+        value, until = 0.0, time.monotonic() + 6.0
+        try:
+            while time.monotonic() < until:
+                value += 1.0
+                source.fill(value)
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
+                    report = sender.send()
+                    armed = False
+                    assert report.acked == {0}
+                    returned = value
+                except kind:
+                    armed = False
+                    interrupts += 1
+        finally:
+            stopped.set()
+        value += 1.0
+        source.fill(value)
+        version = sender.send().version
+        receiver.wait_for_version(version, timeout=tools.PATIENCE)
+        assert target() == {value}
+        segments = tools.segment_bytes()
+    return wrong, interrupts, segments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE])
+def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]) -> None:
+    wrong, interrupts, segments = tools.in_process(interrupted_sends, make, kind)
+    assert wrong == 0
+    assert interrupts > 100
+    assert segments < 8 * 2**20  # a few slots of 0.7 MB
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
 @pytest.mark.parametrize("make", [tools.SHM, tools.PIPE, aiosync.sync.TCPWeightSyncScheme])
