@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors._finding import refuse_hidden
-from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
-from aiosync.tensors._tree import ModuleTree, unwrap
 from aiosync.tensors.apply import Target
 from aiosync.tensors.layout import Layout
-from aiosync.tensors.leaves import ExtractAs, collect
+from aiosync.tensors.tensordicts import is_tensor_collection, is_tensordict
+from aiosync.tensors.walk import ExtractAs, ModuleTree, collect
 from aiosync.wire import NO_LIMITS
 
 if TYPE_CHECKING:
@@ -148,14 +146,12 @@ def _as_tensordict(source: Any) -> TensorDictBase:
     from tensordict import TensorDict  # not before it is needed
 
     if isinstance(source, nn.Module):
-        module = unwrap(source)
-        tree = ModuleTree(module)
-        refuse_hidden(tree)
-        weights: TensorDictBase = TensorDict.from_module(module)
-        for name, owner in tree.extra.items():
+        tree = ModuleTree(source)
+        tree.refuse_hidden()
+        weights: TensorDictBase = TensorDict.from_module(tree.root)
+        for name, place in tree.found.values.items():
             path = tuple(name.split("."))
-            key = _ROOT_KEY if len(path) == 1 else path
-            _set(weights, key, owner.get_extra_state())
+            _set(weights, _ROOT_KEY if len(path) == 1 else path, place.read())
         return weights
     if isinstance(source, Mapping):
         weights = TensorDict({}, batch_size=[])

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.tensors._tensordict import is_non_tensor_stack
 from aiosync.wire import encode_values
 from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
 
@@ -179,11 +178,7 @@ def _split(path: str, mapping: Mapping[str, Any]) -> tuple[dict[str, torch.Tenso
     tensors = {
         name: value.detach() for name, value in mapping.items() if isinstance(value, torch.Tensor)
     }
-    plain = {
-        name: value.tolist() if is_non_tensor_stack(value) else value
-        for name, value in mapping.items()
-        if name not in tensors
-    }
+    plain = {name: value for name, value in mapping.items() if name not in tensors}
     try:
         values = encode_values(plain)
     except ConfigError as exc:

@@ -28,7 +28,7 @@ from aiosync.protocol import VersionClock
 from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import FlatBuffer, Flattener, Layout
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus

@@ -14,7 +14,7 @@ from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
 from aiosync.schemes._sources import is_per_worker
 from aiosync.strategy import get_strategy
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._ray_objects import need_cluster
 
 __all__ = ["RPCTransport", "RayActorTransport", "RayTransport"]

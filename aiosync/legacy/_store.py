@@ -16,7 +16,7 @@ from aiosync.errors import AckTimeout, LocalProtocolError, RemoteProtocolError, 
 from aiosync.legacy._endpoint import rebuild
 from aiosync.protocol import VersionClock
 from aiosync.tensors import FlatBuffer, Flattener, Layout
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.wire import ManifestMessage, Setup, Update, decode_header, encode_header
 
 __all__ = ["DistributedTransport"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import ApplyError, ConfigError, ManifestMismatch, PartialSyncError
 from aiosync.strategy import WeightStrategy as _Strategy
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

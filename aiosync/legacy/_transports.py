@@ -24,7 +24,7 @@ from aiosync.legacy._endpoint import Arrived, Endpoint
 from aiosync.legacy._link import Closing, Link, is_up, poll, wait_for_any
 from aiosync.legacy._pipe_view import PipeView
 from aiosync.legacy._strategy import WeightStrategy, nested
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 

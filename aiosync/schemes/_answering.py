@@ -21,7 +21,7 @@ from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._transforming import Transforming
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Target
-from aiosync.tensors.loading import LoadTarget
+from aiosync.tensors.apply import LoadTarget
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import make_ack
 from aiosync.types import AckStatus

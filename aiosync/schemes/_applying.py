@@ -28,7 +28,7 @@ from aiosync.schemes._moment import (
 from aiosync.schemes._staging import Staged
 from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
-from aiosync.tensors.loading import LoadTarget
+from aiosync.tensors.apply import LoadTarget
 from aiosync.transports._fork import FORKING
 from aiosync.wire import NO_LIMITS
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender
-    from aiosync.tensors.loading import LoadTarget
+    from aiosync.tensors.apply import LoadTarget
 
 __all__ = ["SchemeCore"]
 

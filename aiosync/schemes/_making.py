@@ -101,7 +101,7 @@ class SnapshotMaker:
             return Planned(flattener, flattener.prepare(source))
         except ConfigError as exc:
             # Gathering here would wait for ranks that may never come.
-            sharded = sharded_names(source, self._extract_as)
+            sharded = sharded_names(source)
             if not sharded:
                 raise
             more = f" and {len(sharded) - 3} more" if len(sharded) > 3 else ""

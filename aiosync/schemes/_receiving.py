@@ -31,7 +31,7 @@ from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.rendezvous import dial
-from aiosync.tensors.loading import Loader, LoadTarget
+from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
 from aiosync.transports.base import Transport

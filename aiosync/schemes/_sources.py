@@ -14,7 +14,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.schemes._indices import as_index, as_indices
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 
 __all__ = ["DeviceMap", "Sources", "is_per_worker", "resolve_sources"]
 

@@ -21,10 +21,9 @@ from aiosync.schemes._background import Background
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import FlatBuffer, Layout, dtype_name
-from aiosync.tensors._matching import inner_names
-from aiosync.tensors._values import EXTRA_STATE
+from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import as_bytes, is_plain_cpu
-from aiosync.tensors.loading import named_views
+from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.wire import NO_LIMITS, plan_manifest
 
 __all__ = ["Transform", "Transforming"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiosync.tensors import FlatBuffer, Layout, copy_bytes
-from aiosync.tensors._values import referenced
+from aiosync.tensors.values import inner_names
 from aiosync.types import Limits
 from aiosync.wire import LeafSpec, plan_manifest
 
@@ -54,7 +54,7 @@ def merged(parts: Sequence[Part], limits: Limits) -> Part:
     values = dict(newest.values)
     for part in reversed(older):
         dropped = part.values.keys() & gone
-        inside = {name for key in dropped for name in referenced(part.values[key])}
+        inside = inner_names({key: part.values[key] for key in dropped})
         values = {key: part.values[key] for key in part.values.keys() - dropped} | values
         kept = list[_Leaf]()
         for leaf in _leaves(part):

@@ -26,7 +26,7 @@ from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.server._merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
-from aiosync.tensors._values import referenced, unpack_value
+from aiosync.tensors.values import inner_names, unpack_value
 from aiosync.transports.base import make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
@@ -99,7 +99,7 @@ class PulledWeights:
             return tensors[name]
 
         values = {name: unpack_value(value, tensor) for name, value in self.values.items()}
-        inside = {name for value in self.values.values() for name in referenced(value)}
+        inside = inner_names(self.values)
         return {name: each for name, each in tensors.items() if name not in inside} | values
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiosync.schemes import Ready
     from aiosync.schemes._transforming import Transform
-    from aiosync.tensors.loading import Loader
+    from aiosync.tensors.apply import Loader
 
 __all__ = ["WeightFeed"]
 

@@ -8,18 +8,21 @@ a model the names that it has. This package must never import asyncio or a trans
 
 from __future__ import annotations
 
-from aiosync.tensors._casting import CastingFlattener, CastPrepared, check_wire_dtype
-from aiosync.tensors._params import lacks_memory
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
-from aiosync.tensors.dtypes import dtype_name, torch_dtype
-from aiosync.tensors.gathering import gather_weights, sharded_names
-from aiosync.tensors.layout import Layout
-from aiosync.tensors.leaves import Leaf, Leaves, collect
-from aiosync.tensors.live import LiveBytes
+from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
 from aiosync.tensors.mapping import Dtypes, WeightMap
-from aiosync.tensors.snapshot import Flattener, Prepared
+from aiosync.tensors.sharded import gather_weights, sharded_names
+from aiosync.tensors.snapshot import (
+    CastingFlattener,
+    CastPrepared,
+    Flattener,
+    LiveBytes,
+    Prepared,
+    check_wire_dtype,
+)
+from aiosync.tensors.walk import Leaf, Leaves, collect, lacks_memory
 
 __all__ = [
     "CastPrepared",

@@ -5,33 +5,40 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from aiosync.errors import ManifestMismatch
-from aiosync.tensors import _changes as changes
-from aiosync.tensors._matching import inner_names, is_ordinary, match, survey
-from aiosync.tensors._params import inner_tensors
-from aiosync.tensors._plan import Mode, Plan, make_plan
-from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import find_nested
-from aiosync.tensors._values import unpack_value
+from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors.copying import copy_tensors
+from aiosync.tensors.match import Mode, Plan, is_ordinary
+from aiosync.tensors.tensordicts import is_tensor_collection, is_tensordict, is_tensordict_params
+from aiosync.tensors.values import inner_names, set_item, unpack_value
+from aiosync.tensors.walk import Place, walk
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from aiosync.tensors._matching import Spot
     from aiosync.tensors.buffer import FlatBuffer
     from aiosync.tensors.copying import CopyPool
     from aiosync.tensors.layout import Layout
 
-__all__ = ["Mode", "Target"]
+__all__ = ["LoadTarget", "Loader", "Target", "named_views"]
+
+Loader: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+"""Takes the names and tensors of one version. The tensors are views of received memory, which is
+valid and unchanged until it returns: copy what is kept, write to none. Its result is ignored."""
+
+Undo: TypeAlias = "list[Callable[[], object]]"
 
 _QUICK_NBYTES = 2**18
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Target:
@@ -57,7 +64,10 @@ class Target:
         self.target = target
         self.strict = strict
         self._plan: Plan | None = None
-        self._key: tuple[Mode, tuple[Any, ...]] | None = None
+        self._key: tuple[Any, ...] = ()
+        # What flips, in the order of the leaves of one layout; only of a plan that does no more.
+        self._flips: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        self._flips_of: Layout | None = None
 
     def __repr__(self) -> str:
         return f"<Target {type(self.target).__name__} strict={self.strict}>"
@@ -76,14 +86,9 @@ class Target:
             ConfigError: The target cannot be a target.
         """
         plan = self._plan
-        facts = self._facts(layout, values)
-        if (
-            plan is None
-            or self._key is None
-            or self._key[1] != facts
-            or not plan.valid(self.target)
-        ):
-            match(survey(self.target), layout, values, strict=self.strict)
+        key = self._facts(layout, values)
+        if plan is None or self._key[1:] != key or not plan.is_valid(self.target):
+            Plan.make(self.target, layout, values, "copy", strict=self.strict)
 
     def apply_(
         self,
@@ -116,23 +121,19 @@ class Target:
             Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value
                 again, and extra states are what it has made of them.
         """
-        plan = self._plan
+        plan, pick = self._plan, self._flips
         if (
             plan is not None
-            and plan.pick_views is not None
+            and pick is not None
+            and self._flips_of is layout
             and not (copy or values)
-            and plan.layout is layout
-            and self._key is not None
-            and self._key[0] is Mode.FLIP
-            and plan.only_flips
             and not torch.is_inference_mode_enabled()
-            and plan.valid(self.target)
+            and plan.is_valid(self.target)
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
-            changes.flip(plan.flips, plan.pick_views(flat.views(layout)))
+            _flip(plan.flips, pick(flat.views(layout)))
             return
-        mode = Mode.COPY if copy else Mode.FLIP
-        self._apply(layout, flat.views(layout), values, mode, pool)
+        self._apply(layout, flat.views(layout), values, "copy" if copy else "flip", pool)
 
     def apply_tensors(
         self,
@@ -155,7 +156,7 @@ class Target:
             ManifestMismatch: They do not fit; nothing was changed.
             ConfigError: The target cannot be a target.
         """
-        self._apply(layout, tensors, values, Mode.COPY if inplace else Mode.REPLACE, None)
+        self._apply(layout, tensors, values, "copy" if inplace else "replace", None)
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
         """Whether :meth:`apply_` would change pointers, and copy next to nothing.
@@ -167,14 +168,13 @@ class Target:
             values: Non-tensor values by name, packed.
         """
         plan = self._plan
-        if plan is None or values or self._key != (Mode.FLIP, self._facts(layout, values)):
-            return False
-        if plan.equal or plan.has_values:
-            return False
-        if not plan.valid(self.target):
-            return False
-        copied = sum(tensor.nbytes for tensor, _ in (*plan.small, *plan.large))
-        return copied <= _QUICK_NBYTES
+        return (
+            plan is not None
+            and self._key == ("flip", *self._facts(layout, values))
+            and not (values or plan.values or plan.equal)
+            and plan.is_valid(self.target)
+            and sum(tensor.nbytes for tensor in plan.copied()) <= _QUICK_NBYTES
+        )
 
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.
@@ -184,37 +184,38 @@ class Target:
         Args:
             flat: The buffer. Afterwards nothing of the target refers to it.
         """
-        self._plan = None
-        target = self.target
-        if isinstance(target, nn.Module) and not is_tensordict(target):
-            tensors = [*target.parameters(), *target.buffers(), *inner_tensors(target)]
-        else:
-            tensors = find_nested(target, pack=False).tensors
+        self._forget()
+        found, tree = walk(self.target)
+        tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
         with torch.inference_mode(False), torch.no_grad():
             for tensor in tensors:
                 if is_ordinary(tensor) and tensor.device.type == "cpu" and tensor.numel():
                     if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
                         tensor.data = tensor.data.clone()
 
-    # -- planning -------------------------------------------------------------------------
-
     def _facts(self, layout: Layout, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return all that decides what goes where, apart from the target."""
-        if not values:
-            return (layout.digest, self.strict)
-        return (layout.digest, self.strict, tuple(values), inner_names(values))
+        """All that decides what goes where, apart from the target."""
+        return (layout.digest, self.strict, *values, inner_names(values))
+
+    def _forget(self) -> None:
+        self._plan = self._flips = self._flips_of = None
 
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
-        key = (mode, self._facts(layout, values))
+        key = (mode, *self._facts(layout, values))
         plan = self._plan
-        if plan is not None and self._key == key and plan.valid_to_apply(self.target):
+        if (
+            plan is not None
+            and self._key == key
+            and list(map(torch.Tensor.data_ptr, plan.copied())) == plan.addresses
+            and plan.is_valid(self.target)
+        ):
             return plan
-        plan = make_plan(self.target, layout, values, mode, strict=self.strict)
+        self._forget()
+        plan = Plan.make(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
-        self._plan, self._key = (None if plan.installs or plan.owns or plan.joins else plan), key
+        if not (plan.installs or plan.owns):
+            self._plan, self._key = plan, key
         return plan
-
-    # -- changing -------------------------------------------------------------------------
 
     def _apply(
         self,
@@ -225,62 +226,55 @@ class Target:
         pool: CopyPool | None,
     ) -> None:
         plan = self._resolve(layout, values, mode)
-        undo: changes.Undo = []
+        undo: Undo = []
         with torch.inference_mode(False), torch.no_grad():
-            if plan.equal:
-                _check_equal(plan, layout, sources)
-            if mode is not Mode.FLIP:
-                sources = _untangle(plan, sources)
+            _check_equal(plan, layout, sources)
+            if mode != "flip":  # an earlier copy may write where a later one reads
+                written = {_storage_of(spot.tensor) for spot, _ in plan.assigned} - {0}
+                sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
                 self._change(plan, sources, pool, undo)
-                if plan.has_values:
+                if plan.values:
                     self._change_values(plan, layout, sources, values)
             except BaseException:  # goes on to the caller, once all is as it was
-                self._plan = None
+                self._forget()
                 for step in reversed(undo):
                     step()
                 raise
+        if self._plan is plan and mode == "flip" and plan.flips and plan.only_flips:
+            self._flips = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
+            self._flips_of = layout
 
     def _change(
         self,
         plan: Plan,
         sources: Sequence[torch.Tensor],
         pool: CopyPool | None,
-        undo: changes.Undo,
+        undo: Undo,
     ) -> None:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
-        owned = [(tensor, changes.new_memory(tensor, sources[leaf])) for tensor, leaf in plan.owns]
-        if plan.has_values:
-            self._back_up(plan, undo)
-        for spot, tensor in new:
-            for place in spot.places:
-                changes.put(self.target, place, tensor, undo)
-        for place, tensor in plan.joins:
-            changes.put(self.target, place, tensor, undo)
+        owned = [
+            (tensor, torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf]))
+            for tensor, leaf in plan.owns
+        ]
+        if plan.values:
+            _back_up(plan, undo)
+        for place, tensor in new:
+            _put(self.target, place, tensor, undo)
         for tensor, data in owned:
-            changes.put_data(tensor, data, undo)
+            undo.append(partial(_set_data, tensor, tensor.data))
+            tensor.data = data
         if plan.small:
             torch._foreach_copy_(
                 [tensor for tensor, _ in plan.small], [sources[leaf] for _, leaf in plan.small]
             )
         if plan.large:
-            changes.copy_large([(tensor, sources[leaf]) for tensor, leaf in plan.large], pool)
+            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.large), pool)
+            torch.autograd.graph.increment_version([tensor for tensor, _ in plan.large])
         if plan.flips:
-            if plan.pick_views is None:
-                plan.pick_views = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
-            changes.flip(plan.flips, plan.pick_views(sources))
-
-    @staticmethod
-    def _back_up(plan: Plan, undo: changes.Undo) -> None:
-        handled = {id(tensor) for tensor in plan.flips}
-        handled.update(id(tensor) for tensor, _ in plan.owns)
-        for tensor in plan.survey.tensors:
-            if id(tensor) not in handled and is_ordinary(tensor):
-                changes.back_up(tensor, undo)
-        for tensor in plan.flips:
-            changes.back_up_data(tensor, undo)
+            _flip(plan.flips, [sources[leaf] for leaf in plan.flip_leaves])
 
     def _change_values(
         self,
@@ -293,42 +287,61 @@ class Target:
         for leaf, source in zip(layout.manifest.leaves, sources, strict=True):
             by_name.update(dict.fromkeys((leaf.name, *leaf.aliases), source))
 
-        def get(name: str) -> Any:
-            if name not in values:
-                return by_name[name].clone()
-            return unpack_value(values[name], lambda inner: by_name[inner].clone())
+        def tensor(name: str) -> torch.Tensor:
+            return by_name[name].clone()
 
-        steps = [(place, get(name)) for place, name in plan.match.values]
-        steps += [(place, sources[leaf].clone()) for place, leaf in plan.match.tensor_values]
-        for place, value in steps:
-            if plan.survey.tree is not None:
+        new = [
+            unpack_value(values[place.name], tensor) if place.name in values else tensor(place.name)
+            for place in plan.values
+        ]
+        for place, value in zip(plan.values, new, strict=True):
+            if plan.tree is not None:
                 place.owner.set_extra_state(value)
             else:
-                changes.put_value(self.target, place, value)
+                _store(self.target, place.owner, place.key, value)
 
 
-def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Spot, torch.Tensor]]:
+def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    """Give each tensor the memory of its view.
+
+    The loop runs in C: no other Python thread, and no signal handler, sees some of the tensors
+    flipped and others not. Autograd is told as of any change in place: some operations keep the
+    parameter itself for their backward pass, which would silently be that of other weights.
+    """
+    deque(map(_set_data, tensors, views), maxlen=0)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def _back_up(plan: Plan, undo: Undo) -> None:
+    """Remember all memory and elements of a target."""
+    moved = {id(tensor) for tensor in (*plan.flips, *(tensor for tensor, _ in plan.owns))}
+    for tensor in filter(is_ordinary, plan.tensors):
+        if id(tensor) not in moved:
+            undo.append(partial(tensor.copy_, tensor.detach().clone()))
+        undo.append(partial(_set_data, tensor, tensor.data))
+
+
+def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
     """What takes the places of tensors that are replaced.
 
     Whoever puts a module on the meta device mostly makes every parameter anew there, and with
     that unties what was tied; where the sender has one tensor, the module gets one again.
     """
-    new: list[tuple[Spot, torch.Tensor]] = []
+    new: list[tuple[Place, torch.Tensor]] = []
     first: dict[tuple[Any, ...], torch.Tensor] = {}
     for spot, leaf, view in plan.installs:
-        old = spot.tensor
+        old, source = spot.tensor, sources[leaf]
         key = (leaf, type(old), old.dtype, old.requires_grad) if old.is_meta else (id(spot),)
         tensor = first.get(key)
         if tensor is None:
-            tensor = first[key] = changes.replacement(old, sources[leaf], view=view)
-        new.append((spot, tensor))
+            device = source.device if old.is_meta else old.device
+            if not view:
+                source = torch.empty(old.shape, dtype=old.dtype, device=device).copy_(source)
+            is_param = type(old) is nn.Parameter
+            tensor = nn.Parameter(source, requires_grad=False) if is_param else source
+            first[key] = tensor.requires_grad_(old.requires_grad)
+        new += [(place, tensor) for place in spot.places]
     return new
-
-
-def _untangle(plan: Plan, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copy sources that lie in memory of the target, where an earlier copy may write."""
-    written = {_storage_of(assignment.spot.tensor) for assignment in plan.match.assignments} - {0}
-    return [source.clone() if _storage_of(source) in written else source for source in sources]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -338,15 +351,14 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
     """Refuse leaves that differ although they are one tensor here."""
     leaves = layout.manifest.leaves
-    mismatched = {}
-    for assignment in plan.equal:
-        dtype = assignment.spot.tensor.dtype
-        first = _bits(sources[assignment.leaf], dtype)
-        for leaf in assignment.equal:
-            if not torch.equal(first, _bits(sources[leaf], dtype)):
-                mismatched[leaves[leaf].name] = (
-                    f"tied to {leaves[assignment.leaf].name} here, but sent with other values"
-                )
+    mismatched = {
+        leaves[other].name: f"tied to {leaves[leaf].name} here, but sent with other values"
+        for spot, leaf, others in plan.equal
+        for other in others
+        if not torch.equal(
+            _bits(sources[leaf], spot.tensor.dtype), _bits(sources[other], spot.tensor.dtype)
+        )
+    }
     if mismatched:
         raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
 
@@ -354,3 +366,120 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1)
     return cast.view(torch.uint8) if cast.numel() else cast
+
+
+# -- places -------------------------------------------------------------------------------------
+
+
+def _put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
+    """Put a tensor object into one place of a target."""
+    owner, key = place.owner, place.key
+    if is_tensordict_params(owner):
+        table = owner._parameters if key in owner._parameters else owner._buffers
+        path = (key,) if key in owner._param_td.keys() else tuple(key.split("."))
+        undo.append(
+            partial(_put_params, owner, table, key, path, owner._param_td.get(path), table[key])
+        )
+        _put_params(owner, table, key, path, tensor, tensor)
+    elif isinstance(owner, nn.Module):
+        undo.append(partial(setattr, owner, key, getattr(owner, key)))
+        setattr(owner, key, tensor)  # not the table: an RNN keeps a list of its weights as well
+    else:
+        undo.append(partial(_store, root, owner, key, owner.get(key)))
+        _store(root, owner, key, tensor)
+
+
+def _put_params(owner: Any, table: Any, key: str, path: Any, inner: Any, own: Any) -> None:
+    with _unlocked(owner._param_td) as td:
+        td.set(path, inner)
+    table[key] = own
+
+
+def _store(root: Any, owner: Any, key: str, value: Any) -> None:
+    if not is_tensor_collection(owner):
+        owner[key] = value
+        return
+    with _unlocked(root):
+        set_item(owner, key, value)
+
+
+def _unlocked(td: Any) -> AbstractContextManager[Any]:
+    """Unlock a TensorDict for a while; it may hold tensors of other devices than meta then."""
+    if not is_tensordict(td):
+        return nullcontext()
+    context: AbstractContextManager[Any] = td.unlock_() if td.is_locked else nullcontext(td)
+    if td.device is not None and td.device.type == "meta":
+        td.clear_device_()
+    return context
+
+
+# -- functions in the place of a model --------------------------------------------------------
+
+
+def named_views(layout: Layout, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a version, in the order of its manifest; a tied one under each name."""
+    for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True):
+        tensor = view.detach()  # whoever keeps it is seen by FlatBuffer.exclusive()
+        for name in (leaf.name, *leaf.aliases):
+            yield name, tensor
+
+
+class LoadTarget:
+    """Hands versions to a function, for engines that load weights in a way of their own.
+
+    Used like a :class:`~aiosync.tensors.Target`.
+
+    Attributes:
+        load: The function.
+    """
+
+    def __init__(self, load: Loader) -> None:
+        """Choose the function; it is not called yet.
+
+        Raises:
+            ConfigError: It cannot be called.
+        """
+        if not callable(load):
+            raise ConfigError(f"load must be a function, got {type(load).__name__}")
+        self.load = load
+
+    def __repr__(self) -> str:
+        return f"<LoadTarget {self.load!r}>"
+
+    def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Raise unless the weights can be handed over. What fits is the function's to say.
+
+        Raises:
+            ConfigError: There are values that are not tensors.
+        """
+        if values:
+            raise ConfigError(
+                "a load function takes tensors, and the update also has other values: "
+                f"{', '.join(sorted(values))}. Send without them, for example with a strategy or "
+                "a dict of tensors"
+            )
+
+    def apply_(
+        self,
+        layout: Layout,
+        flat: FlatBuffer,
+        values: Mapping[str, Any],
+        *,
+        copy: bool,
+        pool: CopyPool | None = None,
+    ) -> None:
+        """Call the function with the weights.
+
+        Args:
+            layout: Layout of the weights.
+            flat: Buffer that holds them.
+            values: Non-tensor values by name; there must be none.
+            copy: Not used: the function copies.
+            pool: Not used.
+
+        Raises:
+            ConfigError: There are values that are not tensors.
+            Exception: Whatever the function raised. It has to put back what it changed.
+        """
+        self.check(layout, values)
+        self.load(named_views(layout, flat))

@@ -7,6 +7,7 @@ This module must never import asyncio or a transport.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from aiosync.errors import ConfigError
 from aiosync.wire import ALIGNMENT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Self
 
     from numpy.typing import NDArray
@@ -30,6 +32,9 @@ __all__ = ["FlatBuffer", "in_flat_memory"]
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors refer to a storage. Private API of torch since 2.1."""
 
+_blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The memory of every flat buffer that is alive, or of which a view is."""
+
 
 class FlatBuffer:
     """A block of bytes on the CPU, aligned to 64 bytes, reused from version to version.
@@ -39,6 +44,9 @@ class FlatBuffer:
 
     Attributes:
         nbytes: Size in bytes.
+        array: The bytes as a 1-D uint8 array; read-only if the memory is.
+        address: Address of the first byte.
+        padded_for: Digest of the layout whose padding was zeroed here.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -78,38 +86,31 @@ class FlatBuffer:
         return flat
 
     def _adopt(self, array: NDArray[np.uint8]) -> None:
-        self._array = array
-        self._bytes = memoryview(array.data)
+        self.array: NDArray[np.uint8] = array
         self.nbytes: int = array.size
-        self._address: int = array.ctypes.data
-        # torch warns about read-only memory that it is given; nothing is written here.
-        self._memory = _Memory(array) if array.size else None
-        self._tensor: torch.Tensor | None = None
-        self._storages: list[int] = []
-        self._baseline = 0
-        self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
-        self._lock = threading.Lock()
+        self.address: int = array.ctypes.data
         self.padded_for: bytes | None = None
+        self._bytes = memoryview(array.data)
+        self._block: Any = None
+        if array.size:
+            # torch warns about read-only memory that it is given; nothing is written here.
+            self._block = (ctypes.c_ubyte * array.size).from_address(self.address)
+            self._block._owner = array  # lives as long as any view
+            _blocks[self.address] = self._block
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None
+        self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
+        self.release()
 
     def __repr__(self) -> str:
-        return f"<FlatBuffer nbytes={self.nbytes} at={self._address:#x}>"
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-        return self._address
-
-    @property
-    def array(self) -> NDArray[np.uint8]:
-        """The bytes as a 1-D uint8 array; read-only if the memory is."""
-        return self._array
+        return f"<FlatBuffer nbytes={self.nbytes} at={self.address:#x}>"
 
     @property
     def tensor(self) -> torch.Tensor:
         """The bytes as a 1-D uint8 tensor. Always the same object."""
         if self._tensor is None:
             with torch.inference_mode(False):
-                self._tensor = self._track(self._make(torch.uint8, self.nbytes, 0))
+                self._tensor = self._make(torch.uint8, (self.nbytes,), 0)
         return self._tensor
 
     def memoryview(self) -> memoryview:
@@ -137,22 +138,18 @@ class FlatBuffer:
             )
         with self._lock, torch.inference_mode(False), torch.no_grad():
             views = [
-                self._track(
-                    self._make(dtype, leaf.nbytes // dtype.itemsize, leaf.offset).view(leaf.shape)
-                )
+                self._make(dtype, leaf.shape, leaf.offset)
                 for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True)
             ]
             self._views[layout.digest] = (views, list(map(torch.Tensor.data_ptr, views)))
         return views
 
-    def _make(self, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-        if count == 0 or self._memory is None:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        block: Any = self._memory.block
-        return torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
-
-    def _track(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _use_count is not None and tensor.numel():
+    def _make(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=offset).view(shape)
+        if _use_count is not None:
             storage = tensor.untyped_storage()._cdata
             self._storages.append(storage)
             self._baseline += _use_count(storage)
@@ -171,9 +168,7 @@ class FlatBuffer:
         """
         if not self._views and self._tensor is None:
             return True
-        if _use_count is None:
-            return False
-        if sum(map(_use_count, self._storages)) != self._baseline:
+        if _use_count is None or sum(map(_use_count, self._storages)) != self._baseline:
             return False
         for views, addresses in self._views.values():
             if list(map(torch.Tensor.data_ptr, views)) != addresses:
@@ -190,22 +185,9 @@ class FlatBuffer:
         the buffer itself is dropped.
         """
         self._views.clear()
-        self._storages.clear()
+        self._storages: list[int] = []
         self._baseline = 0
         self._tensor = None
-
-
-class _Memory:
-    """Gives an array to torch as a block; without the warning that read-only memory draws."""
-
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        block: Any = (ctypes.c_ubyte * array.size).from_address(array.ctypes.data)
-        block._owner = array  # lives as long as any view
-        self.block = block
-        _blocks[array.ctypes.data] = self.block
-
-
-_blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def in_flat_memory(tensor: torch.Tensor) -> bool:

@@ -6,10 +6,8 @@ milliseconds. This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -32,25 +30,23 @@ __all__ = [
     "as_bytes",
     "copy_blocks",
     "copy_bytes",
-    "copy_pairs",
-    "copy_plain",
-    "cut",
+    "copy_tensors",
     "is_plain_cpu",
 ]
 
 _Pair: TypeAlias = "tuple[NDArray[np.uint8], NDArray[np.uint8]]"
 TensorPair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+_Tensors: TypeAlias = "list[torch.Tensor] | tuple[torch.Tensor, ...]"
+_Batch: TypeAlias = "tuple[_Tensors, _Tensors]"
 
 # Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
 # costs milliseconds on a machine that computes all the time.
 PIECE = 32_704
-# Elements of a batch, of which each thread takes one after the other.
-_BATCH = 64 * PIECE
+# Pieces of a batch, of which each thread takes one after the other.
+_PIECES = 64
 
 LARGE_NBYTES = 256 * 2**10
 """Tensors from here on are copied one by one without the GIL; smaller ones in one go, with it."""
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 _MIN_CHUNK_NBYTES = 4 * 2**20
 _MAX_CHUNK_NBYTES = 64 * 2**20
@@ -60,7 +56,8 @@ class CopyPool:
     """A few threads that copy large blocks. Threads start with the first large copy.
 
     The thread that asks for a copy takes part in it, so that ``num_threads - 1`` threads named
-    ``aiosync-copy-<n>`` are started. One copy runs at a time; a second caller copies alone.
+    ``aiosync-copy_<n>`` are started. Where they are busy with the copy of another thread, or did
+    not survive a fork, the caller copies alone.
 
     Attributes:
         num_threads: Threads that copy at the same time, the caller's included.
@@ -78,14 +75,8 @@ class CopyPool:
         if num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
+        self._executor = ThreadPoolExecutor(max(1, num_threads - 1), "aiosync-copy")
         self._closed = False
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._threads: list[threading.Thread] = []
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<CopyPool num_threads={self.num_threads} closed={self._closed}>"
@@ -110,8 +101,17 @@ class CopyPool:
         total = sum(target.size for target, _ in pairs)
         if total < 2 * _MIN_CHUNK_NBYTES:
             self.run(copy_blocks, [pairs])
-        else:
-            self.run(_copy_block, _chunks(pairs, total, self.num_threads))
+            return
+        size = max(total // (4 * self.num_threads), _MIN_CHUNK_NBYTES)
+        size = min(size, _MAX_CHUNK_NBYTES)
+        self.run(
+            copy_blocks,
+            [
+                [(target[start : start + size], source[start : start + size])]
+                for target, source in pairs
+                for start in range(0, target.size, size)
+            ],
+        )
 
     def run(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
         """Call a function for each item; returns when all is done.
@@ -121,100 +121,27 @@ class CopyPool:
         """
         if self._closed:
             raise LocalProtocolError("the copy pool is closed")
-        if os.getpid() != self._pid:  # threads do not survive a fork
-            self._reset()
-        job = _Job(function, items)
-        if self.num_threads == 1 or len(items) < 2 or not self._lock.acquire(blocking=False):
-            job.run()
-            return
+        left = iter(items)  # next() of a list iterator is atomic
+        helpers = [
+            self._executor.submit(_take, function, left)
+            for _ in range(min(self.num_threads, len(items)) - 1)
+        ]
         try:
-            self._start()
-            for _ in self._threads:
-                self._jobs.put(job)
-            try:
-                job.run()
-            finally:
-                job.join()
+            _take(function, left)
         finally:
-            self._lock.release()
-
-    def _start(self) -> None:
-        while len(self._threads) < self.num_threads - 1:
-            thread = threading.Thread(
-                target=_work,
-                args=(self._jobs,),
-                name=f"aiosync-copy-{len(self._threads)}",
-                daemon=True,
-            )
-            thread.start()
-            self._threads.append(thread)
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
 
     def close(self) -> None:
         """End the threads and join them. Idempotent. Waits for a copy that is running."""
         self._closed = True
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            for _ in self._threads:
-                self._jobs.put(None)
-            for thread in self._threads:
-                thread.join()
-            self._threads.clear()
+        self._executor.shutdown()
 
 
-class _Job:
-    """Items that several threads take one after the other."""
-
-    def __init__(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
-        self._function = function
-        self._items = iter(items)  # next() of a list iterator is atomic
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._active = 0
-        self._closed = False
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        for item in self._items:
-            self._function(item)
-
-    def help(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._active += 1
-        try:
-            self.run()
-        except BaseException as exc:  # noqa: BLE001 - join() raises it in the thread that asked
-            self._error = exc
-        finally:
-            with self._lock:
-                self._active -= 1
-                self._idle.notify()
-
-    def join(self) -> None:
-        """Wait for helpers that are in the middle of a chunk; late ones find nothing to do."""
-        with self._lock:
-            self._closed = True
-            while self._active:
-                self._idle.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _work(jobs: SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        job.help()
-        del job
-
-
-def _chunks(pairs: Sequence[_Pair], total: int, num_threads: int) -> list[_Pair]:
-    size = min(max(total // (4 * num_threads), _MIN_CHUNK_NBYTES), _MAX_CHUNK_NBYTES)
-    return [
-        (target[start : start + size], source[start : start + size])
-        for target, source in pairs
-        for start in range(0, target.size, size)
-    ]
+def _take(function: Callable[[Any], object], left: Iterator[Any]) -> None:
+    for item in left:
+        function(item)
 
 
 def copy_blocks(pairs: Sequence[_Pair]) -> None:
@@ -228,14 +155,10 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _copy_block(pair: _Pair) -> None:
-    np.copyto(*pair)
-
-
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor are one block of bytes on the CPU, in C order."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -251,58 +174,46 @@ def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return array
 
 
-def copy_plain(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another one, casting if need be, without torch's thread pool.
+@torch.no_grad()
+def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> None:
+    """Copy tensors into others, casting if need be, without torch's thread pool.
 
-    Tensors that are not contiguous, or not on the CPU, are left to torch.
+    Large ones that are not contiguous, or not on the CPU, are left to torch. Autograd is not told.
 
     Args:
-        target: Of the shape of ``source``; needs no gradient.
-        source: Is only read.
+        pairs: Targets, and sources of the same shapes, which are only read.
+        pool: Threads that share the copies.
     """
-    with torch.no_grad():
-        if target.is_contiguous() and target.device.type == "cpu" and is_plain_cpu(source):
-            copy_pairs(cut(target, source))
+    batches: list[_Batch] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    filled = 0
+    for target, source in pairs:
+        count = target.numel()
+        if count <= PIECE:
+            targets.append(target)
+            sources.append(source)
+            filled += count
+            if filled > _PIECES * PIECE:
+                batches.append((targets, sources))
+                targets, sources, filled = [], [], 0
+        elif target.device.type == "cpu" and target.is_contiguous() and is_plain_cpu(source):
+            # The "unsafe" one knows nothing of autograd, and takes a third of the time.
+            to = torch.unsafe_split(target.view(-1), PIECE)
+            of = torch.unsafe_split(source.view(-1), PIECE)
+            starts = range(0, len(to), _PIECES)
+            batches += [(to[at : at + _PIECES], of[at : at + _PIECES]) for at in starts]
         else:
             target.copy_(source)
-
-
-def cut(target: torch.Tensor, source: torch.Tensor) -> list[TensorPair]:
-    """A pair of contiguous tensors as pairs of at most a batch."""
-    to, of = target.view(-1), source.view(-1)
-    if to.numel() <= _BATCH:
-        return [(to, of)]
-    # The "unsafe" one knows nothing of autograd, and takes a third of the time.
-    return list(zip(torch.unsafe_split(to, _BATCH), torch.unsafe_split(of, _BATCH), strict=True))
-
-
-def copy_pairs(pairs: Sequence[TensorPair], pool: CopyPool | None = None) -> None:
-    """Copy pairs of at most a batch, casting if need be."""
-    batches: list[list[TensorPair]] = []
-    filled = _BATCH + 1
-    for pair in pairs:
-        filled += pair[0].numel()
-        if filled > _BATCH:
-            batches.append([])
-            filled = pair[0].numel()
-        batches[-1].append(pair)
-    if pool is None or len(batches) < 2:
-        for batch in batches:
-            _copy_batch(batch)
-    else:
+    if targets:
+        batches.append((targets, sources))
+    if pool is not None:
         pool.run(_copy_batch, batches)
+    else:
+        _take(_copy_batch, iter(batches))
 
 
 @torch.no_grad()
-def _copy_batch(batch: Sequence[TensorPair]) -> None:
+def _copy_batch(batch: _Batch) -> None:
     """Copy some milliseconds' worth in one call: it releases the GIL once for all of it."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for target, source in batch:
-        if target.numel() <= PIECE:
-            targets.append(target)
-            sources.append(source)
-        else:
-            targets += torch.unsafe_split(target, PIECE)
-            sources += torch.unsafe_split(source, PIECE)
-    torch._foreach_copy_(targets, sources)
+    torch._foreach_copy_(*batch)

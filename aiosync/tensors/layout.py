@@ -1,4 +1,4 @@
-"""A manifest together with typed views of the memory it describes.
+"""A manifest together with the dtypes of torch, and typed views of the memory it describes.
 
 This module must never import asyncio or a transport.
 """
@@ -10,14 +10,51 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.tensors.dtypes import dtype_name, torch_dtype
-from aiosync.wire import ALIGNMENT, DEFAULT_LIMITS, Manifest, plan_manifest
+from aiosync.wire import ALIGNMENT, DEFAULT_LIMITS, DTYPE_NBYTES, Manifest, plan_manifest
 
 if TYPE_CHECKING:
-    from aiosync.tensors.leaves import Leaves
+    from aiosync.tensors.walk import Leaves
     from aiosync.types import Limits
 
-__all__ = ["Layout"]
+__all__ = ["DTYPES", "Layout", "dtype_name", "torch_dtype"]
+
+_BY_NAME: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in DTYPE_NBYTES
+    if isinstance(getattr(torch, name, None), torch.dtype)
+}
+_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+DTYPES = _BY_DTYPE.keys()
+"""The dtypes that can travel."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name under which a dtype travels, for example ``"bfloat16"``.
+
+    Raises:
+        ConfigError: Tensors of this dtype cannot travel (quantised and sub-byte dtypes).
+    """
+    name = _BY_DTYPE.get(dtype)
+    if name is None:
+        raise ConfigError(
+            f"tensors of dtype {dtype} cannot travel; supported: {', '.join(_BY_NAME)}"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name from a manifest.
+
+    Raises:
+        ConfigError: The name is unknown, or this version of torch has no such dtype.
+    """
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        raise ConfigError(
+            f"unknown dtype {name!r}; torch {torch.__version__} has: {', '.join(_BY_NAME)}"
+        )
+    return dtype
 
 
 class Layout:
@@ -26,6 +63,8 @@ class Layout:
     Attributes:
         manifest: The manifest, checked when it was planned or decoded.
         dtypes: The torch dtype of each leaf.
+        nbytes: Bytes of the payload, a multiple of 64.
+        digest: 16 bytes that identify the layout.
     """
 
     __slots__ = ("digest", "dtypes", "manifest", "nbytes")
@@ -44,9 +83,7 @@ class Layout:
             torch_dtype(leaf.dtype) for leaf in manifest.leaves
         )
         self.nbytes: int = manifest.nbytes
-        """Bytes of the payload, a multiple of 64."""
         self.digest: bytes = manifest.digest
-        """16 bytes that identify the layout."""
 
     def __repr__(self) -> str:
         return f"<Layout leaves={len(self.manifest.leaves)} nbytes={self.nbytes}>"
@@ -62,21 +99,11 @@ class Layout:
         Raises:
             ConfigError: A dtype or a name cannot travel, or something is beyond the limits.
         """
-        return cls(
-            plan_manifest(
-                (
-                    (
-                        leaf.name,
-                        dtype_name(leaf.tensor.dtype),
-                        leaf.tensor.shape,
-                        leaf.kind,
-                        leaf.aliases,
-                    )
-                    for leaf in leaves.leaves
-                ),
-                limits,
-            )
+        facts = (
+            (each.name, dtype_name(each.tensor.dtype), each.tensor.shape, each.kind, each.aliases)
+            for each in leaves.leaves
         )
+        return cls(plan_manifest(facts, limits))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view for each leaf, all of them sharing the storage of ``flat``.
@@ -91,14 +118,18 @@ class Layout:
         Raises:
             ConfigError: ``flat`` is not such a tensor.
         """
-        if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
-            raise ConfigError("a flat buffer must be a contiguous 1-D uint8 tensor")
-        if flat.numel() < self.nbytes:
+        if (
+            flat.dtype is not torch.uint8
+            or flat.dim() != 1
+            or not flat.is_contiguous()
+            or flat.numel() < self.nbytes
+            or flat.data_ptr() % ALIGNMENT
+        ):
             raise ConfigError(
-                f"the buffer has {flat.numel()} bytes, the layout needs {self.nbytes}"
+                f"a flat buffer for {self.nbytes} bytes must be a contiguous 1-D uint8 tensor of "
+                f"at least that many, that starts on a multiple of {ALIGNMENT}, got "
+                f"{flat.dtype} of shape {tuple(flat.shape)} at {flat.data_ptr():#x}"
             )
-        if flat.data_ptr() % ALIGNMENT:
-            raise ConfigError(f"the buffer does not start on a multiple of {ALIGNMENT} bytes")
         with torch.inference_mode(False), torch.no_grad():
             return [
                 flat[leaf.offset : leaf.offset + leaf.nbytes].view(dtype).view(leaf.shape)
@@ -109,12 +140,6 @@ class Layout:
 
     def padding(self) -> list[tuple[int, int]]:
         """Return the (start, end) byte ranges that belong to no leaf."""
-        gaps = []
-        position = 0
-        for leaf in self.manifest.leaves:
-            if leaf.offset > position:
-                gaps.append((position, leaf.offset))
-            position = leaf.offset + leaf.nbytes
-        if position < self.nbytes:
-            gaps.append((position, self.nbytes))
-        return gaps
+        starts = [leaf.offset for leaf in self.manifest.leaves] + [self.nbytes]
+        ends = [0] + [leaf.offset + leaf.nbytes for leaf in self.manifest.leaves]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

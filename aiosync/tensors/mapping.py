@@ -8,6 +8,7 @@ asyncio or a transport.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.tensors.copying import copy_plain
-from aiosync.tensors.dtypes import dtype_name
+from aiosync.tensors.copying import copy_tensors
+from aiosync.tensors.layout import dtype_name
 
 __all__ = ["DtypeRule", "Dtypes", "WeightMap", "check_dtypes"]
 
@@ -29,13 +30,23 @@ class Pattern:
 
     Attributes:
         text: The pattern.
-        stars: How many ``*`` it has.
+        option: The option in which the user wrote it.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, option: str, like: Pattern | None = None) -> None:
+        """Take a pattern; with ``like``, one that has a star for each of that one's.
+
+        Raises:
+            ConfigError: It has another number of stars.
+        """
         self.text = text
+        self.option = option
         self._pieces = text.split("*")
-        self.stars: int = len(self._pieces) - 1
+        if like is not None and len(like._pieces) != len(self._pieces):
+            raise ConfigError(
+                f"{option}: {like.text!r} and {text!r} must have the same number of *, because "
+                "they correspond to each other"
+            )
         self._regex = re.compile("(.*?)".join(map(re.escape, self._pieces)), re.DOTALL)
 
     def match(self, name: str) -> tuple[str, ...] | None:
@@ -51,9 +62,8 @@ class Pattern:
         return "".join(map("".join, zip_longest(self._pieces, captured, fillvalue="")))
 
 
-def is_name(value: object) -> bool:
-    """Whether a value can be a name or a pattern."""
-    return type(value) is str and bool(value)
+def _all_names(values: Any) -> bool:
+    return all(type(value) is str and value for value in values)
 
 
 def check_dtypes(value: object, option: str) -> Dtypes | None:
@@ -65,27 +75,20 @@ def check_dtypes(value: object, option: str) -> Dtypes | None:
     """
     if value is None:
         return None
-    if isinstance(value, torch.dtype):
-        _check_dtype(value, option)
-        return value
-    if not isinstance(value, Mapping) or not all(map(is_name, value)):
+    listed: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"*": value}
+    if not _all_names(listed) or not all(isinstance(d, torch.dtype) for d in listed.values()):
         raise ConfigError(
             f"{option} must be a torch.dtype, or a mapping of name patterns to dtypes, got "
             f"{value!r}"
         )
-    for dtype in value.values():
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{option} names {dtype!r}, which is not a torch.dtype")
-        _check_dtype(dtype, option)
-    return dict(value)
-
-
-def _check_dtype(dtype: torch.dtype, option: str) -> None:
-    if not dtype.is_floating_point:
-        raise ConfigError(
-            f"{option} must be a floating-point dtype, got {dtype}: other tensors are not cast"
-        )
-    dtype_name(dtype)
+    for dtype in listed.values():
+        if not dtype.is_floating_point:
+            raise ConfigError(
+                f"{option} must be a floating-point dtype, got {dtype}: other tensors are not cast"
+            )
+        dtype_name(dtype)
+    checked: Dtypes = dict(listed) if isinstance(value, Mapping) else listed["*"]
+    return checked
 
 
 class DtypeRule:
@@ -93,22 +96,17 @@ class DtypeRule:
 
     Args:
         dtypes: What :func:`check_dtypes` returned.
+
+    Attributes:
+        for_all: Whether it is a single dtype, and no names were given.
+        patterns: The patterns, in order; none for a single dtype.
     """
 
     def __init__(self, dtypes: Dtypes) -> None:
-        self._for_all = dtypes if isinstance(dtypes, torch.dtype) else None
-        listed = {} if isinstance(dtypes, torch.dtype) else dtypes
-        self._listed = [(Pattern(text), dtype) for text, dtype in listed.items()]
-
-    @property
-    def for_all(self) -> bool:
-        """Whether it is a single dtype, and no names were given."""
-        return self._for_all is not None
-
-    @property
-    def patterns(self) -> list[str]:
-        """The patterns, in order; none for a single dtype."""
-        return [pattern.text for pattern, _ in self._listed]
+        self.for_all: bool = isinstance(dtypes, torch.dtype)
+        listed = {"*": dtypes} if isinstance(dtypes, torch.dtype) else dtypes
+        self._listed = [(Pattern(text, "dtype"), dtype) for text, dtype in listed.items()]
+        self.patterns: list[str] = [] if self.for_all else list(listed)
 
     def find(self, names: Sequence[str], now: torch.dtype, used: set[str]) -> torch.dtype:
         """The dtype for a tensor.
@@ -118,12 +116,13 @@ class DtypeRule:
             now: Its dtype, and the result if that is not of floating point or nothing fits.
             used: Gets every pattern that fits, also those that do not count.
         """
-        found = self._for_all
-        for pattern, dtype in self._listed:
-            if any(pattern.match(name) is not None for name in names):
-                used.add(pattern.text)
-                found = found or dtype
-        return now if found is None or not now.is_floating_point else found
+        fitting = [
+            (pattern.text, dtype)
+            for pattern, dtype in self._listed
+            if any(pattern.match(name) is not None for name in names)
+        ]
+        used.update(text for text, _ in fitting)
+        return fitting[0][1] if fitting and now.is_floating_point else now
 
 
 class WeightMap:
@@ -172,45 +171,40 @@ class WeightMap:
         strict: bool = True,
     ) -> None:
         self._function = rename if callable(rename) else None
-        self._exact: dict[str, tuple[str, ...]] = {}
-        self._renames: list[tuple[Pattern, tuple[Pattern, ...]]] = []
-        if not callable(rename):
-            self._add_renames(_checked_mapping(rename, "rename"))
-        self._splits = [
-            Split.of(fused, spec) for fused, spec in _checked_mapping(split, "split").items()
-        ]
-        self._merges = [
-            Merge.of(fused, spec) for fused, spec in _checked_mapping(merge, "merge").items()
-        ]
-        listed = [drop] if isinstance(drop, str) else list(drop)
-        if not all(map(is_name, listed)):
-            raise ConfigError(f"drop must be name patterns, got {drop!r}")
-        self._drops = list(map(Pattern, listed))
+        self._exact: dict[str, list[str]] = {}
+        self._renames: list[tuple[Pattern, list[Pattern]]] = []
+        for text, value in _mapping({} if callable(rename) else rename, "rename"):
+            pattern = Pattern(text, "rename")
+            names = _names(value, f"rename of {text!r}")
+            targets = [Pattern(name, "rename", pattern) for name in names]
+            if "*" in text:
+                self._renames.append((pattern, targets))
+            else:
+                self._exact[text] = names
+        self._splits = [_Split.of(text, spec) for text, spec in _mapping(split, "split")]
+        self._merges = [_Merge.of(text, spec) for text, spec in _mapping(merge, "merge")]
+        self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
         checked = check_dtypes(dtype, "dtype")
         self._dtype = None if checked is None else DtypeRule(checked)
         self.strict: bool = strict
         """Whether a pattern that fits nothing is refused."""
 
-    def _add_renames(self, rename: Mapping[str, Any]) -> None:
-        for text, value in rename.items():
-            names = _as_names(value, f"rename of {text!r}")
-            pattern = Pattern(text)
-            for name in names:
-                check_stars(pattern, name, "rename")
-            if not pattern.stars:
-                self._exact[text] = names
-                continue
-            self._renames.append((pattern, tuple(map(Pattern, names))))
-
     def __repr__(self) -> str:
-        counts = {
-            "rename": len(self._exact) + len(self._renames) + (self._function is not None),
-            "split": len(self._splits),
-            "merge": len(self._merges),
-            "drop": len(self._drops),
-        }
-        listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        counts = Counter(option for option, _ in self._patterns() if option != "dtype")
+        if self._function is not None:
+            counts["rename"] = 1
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
         return f"<WeightMap {listed or 'without patterns'}>"
+
+    def _patterns(self) -> Iterator[tuple[str, str]]:
+        """Every pattern that has to fit something, and the option that has it."""
+        yield from (("rename", name) for name in self._exact)
+        patterns = [pattern for pattern, _ in self._renames]
+        patterns += [each.fused for each in self._splits] + [each.fused for each in self._merges]
+        for pattern in (*patterns, *self._drops):
+            yield pattern.option, pattern.text
+        for text in self._dtype.patterns if self._dtype is not None else ():
+            yield "dtype", text
 
     def __call__(
         self, weights: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -245,63 +239,68 @@ class _Pass:
         self._used: set[tuple[str, str]] = set()
         self._made: set[str] = set()
         self._seen = False
-        self._waiting: dict[tuple[int, tuple[str, ...]], dict[int, tuple[str, torch.Tensor]]] = {}
+        self._waiting: dict[str, tuple[_Merge, tuple[str, ...], dict[int, Any]]] = {}
 
-    def _fits(self, option: str, pattern: Pattern, name: str) -> tuple[str, ...] | None:
+    def _fits(self, pattern: Pattern, name: str) -> tuple[str, ...] | None:
         captured = pattern.match(name)
         if captured is not None:
-            self._used.add((option, pattern.text))
+            self._used.add((pattern.option, pattern.text))
         return captured
 
     def rename(self, name: str) -> Sequence[str]:
         mapping = self._map
         self._seen = True
         # Every pattern is tried, so that one that another one overrules is not called unused.
-        if [each for each in mapping._drops if self._fits("drop", each, name) is not None]:
+        if [each for each in mapping._drops if self._fits(each, name) is not None]:
             return ()
         if mapping._function is not None:
-            return _as_names(mapping._function(name), f"rename({name!r})")
-        names: Sequence[str] | None = mapping._exact.get(name)
-        if names is not None:
-            self._used.add(("rename", name))
-        for pattern, targets in mapping._renames:
-            captured = self._fits("rename", pattern, name)
-            if captured is not None and names is None:
-                names = [target.fill(captured) for target in targets]
-        return [name] if names is None else names
+            return _names(mapping._function(name), f"rename({name!r})")
+        found = [mapping._exact[name]] if name in mapping._exact else []
+        self._used.add(("rename", name))
+        found += [
+            [target.fill(captured) for target in targets]
+            for pattern, targets in mapping._renames
+            if (captured := self._fits(pattern, name)) is not None
+        ]
+        return found[0] if found else [name]
 
     def split(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         for spec in self._map._splits:
-            captured = self._fits("split", spec.fused, name)
+            captured = self._fits(spec.fused, name)
             if captured is not None:
                 return spec.apply(name, captured, tensor)
         return ((name, tensor),)
 
     def merge(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for position, spec in enumerate(self._map._merges):
-            found = spec.find(name)
-            if found is None:
-                continue
-            index, captured = found
-            self._used.add(("merge", spec.fused.text))
-            fused = spec.fused.fill(captured)
-            parts = self._waiting.setdefault((position, captured), {})
-            if index in parts or fused in self._made:
-                raise _twice(name)
-            parts[index] = (name, tensor)
-            if len(parts) == len(spec.parts):
-                del self._waiting[position, captured]
-                names, tensors = zip(*(parts[i] for i in range(len(parts))), strict=True)
-                self._note(fused)
-                yield fused, spec.apply(fused, names, tensors, self._dtype_of)
-            return
+        for spec in self._map._merges:
+            for index, part in enumerate(spec.parts):
+                captured = part.match(name)
+                if captured is not None:
+                    yield from self._take_part(spec, captured, index, name, tensor)
+                    return
         self._note(name)
         dtype = self._dtype_of(name, tensor.dtype)
         if dtype is not tensor.dtype:
             cast = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-            copy_plain(cast, tensor)
+            copy_tensors([(cast, tensor)])
             tensor = cast
         yield name, tensor
+
+    def _take_part(
+        self, spec: _Merge, captured: tuple[str, ...], index: int, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self._used.add(("merge", spec.fused.text))
+        fused = spec.fused.fill(captured)
+        parts = self._waiting.setdefault(fused, (spec, captured, {}))[2]
+        if index in parts or fused in self._made:
+            raise _twice(name)
+        parts[index] = (name, tensor)
+        if len(parts) == len(spec.parts):
+            del self._waiting[fused]
+            self._note(fused)
+            ordered = [parts[i] for i in range(len(parts))]
+            dtype = self._dtype_of(fused, ordered[0][1].dtype)
+            yield fused, spec.apply(fused, ordered, dtype)
 
     def _dtype_of(self, name: str, now: torch.dtype) -> torch.dtype:
         if self._map._dtype is None:
@@ -317,43 +316,25 @@ class _Pass:
         self._made.add(name)
 
     def finish(self) -> None:
-        missing = []
-        for (position, captured), parts in self._waiting.items():
-            spec = self._map._merges[position]
-            missing += [
-                part.fill(captured) for index, part in enumerate(spec.parts) if index not in parts
-            ]
+        missing = [
+            part.fill(captured)
+            for spec, captured, parts in self._waiting.values()
+            for index, part in enumerate(spec.parts)
+            if index not in parts
+        ]
         if missing:
-            fused = ", ".join(
-                self._map._merges[position].fused.fill(captured)
-                for position, captured in self._waiting
-            )
             raise ManifestMismatch(
                 missing=missing,
-                hint=f"They are parts of {fused}. Have the trainer send them, or correct merge.",
+                hint=f"They are parts of {', '.join(self._waiting)}. Have the trainer send them, "
+                "or correct merge.",
             )
-        spare = [each for each in self._patterns() if each not in self._used]
+        spare = [each for each in self._map._patterns() if each not in self._used]
         if spare and self._map.strict and self._seen:
             listed = ", ".join(f"{text!r} of {option}" for option, text in spare)
             raise ConfigError(
                 f"these patterns of the WeightMap match no name: {listed}. Correct or remove them, "
                 "or pass strict=False"
             )
-
-    def _patterns(self) -> Iterator[tuple[str, str]]:
-        mapping = self._map
-        for name in mapping._exact:
-            yield "rename", name
-        for pattern, _ in mapping._renames:
-            yield "rename", pattern.text
-        for split in mapping._splits:
-            yield "split", split.fused.text
-        for merge in mapping._merges:
-            yield "merge", merge.fused.text
-        for pattern in mapping._drops:
-            yield "drop", pattern.text
-        for text in mapping._dtype.patterns if mapping._dtype is not None else ():
-            yield "dtype", text
 
 
 def _twice(name: str) -> ConfigError:
@@ -362,43 +343,46 @@ def _twice(name: str) -> ConfigError:
     )
 
 
-def _checked_mapping(value: Any, option: str) -> Mapping[str, Any]:
+def _mapping(value: Any, option: str) -> Iterable[tuple[str, Any]]:
     if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(map(is_name, value)):
+        return ()
+    if not isinstance(value, Mapping) or not _all_names(value):
         raise ConfigError(f"{option} must be a mapping with names or patterns as keys")
-    return value
+    return value.items()
 
 
-def _as_names(value: Any, what: str) -> tuple[str, ...]:
+def _names(value: Any, what: str) -> list[str]:
     names = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(map(is_name, names)):
+    if not isinstance(names, Iterable) or not _all_names(listed := list(names)):
         raise ConfigError(f"{what} must be a name, a sequence of names or None, got {value!r}")
-    return tuple(names)
+    return listed
 
 
-class Split(NamedTuple):
+class _Split(NamedTuple):
     """One fused tensor and the parts that views of it become."""
 
     fused: Pattern
-    parts: tuple[tuple[Pattern, int], ...]
+    parts: list[Pattern]
+    sizes: list[int]
     dim: int
 
     @classmethod
-    def of(cls, text: str, spec: Any) -> Split:
+    def of(cls, text: str, spec: Any) -> _Split:
         """Check what the user wrote."""
         sizes, dim = _with_dim(spec, f"split of {text!r}")
-        fused = Pattern(text)
-        if not isinstance(sizes, Mapping) or len(sizes) < 2 or not all(map(is_name, sizes)):
-            raise ConfigError(f"split of {text!r} must map two or more part patterns to sizes")
-        values = list(sizes.values())
-        if not all(type(size) is int and size >= -1 for size in values) or values.count(-1) > 1:
+        values = list(sizes.values()) if isinstance(sizes, Mapping) else []
+        if (
+            len(values) < 2
+            or not _all_names(sizes)
+            or not all(type(size) is int and size >= -1 for size in values)
+            or values.count(-1) > 1
+        ):
             raise ConfigError(
-                f"split of {text!r} needs sizes of at least 0, and -1 at most once, got {values}"
+                f"split of {text!r} must map two or more part patterns to sizes of at least 0, and "
+                f"-1 at most once, got {sizes!r}"
             )
-        for part in sizes:
-            check_stars(fused, part, "split")
-        return cls(fused, tuple((Pattern(part), size) for part, size in sizes.items()), dim)
+        fused = Pattern(text, "split")
+        return cls(fused, [Pattern(part, "split", fused) for part in sizes], values, dim)
 
     def apply(
         self, name: str, captured: Sequence[str], tensor: torch.Tensor
@@ -409,95 +393,59 @@ class Split(NamedTuple):
             ManifestMismatch: The sizes do not fit.
         """
         dim = _dimension(name, tensor, self.dim)
-        sizes = [size for _, size in self.parts]
         there = tensor.shape[dim]
-        left = there - sum(size for size in sizes if size >= 0)
-        sizes = [left if size == -1 else size for size in sizes]
+        left = there - sum(size for size in self.sizes if size >= 0)
+        sizes = [left if size == -1 else size for size in self.sizes]
         if left < 0 or sum(sizes) != there:
-            raise ManifestMismatch(
-                mismatched={
-                    name: f"dimension {self.dim} has {there} elements, and the parts of its split "
-                    f"add up to {sum(sizes)}"
-                },
-                hint="Correct the sizes in split.",
-            )
-        for (part, _), view in zip(
-            self.parts, torch.split(tensor.detach(), sizes, dim), strict=True
-        ):
+            why = f"dimension {self.dim} has {there} elements, its parts add up to {sum(sizes)}"
+            raise ManifestMismatch(mismatched={name: why}, hint="Correct the sizes in split.")
+        for part, view in zip(self.parts, torch.split(tensor.detach(), sizes, dim), strict=True):
             yield part.fill(captured), view
 
 
-class Merge(NamedTuple):
+class _Merge(NamedTuple):
     """The parts of one fused tensor, in order."""
 
     fused: Pattern
-    parts: tuple[Pattern, ...]
+    parts: list[Pattern]
     dim: int
 
     @classmethod
-    def of(cls, text: str, spec: Any) -> Merge:
+    def of(cls, text: str, spec: Any) -> _Merge:
         """Check what the user wrote."""
         parts, dim = _with_dim(spec, f"merge of {text!r}")
-        fused = Pattern(text)
-        valid = isinstance(parts, Sequence) and not isinstance(parts, str)
-        if not valid or len(parts) < 2 or not all(map(is_name, parts)):
-            raise ConfigError(f"merge of {text!r} must list two or more part patterns")
-        if len(set(parts)) != len(parts):
-            raise ConfigError(f"merge of {text!r} lists a part twice")
-        for part in parts:
-            check_stars(fused, part, "merge")
-        return cls(fused, tuple(map(Pattern, parts)), dim)
-
-    def find(self, name: str) -> tuple[int, tuple[str, ...]] | None:
-        """Which part a name is, and what the stars stand for."""
-        for index, part in enumerate(self.parts):
-            captured = part.match(name)
-            if captured is not None:
-                return index, captured
-        return None
+        listed = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else []
+        if len(listed) < 2 or not _all_names(listed) or len(set(listed)) != len(listed):
+            raise ConfigError(
+                f"merge of {text!r} must list two or more part patterns, each once, got {parts!r}"
+            )
+        fused = Pattern(text, "merge")
+        return cls(fused, [Pattern(part, "merge", fused) for part in listed], dim)
 
     def apply(
-        self,
-        name: str,
-        names: Sequence[str],
-        tensors: Sequence[torch.Tensor],
-        dtype_of: Callable[[str, torch.dtype], torch.dtype],
+        self, name: str, parts: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype
     ) -> torch.Tensor:
         """The parts as one new tensor.
 
         Raises:
             ManifestMismatch: They do not fit together.
         """
-        first = tensors[0]
-        dim = _dimension(names[0], first, self.dim)
-        shape = list(first.shape)
-        mismatched = {}
-        for other, tensor in zip(names[1:], tensors[1:], strict=True):
-            expected = [*shape[:dim], tensor.shape[dim] if dim < tensor.dim() else 0]
-            expected += shape[dim + 1 :]
-            if list(tensor.shape) != expected or tensor.dtype is not first.dtype:
-                mismatched[other] = (
-                    f"is {_look(tensor)}, and {names[0]} is {_look(first)}: they cannot be merged "
-                    f"into {name} along dimension {self.dim}"
-                )
+        first_name, first = parts[0]
+        dim = _dimension(first_name, first, self.dim)
+        mismatched = {
+            other: f"is {_look(tensor)}, and {first_name} is {_look(first)}: they cannot be merged "
+            f"into {name} along dimension {self.dim}"
+            for other, tensor in parts
+            if tensor.dtype is not first.dtype or _without(tensor, dim) != _without(first, dim)
+        }
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Correct merge.")
-        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        fused = torch.empty(shape, dtype=dtype_of(name, first.dtype), device=first.device)
-        for target, tensor in zip(
-            torch.split(fused, [tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True
-        ):
-            copy_plain(target, tensor)
+        shape, sizes = list(first.shape), [tensor.shape[dim] for _, tensor in parts]
+        shape[dim] = sum(sizes)
+        fused = torch.empty(shape, dtype=dtype, device=first.device)
+        targets = torch.split(fused, sizes, dim)
+        copy_tensors(zip(targets, (tensor for _, tensor in parts), strict=True))
         return fused
-
-
-def check_stars(source: Pattern, made: str, option: str) -> None:
-    """Raise unless both have the same number of stars."""
-    if made.count("*") != source.stars:
-        raise ConfigError(
-            f"{option}: {source.text!r} and {made!r} must have the same number of *, because they "
-            "correspond to each other"
-        )
 
 
 def _with_dim(spec: Any, what: str) -> tuple[Any, int]:
@@ -515,6 +463,11 @@ def _dimension(name: str, tensor: torch.Tensor, dim: int) -> int:
             hint="Correct split or merge.",
         )
     return dim % tensor.dim()
+
+
+def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """The number of dimensions, and all sizes but one."""
+    return (tensor.dim(), *tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 def _look(tensor: torch.Tensor) -> str:

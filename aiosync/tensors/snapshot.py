@@ -5,25 +5,41 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
-import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors._finding import find, find_in_tree, group_tied, memory_key
-from aiosync.tensors._signature import Signature, any_nested
-from aiosync.tensors._tensordict import is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, outline, unwrap
-from aiosync.tensors.copying import LARGE_NBYTES, CopyPool, as_bytes, copy_blocks, is_plain_cpu
+from aiosync.tensors.copying import (
+    LARGE_NBYTES,
+    CopyPool,
+    as_bytes,
+    copy_blocks,
+    copy_tensors,
+    is_plain_cpu,
+)
 from aiosync.tensors.layout import Layout
-from aiosync.tensors.leaves import ExtractAs, Leaves, Source, to_leaves
-from aiosync.wire import DEFAULT_LIMITS
+from aiosync.tensors.mapping import DtypeRule, Dtypes, check_dtypes
+from aiosync.tensors.values import EXTRA_STATE, inner_names
+from aiosync.tensors.walk import (
+    ExtractAs,
+    Found,
+    Leaf,
+    Leaves,
+    ModuleTree,
+    Source,
+    group_tied,
+    memory_key,
+    outline,
+    to_leaves,
+    walk,
+)
+from aiosync.wire import ALIGNMENT, DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,13 +48,72 @@ if TYPE_CHECKING:
     from aiosync.tensors.buffer import FlatBuffer
     from aiosync.types import Limits
 
-__all__ = ["Flattener", "Prepared"]
+__all__ = [
+    "CastPrepared",
+    "CastingFlattener",
+    "Flattener",
+    "LiveBytes",
+    "Prepared",
+    "Signature",
+    "check_wire_dtype",
+]
 
-_FOREACH_NBYTES = 32 * 2**10
-"""Below this, torch never uses its thread pool for a copy, whatever the dtype."""
+try:  # C++ comparison of type, dtype, shape, strides and device: 0.1 us a tensor. Private API.
+    from torch._C._dynamo.guards import TensorGuards as _new_guards
+except ImportError:  # pragma: no cover - depends on the version of torch
+    _new_guards = None  # type: ignore[assignment,misc]
 
 _BATCH_NBYTES = 2 * 2**20
+_PADDING = memoryview(bytes(ALIGNMENT))
 _data_ptr = torch.Tensor.data_ptr
+_is_nested = attrgetter("is_nested")
+_look = attrgetter("dtype", "device", "layout", "shape")
+
+
+class Signature:
+    """How some tensors look, apart from where they are; to be compared again.
+
+    Type, dtype, device, shape and strides of each, and whether it is a conjugate or negative view,
+    whose memory holds other numbers.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._facts = _facts(tensors)
+        self._guards = _guards(tensors)
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether other (or the same) tensor objects still look the same. Cheap.
+
+        Args:
+            tensors: The objects that this was made of, or others. None of the others may be
+                nested: torch would end the process.
+        """
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        # The guards also look at things that do not matter here (requires_grad, autocast).
+        if _facts(tensors) != self._facts:
+            return False
+        self._guards = _guards(tensors)
+        return True
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    # A conjugate view differs from its base in nothing but its flag, not even in its address.
+    return [
+        (type(t), _look(t), t.stride(), t.is_conj(), t.is_neg())
+        if t.layout is torch.strided and not t.is_nested
+        else (t.layout, id(t))
+        for t in tensors
+    ]
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    if _new_guards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
+        return None  # torch ends the process for some that have no strides
+    try:
+        return _new_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (RuntimeError, TypeError, ValueError):  # pragma: no cover - private API, may change
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,54 +136,51 @@ class Prepared:
     computed: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
+@dataclass(frozen=True, slots=True)
+class CastPrepared(Prepared):
+    """Like :class:`Prepared`, where some tensors have another dtype than the layout says."""
+
+
 class _Plan:
     """How one source was laid out, and what must hold for that to be still true."""
 
     def __init__(self, found: Found, leaves: Leaves, layout: Layout) -> None:
-        self.names = [place.name for place in found.places]
-        self.kinds = [place.kind for place in found.places]
-        self.computed = _computed(found)
-        self.groups = group_tied(found.tensors)
-        self.firsts = [group[0] for group in self.groups]
-        self.tied = [group for group in self.groups if len(group) > 1]
         self.layout = layout
+        self.names = _names(found)
+        self.computed = frozenset(place.name for place in found.places if not place.persistent)
+        groups = group_tied(found.tensors)
+        self.firsts = [group[0] for group in groups]
+        self.tied = [group for group in groups if len(group) > 1]
         self.tensors = [leaf.tensor for leaf in leaves.leaves]
         self.signature = Signature(self.tensors)
         self.outline: list[object] | None = None
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
-        """What is copied by this plan: these tensors and values."""
+        """What is copied by this plan: the first of each group of tied tensors, and values."""
+        self.tensors = [tensors[first] for first in self.firsts]
         return Prepared(
-            self.layout, tensors, values, signature=self.signature, computed=self.computed
+            self.layout, self.tensors, values, signature=self.signature, computed=self.computed
         )
 
-    def fits(self, found: Found) -> bool:
-        """Whether another walk gave the same names, shapes, dtypes and ties."""
-        if [place.name for place in found.places] != self.names:
-            return False
-        if [place.kind for place in found.places] != self.kinds:
-            return False
-        if _computed(found) != self.computed:
-            return False
-        return self.fits_tensors(found.tensors)
-
-    def fits_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other tensors under the same names have the same shapes, dtypes and ties."""
         unique = [tensors[first] for first in self.firsts]
-        if not all(map(is_, unique, self.tensors)) and any_nested(unique):
+        if not all(map(is_, unique, self.tensors)) and any(map(_is_nested, unique)):
             return False
-        return self.signature.same(unique) and self.still_tied(tensors)
+        return self.signature.same(unique) and (not self.tied or self.still_tied(tensors))
 
     def still_tied(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether tensors that were the same memory still are."""
-        for group in self.tied:
-            first = tensors[group[0]]
-            others = [tensors[position] for position in group[1:] if tensors[position] is not first]
-            if others:
-                key = memory_key(first)
-                if any(memory_key(other) != key for other in others):
-                    return False
-        return True
+        return all(
+            tensors[other] is tensors[first]
+            or memory_key(tensors[other]) == memory_key(tensors[first])
+            for first, *others in self.tied
+            for other in others
+        )
+
+
+def _names(found: Found) -> list[tuple[str, str, bool]]:
+    return [(place.name, place.kind, place.persistent) for place in found.places]
 
 
 class Flattener:
@@ -120,19 +192,13 @@ class Flattener:
     """
 
     def __init__(
-        self,
-        extract_as: ExtractAs = "tensordict",
-        limits: Limits = DEFAULT_LIMITS,
-        *,
-        persistence: bool = False,
+        self, extract_as: ExtractAs = "tensordict", limits: Limits = DEFAULT_LIMITS
     ) -> None:
         """Prepare for sources.
 
         Args:
             extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
             limits: Bounds that the receivers are expected to have.
-            persistence: Notice also where nothing else changes that a buffer became persistent,
-                or is no longer. With ``"state_dict"`` that is always so.
 
         Raises:
             ConfigError: ``extract_as`` is something else.
@@ -141,14 +207,14 @@ class Flattener:
             raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
-        self._persistence = persistence or extract_as == "state_dict"
+        self._persistence = extract_as == "state_dict"
         self.release()
 
     def release(self) -> None:
         """Forget the last source, and every reference to its tensors."""
-        self._source: weakref.ref[Any] | None = None
         self._tree: ModuleTree | None = None
-        self._tree_tensors: list[torch.Tensor] = []
+        self._is_steady = False  # nothing of the tree has to be asked for anew
+        self._tensors: list[torch.Tensor] = []  # of the last source, in all places
         self._plan: _Plan | None = None
         self._prepared: Prepared | None = None
         self._program: _Program | None = None
@@ -166,71 +232,44 @@ class Flattener:
         Raises:
             ConfigError: Something in the source cannot travel.
         """
-        plan, tree = self._plan, self._tree
-        if (
-            plan is not None
-            and tree is not None
-            and self._source is not None
-            and self._source() is source
-            and isinstance(source, nn.Module)
-            and unwrap(source) is tree.root
-            and tree.unchanged(persistence=self._persistence)
+        tree, plan, prepared = self._tree, self._plan, self._prepared
+        if tree is None or tree.source is not source or not tree.unchanged(self._persistence):
+            tree = None
+        elif (
+            self._is_steady
+            and plan is not None
+            and prepared is not None
+            and plan.signature.same(prepared.tensors)
+            and (not plan.tied or plan.still_tied(self._tensors))
+            and (self.extract_as == "tensordict" or tree.standard_state_dict())
         ):
-            prepared = self._prepare_known(plan, tree)
-            if prepared is not None:
-                return prepared
-        return self._prepare_new(source)
+            return prepared
+        return self._prepare_anew(source, tree)
 
-    def _prepare_known(self, plan: _Plan, tree: ModuleTree) -> Prepared | None:
-        assert self._prepared is not None
-        if self.extract_as == "state_dict" and not tree.standard_state_dict():
-            return None
-        if tree.extra:
-            found = find_in_tree(tree, self.extract_as)
-            if not plan.fits(found):
-                return None
-            return self._reuse(plan, found)
-        if not plan.signature.same(plan.tensors) or not plan.still_tied(self._tree_tensors):
-            return None
-        return self._prepared
-
-    def _prepare_new(self, source: Source) -> Prepared:
-        nested = not isinstance(source, nn.Module) and (
-            isinstance(source, Mapping) or is_tensordict(source)
-        )
-        keys, tensors = (outline(source) if nested else None) or (None, [])
+    def _prepare_anew(self, source: Source, tree: ModuleTree | None) -> Prepared:
         plan = self._plan
-        if plan is not None and keys is not None and plan.outline == keys:
-            if plan.fits_tensors(tensors):
-                unique = [tensors[first] for first in plan.firsts]
-                return plan.prepared(unique, {})
-        found, tree = find(source, self.extract_as)
-        if self._plan is not None and self._plan.fits(found):
-            prepared = self._reuse(self._plan, found)
-        else:
-            leaves = to_leaves(found)
+        keys, tensors = outline(source) or (None, [])
+        if plan is not None and keys is not None and keys == plan.outline and plan.fits(tensors):
+            return plan.prepared(tensors, {})
+        if tree is None:
+            found, tree = walk(source)
+        if tree is not None:
+            found = tree.select(self.extract_as)
+        values = found.pack()
+        if plan is None or plan.names != _names(found) or not plan.fits(found.tensors):
+            leaves = to_leaves(found, values)
             layout = Layout.plan(leaves, self._limits)
-            if self._plan is not None and self._plan.layout.digest == layout.digest:
-                layout = self._plan.layout
-            self._plan = _Plan(found, leaves, layout)
+            if plan is not None and plan.layout.digest == layout.digest:
+                layout = plan.layout
+            plan = self._plan = _Plan(found, leaves, layout)
             self._program = None
-            prepared = self._plan.prepared(self._plan.tensors, leaves.values)
-        self._plan.outline = keys
-        standard = self.extract_as == "tensordict" or (tree and tree.standard_state_dict())
-        self._tree = tree if standard else None
-        self._tree_tensors = found.tensors if self._tree is not None else []
-        plain_module = isinstance(source, nn.Module) and not is_tensordict(source)
-        self._source = weakref.ref(source) if plain_module else None
-        self._prepared = prepared
-        return prepared
-
-    def _reuse(self, plan: _Plan, found: Found) -> Prepared:
-        tensors = [found.tensors[first] for first in plan.firsts]
-        plan.tensors = tensors
-        values = found.values
-        if values:
-            values = to_leaves(_only_values(found)).values
-        return plan.prepared(tensors, values)
+        plan.outline = keys
+        self._tree, self._tensors = tree, found.tensors
+        self._is_steady = not found.values and (
+            self.extract_as == "tensordict" or tree is None or tree.standard_state_dict()
+        )
+        self._prepared = plan.prepared(found.tensors, values)
+        return self._prepared
 
     def copy_into(
         self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
@@ -248,7 +287,7 @@ class Flattener:
         Raises:
             ConfigError: The buffer is too small.
         """
-        layout = prepared.layout
+        layout, program = prepared.layout, self._program
         if flat.nbytes < layout.nbytes:
             raise ConfigError(
                 f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
@@ -257,87 +296,59 @@ class Flattener:
             for start, end in layout.padding():
                 flat.array[start:end] = 0
             flat.padded_for = layout.digest
-        tensors = prepared.tensors
-        addresses = _addresses(tensors)
-        program = self._program
-        if program is None or program.layout is not layout:
-            program = None
-        elif program.signature is not prepared.signature:
-            program = None  # another view, prepared before this one was copied
-        elif program.addresses != addresses:
+        addresses = list(map(_data_ptr, prepared.tensors))
+        if (
+            program is None
+            or program.addresses != addresses
+            or program.layout is not layout
+            or program.signature is not prepared.signature  # another view, prepared before
+        ):
             # Preparing pays only for tensors that stay where they are.
-            if self._addresses != addresses:
-                self._addresses = addresses
-                _copy_once(layout, tensors, flat, pool)
+            is_new = program is not None and self._addresses != addresses
+            self._addresses = addresses
+            if is_new or prepared.signature is None:
+                # They may never be seen again, or are cast on the way.
+                copy_tensors(zip(flat.views(layout), prepared.tensors, strict=True), pool)
                 return
-            program = None
-        if program is None:
             program = self._program = _Program(prepared, addresses)
-        program.run(tensors, flat, pool)
-
-
-def _computed(found: Found) -> frozenset[str]:
-    return frozenset(place.name for place in found.places if not place.persistent)
-
-
-def _only_values(found: Found) -> Found:
-    only = Found()
-    only.values = found.values
-    return only
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return list(map(_data_ptr, tensors))
-    except RuntimeError:  # a subclass without memory of its own
-        return []
+        program.run(prepared.tensors, flat, pool)
 
 
 class _Program:
     """The copies of one snapshot, for tensors that stay where they are in memory."""
 
     def __init__(self, prepared: Prepared, addresses: list[int]) -> None:
-        self.layout = layout = prepared.layout
+        self.layout = prepared.layout
         self.signature = prepared.signature
-        tensors = prepared.tensors
         self.addresses = addresses
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []
         self._others: list[int] = []
-        slices: list[slice] = []
-        sources: list[memoryview] = []
-        filled = 0
-        for index, (leaf, tensor) in enumerate(zip(layout.manifest.leaves, tensors, strict=True)):
-            if not leaf.nbytes:
-                continue
-            if not addresses or not is_plain_cpu(tensor):
-                self._others.append(index)
-                continue
+        filled = _BATCH_NBYTES
+        leaves = zip(self.layout.manifest.leaves, prepared.tensors, strict=True)
+        for index, (leaf, tensor) in enumerate(leaves):
             target = slice(leaf.offset, leaf.offset + leaf.nbytes)
-            source = as_bytes(tensor)
-            if leaf.nbytes >= LARGE_NBYTES:
-                self._large.append((target, source))
-                continue
-            if filled + leaf.nbytes > _BATCH_NBYTES or not slices:
-                slices, sources, filled = [], [], 0
-                self._batches.append((slices, sources))
-            slices.append(target)
-            sources.append(source.data)
-            filled += leaf.nbytes
+            if not is_plain_cpu(tensor):
+                self._others.append(index)
+            elif leaf.nbytes >= LARGE_NBYTES:
+                self._large.append((target, as_bytes(tensor)))
+            elif leaf.nbytes:
+                filled += leaf.nbytes
+                if filled > _BATCH_NBYTES:
+                    self._batches.append(([], []))
+                    filled = leaf.nbytes
+                self._batches[-1][0].append(target)
+                self._batches[-1][1].append(as_bytes(tensor).data)
 
     def run(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer, pool: CopyPool | None) -> None:
-        array = flat.array
         # Each batch runs in C with the GIL held, half a millisecond at most. Releasing it for
         # every small copy would cost a switch interval (5 ms) each, next to a busy thread.
         store = flat.memoryview().__setitem__
         for slices, sources in self._batches:
             deque(map(store, slices, sources), maxlen=0)
         if self._large:
-            pairs = [(array[target], source) for target, source in self._large]
-            if pool is None:
-                copy_blocks(pairs)
-            else:
-                pool.copy(pairs)
+            blocks = [(flat.array[target], source) for target, source in self._large]
+            (copy_blocks if pool is None else pool.copy)(blocks)
         if self._others:
             views = flat.views(self.layout)
             with torch.no_grad():
@@ -345,20 +356,136 @@ class _Program:
                     views[index].copy_(tensors[index])
 
 
-def _copy_once(
-    layout: Layout, tensors: Sequence[torch.Tensor], flat: FlatBuffer, pool: CopyPool | None
-) -> None:
-    """Copy tensors that were never seen before and may never be seen again."""
-    views = flat.views(layout)
-    small = []
-    large = []
-    for index, (leaf, tensor) in enumerate(zip(layout.manifest.leaves, tensors, strict=True)):
-        if leaf.nbytes < _FOREACH_NBYTES or not is_plain_cpu(tensor):
-            small.append(index)
-        else:
-            large.append((flat.array[leaf.offset : leaf.offset + leaf.nbytes], as_bytes(tensor)))
-    with torch.no_grad():
-        if small:
-            torch._foreach_copy_([views[i] for i in small], [tensors[i] for i in small])
-        if large:
-            (copy_blocks if pool is None else pool.copy)(large)
+# -- other dtypes on the way ----------------------------------------------------------------------
+
+
+def check_wire_dtype(value: object) -> Dtypes | None:
+    """Check the option ``wire_dtype`` of a scheme; a mapping is copied.
+
+    Raises:
+        ConfigError: It is not a floating-point dtype that can travel, nor a mapping to such.
+    """
+    return check_dtypes(value, "wire_dtype")
+
+
+class CastingFlattener(Flattener):
+    """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
+
+    The source is only read. Integers, complex numbers, values that are not tensors, and the
+    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. Buffers
+    of a module that are not persistent are computed, not learned, and a model in another dtype
+    may still have them in this one: a single dtype does not round them. A source in which nothing
+    has to be cast is treated as a :class:`Flattener` does.
+
+    Args:
+        extract_as: As for :class:`Flattener`.
+        dtype: A floating-point dtype, or name patterns to dtypes; see :func:`check_wire_dtype`.
+        limits: As for :class:`Flattener`.
+
+    Raises:
+        ConfigError: As for :class:`Flattener` and :func:`check_wire_dtype`.
+    """
+
+    def __init__(
+        self, extract_as: ExtractAs, dtype: Dtypes, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        checked = check_wire_dtype(dtype)
+        assert checked is not None
+        self._rule = DtypeRule(checked)
+        self._cast_for: tuple[Layout, frozenset[str], frozenset[str]] | None = None
+        self._cast: Layout | None = None
+        super().__init__(extract_as, limits)
+        self._persistence |= self._rule.for_all
+
+    def prepare(self, source: Source) -> Prepared:
+        """See :meth:`Flattener.prepare`; the layout says what will be sent.
+
+        Raises:
+            ConfigError: Something in the source cannot travel, or a pattern fits no name.
+        """
+        prepared = super().prepare(source)
+        layout, values = prepared.layout, prepared.values
+        facts = (layout, inner_names(values), prepared.computed)
+        if self._cast is None or facts != self._cast_for:
+            cast = self._plan_cast(*facts)
+            if self._cast is None or self._cast.digest != cast.digest:
+                self._cast = cast
+            self._cast_for = facts
+        if self._cast.digest == layout.digest:
+            return prepared
+        return CastPrepared(self._cast, prepared.tensors, values)
+
+    def _plan_cast(
+        self, layout: Layout, inside: frozenset[str], computed: frozenset[str]
+    ) -> Layout:
+        used: set[str] = set()
+        leaves = []
+        for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
+            names = (leaf.name, *leaf.aliases)
+            cast = self._rule.find(names, dtype, used)
+            if leaf.name in inside or EXTRA_STATE in leaf.name.split("."):
+                cast = dtype
+            elif self._rule.for_all and computed.issuperset(names):
+                cast = max(dtype, cast, key=attrgetter("itemsize"))
+            look = torch.empty(leaf.shape, dtype=cast, device="meta")
+            leaves.append(Leaf(leaf.name, look, leaf.kind, leaf.aliases))
+        spare = [pattern for pattern in self._rule.patterns if pattern not in used]
+        if spare and leaves:
+            raise ConfigError(
+                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
+                f"{len(leaves)} is named {leaves[0].name!r}. Correct or remove them"
+            )
+        return Layout.plan(Leaves(tuple(leaves)), self._limits)
+
+
+# -- without a copy -------------------------------------------------------------------------------
+
+
+class LiveBytes:
+    """A payload made of views of tensors, and of the zeros between them.
+
+    The bytes of a payload where they lie now, for links that carry bytes, while the tensors are
+    not allowed to change.
+
+    Args:
+        layout: Where each leaf goes.
+        tensors: The leaves, in order: contiguous and on the CPU.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self._starts: list[int] = []
+        self._pieces: list[memoryview] = []
+        at = 0
+        for leaf, tensor in zip(layout.manifest.leaves, tensors, strict=True):
+            if leaf.nbytes:
+                self._add(_PADDING[: leaf.offset - at], at)
+                self._add(as_bytes(tensor).data, leaf.offset)
+                at = leaf.offset + leaf.nbytes
+        self._add(_PADDING[: layout.nbytes - at], at)
+
+    @classmethod
+    def of(cls, layout: Layout, tensors: Sequence[torch.Tensor]) -> LiveBytes | None:
+        """The same, or ``None`` where a copy is better.
+
+        That is for tensors that are not one block of memory of this process, and for many small
+        ones, as each piece costs a little of every write.
+        """
+        small = layout.nbytes < LARGE_NBYTES * max(1, len(tensors))
+        return None if small or not all(map(is_plain_cpu, tensors)) else cls(layout, tensors)
+
+    def _add(self, piece: memoryview, start: int) -> None:
+        if len(piece):
+            self._starts.append(start)
+            self._pieces.append(piece)
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """The bytes from ``start`` to ``stop``, as pieces in order."""
+        found = []
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._pieces)):
+            at, piece = self._starts[index], self._pieces[index]
+            if at >= stop:
+                break
+            part = piece[max(0, start - at) : stop - at]
+            if len(part):
+                found.append(part)
+        return found

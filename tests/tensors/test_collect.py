@@ -147,15 +147,18 @@ def test_what_cannot_be_sent_is_named_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         collect({"meta": meta, "sparse": sparse, "fine": torch.ones(1)})
     text = str(caught.value)
-    assert "'meta' is on the meta device" in text
-    assert "'sparse' has the layout torch.sparse_coo" in text
+    assert "'meta' is a Tensor on the meta device" in text
+    assert "'sparse' is a Tensor on the cpu device (torch.sparse_coo" in text
     assert "fine" not in text
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (nn.Sequential(nn.LazyLinear(2)), r"'0\.weight' is not initialised.*'0\.bias'"),
+        (
+            nn.Sequential(nn.LazyLinear(2)),
+            r"'0\.weight' is a Uninit.*'0\.bias' is a Uninit.*run a lazy module once",
+        ),
         ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, r"'a\.b' occurs twice"),
         ({3: torch.ones(1)}, "key 3"),
         *(

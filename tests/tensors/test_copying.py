@@ -39,7 +39,7 @@ def test_threads_start_with_a_large_copy_and_end_with_close() -> None:
     pool.copy([blocks(64)])
     assert ours() == []
     pool.copy([blocks(LARGE)])
-    assert sorted(ours()) == ["aiosync-copy-0", "aiosync-copy-1"]
+    assert sorted(ours()) == ["aiosync-copy_0", "aiosync-copy_1"]
     pool.close()
     pool.close()
     assert ours() == []

@@ -359,7 +359,7 @@ def test_a_model_that_moves_to_meta_is_refused() -> None:
     model, flattener = nn.Linear(2, 2), Flattener()
     flattener.prepare(model)
     model.to("meta")
-    with pytest.raises(ConfigError, match="'weight' is on the meta device"):
+    with pytest.raises(ConfigError, match="'weight' is a Parameter on the meta device"):
         flattener.prepare(model)
 
 

@@ -19,7 +19,7 @@ from aiosync.protocol import validate_seconds
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.schemes._transforming import Transform
 from aiosync.serving import AdmissionGate, WeightFeed
-from aiosync.tensors.loading import Loader
+from aiosync.tensors.apply import Loader
 
 __all__ = ["TOKEN_VARIABLE", "WeightsMixin"]
 

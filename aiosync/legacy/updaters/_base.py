@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import LocalProtocolError
-from aiosync.tensors._tensordict import is_tensordict
+from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from typing import Self

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
 from aiosync.sync import WeightSyncScheme
-from aiosync.tensors._matching import is_shared
+from aiosync.tensors.match import is_shared
 
 __all__ = ["WorkerCollector", "make_private", "receive"]
 

@@ -10,14 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from tensordict import NonTensorStack, TensorDict, TensorDictBase, TensorDictParams
+    from tensordict import TensorDict, TensorDictBase, TensorDictParams
 
 __all__ = [
     "is_non_tensor",
-    "is_non_tensor_stack",
     "is_plain_tensordict",
     "is_tensor_collection",
-    "is_tensorclass",
     "is_tensordict",
     "is_tensordict_params",
 ]
@@ -63,14 +61,3 @@ def is_non_tensor(value: Any) -> bool:
     """Whether a value is one of those that TensorDicts wrap what is not a tensor in."""
     library = _library or _loaded()
     return library is not None and bool(library.utils.is_non_tensor(value))
-
-
-def is_non_tensor_stack(value: Any) -> TypeGuard[NonTensorStack]:
-    """Whether a value is a stack of wrapped values that are not tensors."""
-    library = _library or _loaded()
-    return library is not None and isinstance(value, library.NonTensorStack)
-
-
-def is_tensorclass(value: Any) -> bool:
-    """Whether a value is a tensorclass, and no TensorDict."""
-    return is_tensor_collection(value) and not is_tensordict(value)

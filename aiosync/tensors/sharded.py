@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
-from aiosync.tensors._finding import find, refuse_hidden
-from aiosync.tensors._tensordict import is_tensor_collection, is_tensordict
-from aiosync.tensors._tree import Found, ModuleTree, find_nested, unwrap
-from aiosync.tensors.leaves import ExtractAs, Source
+from aiosync.tensors.walk import ExtractAs, Found, Source, walk
 
 __all__ = ["gather_weights", "sharded_names"]
 
@@ -61,51 +58,53 @@ def gather_weights(
         SyncTimeout: Some rank did not call it in time. The process group can no longer be used.
         TransportBroken: A collective failed, usually because a rank has ended.
     """
-    _check_source(source)
-    found, values = _find(source, extract_as)
-    kind = _dtensor()
-    is_sharded = [kind is not None and isinstance(tensor, kind) for tensor in found.tensors]
-    if any(is_sharded):
-        picked = [
-            (place.name, tensor)
-            for place, tensor, sharded in zip(found.places, found.tensors, is_sharded, strict=True)
-            if sharded
-        ]
-        _meet(picked, timeout)
+    if extract_as not in ("tensordict", "state_dict"):
+        raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
+    if isinstance(source, nn.Module):
+        _reshard(source)
+    found, tree = walk(source)
+    if tree is not None:
+        found = tree.select(extract_as)
+    sharded = [pair for pair in _named(found) if _is_sharded(pair[1])]
+    if sharded:
+        _meet(sharded, timeout)
     result: dict[str, Any] = {}
-    whole: dict[int, torch.Tensor | None] = {}  # tied ones once, also on ranks that keep none
-    for place, tensor, sharded in zip(found.places, found.tensors, is_sharded, strict=True):
+    whole: dict[int, torch.Tensor] = {}  # tied ones once, also on ranks that keep none
+    for name, tensor in _named(found):
         if id(tensor) not in whole:
-            full = _gather(place.name, tensor) if sharded else tensor.detach()
+            full = _gather(name, tensor) if _is_sharded(tensor) else tensor.detach()
             if keep and device is not None:
                 full = full.to(device)
-            whole[id(tensor)] = full if keep else None
-        result[place.name] = whole[id(tensor)]
-    return {**result, **values} if keep else {}
+            whole[id(tensor)] = full if keep else full.new_empty(0)
+        result[name] = whole[id(tensor)]
+    result.update((name, place.read()) for name, place in found.values.items())
+    return result if keep else {}
 
 
-def sharded_names(source: Any, extract_as: ExtractAs = "tensordict") -> list[str]:
+def _named(found: Found) -> list[tuple[str, torch.Tensor]]:
+    return [(place.name, each) for place, each in zip(found.places, found.tensors, strict=True)]
+
+
+def sharded_names(source: Any) -> list[str]:
     """Names of the leaves of a source that are sharded; none where it cannot be looked at."""
-    kind = _dtensor()
-    if kind is None:
+    if "torch.distributed.tensor" not in sys.modules:
         return []
     try:
-        found, _ = find(source, extract_as)
+        found, _ = walk(source)
     except ConfigError:
         return []
-    pairs = zip(found.places, found.tensors, strict=True)
-    return [place.name for place, tensor in pairs if isinstance(tensor, kind)]
+    return [name for name, tensor in _named(found) if _is_sharded(tensor)]
 
 
-def _dtensor() -> Any:
-    """The class, or ``None`` as long as nobody has imported it: then there is none of its kind."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. As long as nobody has imported them there is none."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
-def _check_source(source: object) -> None:
-    if not isinstance(source, nn.Module):
-        return
+def _reshard(source: nn.Module) -> None:
+    """Have modules of ``fully_shard`` take what the optimizer changed."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in source.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ConfigError(
@@ -113,41 +112,8 @@ def _check_source(source: object) -> None:
                 "use torch.distributed.fsdp.fully_shard(), or pass the state_dict() that it "
                 "returns with FullStateDictConfig"
             )
-        reshard = getattr(module, "reshard", None)
-        if reshard is not None and _is_fsdp(module):
-            reshard()
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    library = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(library, "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
-
-
-def _find(source: Source, extract_as: ExtractAs) -> tuple[Found, dict[str, Any]]:
-    """The tensors, and the values as they are: what is sent packs them."""
-    if extract_as not in ("tensordict", "state_dict"):
-        raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
-    weights: Any = source
-    if isinstance(source, nn.Module) and not is_tensordict(source):
-        tree = ModuleTree(unwrap(source))
-        if extract_as == "tensordict":
-            refuse_hidden(tree)
-            return tree.found, {name: each.get_extra_state() for name, each in tree.extra.items()}
-        weights = tree.root.state_dict()
-    elif not isinstance(source, Mapping) and not is_tensor_collection(source):
-        raise ConfigError(
-            f"cannot gather weights from a {type(source).__name__}; supported: torch.nn.Module, "
-            "TensorDict, and mappings of tensors"
-        )
-    found = find_nested(weights, pack=False)
-    values = {
-        name: place.owner.get(place.key)
-        if is_tensor_collection(place.owner)
-        else place.owner[place.key]
-        for name, place in found.value_places.items()
-    }
-    return found, values
+        if fsdp is not None and isinstance(module, fsdp):
+            module.reshard()
 
 
 def _gather(name: str, tensor: Any) -> torch.Tensor:
@@ -172,7 +138,11 @@ def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
     for name, tensor in picked:
         want.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.placements};".encode())
     number = int.from_bytes(want.digest())
-    for mesh in _meshes(picked):
+    meshes: list[Any] = []
+    for _, tensor in picked:
+        if tensor.device_mesh not in meshes:
+            meshes.append(tensor.device_mesh)
+    for mesh in meshes:
         if mesh.get_coordinate() is None:
             raise ConfigError(f"this process is not a member of {mesh}: only members can gather")
         for group in mesh.get_all_groups():
@@ -183,15 +153,6 @@ def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
                     "the ranks of the mesh are gathering different weights: pass the same model, "
                     "sharded alike, and the same extract_as on all of them"
                 )
-
-
-def _meshes(picked: Sequence[tuple[str, Any]]) -> Iterator[Any]:
-    seen = []
-    for _, tensor in picked:
-        mesh = tensor.device_mesh
-        if mesh not in seen:
-            seen.append(mesh)
-            yield mesh
 
 
 def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> None:

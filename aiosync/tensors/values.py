@@ -1,0 +1,138 @@
+"""Non-tensor values and extra state, in a form made of plain msgpack types.
+
+``get_extra_state()`` may return anything. What can travel is: plain values, lists, tuples,
+mappings and TensorDicts of plain values and tensors. Tensors inside become leaves of their
+own; the value then names them. Anything else is refused by name, never dropped and never
+pickled. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from aiosync.errors import ConfigError
+from aiosync.tensors.tensordicts import (
+    is_non_tensor,
+    is_plain_tensordict,
+    is_tensor_collection,
+    is_tensordict,
+)
+
+__all__ = ["EXTRA_STATE", "inner_names", "pack_value", "set_item", "unpack_value"]
+
+EXTRA_STATE = "_extra_state"
+"""Last component of the name of a module's extra state, as in a ``state_dict()``."""
+
+AddTensor: TypeAlias = "Callable[[str, torch.Tensor], None]"
+
+_MARK = "__aiosync__"
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_MAX_DEPTH = 12
+
+
+def pack_value(name: str, value: Any, add_tensor: AddTensor, depth: int = _MAX_DEPTH) -> Any:
+    """Return ``value`` as plain types; shares no container with it.
+
+    Args:
+        name: Dotted name of the value, for errors and for the names of its tensors.
+        value: The value.
+        add_tensor: Called with the dotted name of each tensor inside, and the tensor.
+        depth: How deeply it may be nested.
+
+    Raises:
+        ConfigError: Something inside cannot travel; the message names it.
+    """
+    if isinstance(value, torch.Tensor):
+        add_tensor(name, value)
+        return {_MARK: "tensor", "name": name}
+    if type(value) in _SCALARS:
+        if type(value) is not int or -(2**63) <= value < 2**64:
+            return value
+        raise ConfigError(f"value {name!r} cannot travel: the int does not fit into 64 bits")
+    if depth <= 0:
+        raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
+
+    def pack(key: Any, item: Any, levels: int) -> Any:
+        return pack_value(f"{name}.{key}", item, add_tensor, depth - levels)
+
+    if is_non_tensor(value) and not is_tensordict(value):  # which a stack of values is
+        return pack_value(name, value.data, add_tensor, depth - 1)
+    if is_plain_tensordict(value):
+        items = {key: pack(key, item, 2) for key, item in value.items()}
+        return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": items}
+    if isinstance(value, list):
+        return [pack(index, item, 1) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_MARK: "tuple", "items": [pack(at, item, 1) for at, item in enumerate(value)]}
+    if isinstance(value, Mapping) and not is_tensor_collection(value):
+        if all(type(key) is str for key in value) and _MARK not in value:
+            return {key: pack(key, item, 1) for key, item in value.items()}
+        if {type(key) for key in value} <= _SCALARS:
+            pairs = [[key, pack(key, item, 3)] for key, item in value.items()]
+            return {_MARK: "dict", "items": pairs}
+    raise ConfigError(
+        f"value {name!r} cannot travel: it is a {type(value).__module__}."
+        f"{type(value).__qualname__}; only tensors, None, bool, int, float, str, bytes, and lists, "
+        "tuples, mappings with keys of these, and TensorDicts can"
+    )
+
+
+def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuild what :func:`pack_value` packed.
+
+    Args:
+        value: The packed value, possibly after a trip through msgpack.
+        tensor: Called with the name of each tensor; returns one of its own memory.
+
+    Raises:
+        ConfigError: The value is not of the form that :func:`pack_value` gives.
+    """
+    if isinstance(value, list | tuple):
+        return [unpack_value(item, tensor) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    match value:
+        case {"__aiosync__": "tensor", "name": str(name)}:
+            return tensor(name)
+        case {"__aiosync__": "tuple", "items": [*items]}:
+            return tuple(unpack_value(item, tensor) for item in items)
+        case {"__aiosync__": "dict", "items": [*pairs]} if all(map(_is_pair, pairs)):
+            return {key: unpack_value(item, tensor) for key, item in pairs}
+        case {"__aiosync__": "tensordict", "batch_size": [*size], "items": dict(mapping)}:
+            from tensordict import TensorDict
+
+            inner = TensorDict({}, batch_size=size)
+            for key, item in mapping.items():
+                set_item(inner, key, unpack_value(item, tensor))
+            return inner
+        case {"__aiosync__": other}:
+            raise ConfigError(f"a packed value is no {other!r} that a trainer packs")
+    return {key: unpack_value(item, tensor) for key, item in value.items()}
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def set_item(td: Any, key: Any, value: Any) -> None:
+    """Put a tensor, a TensorDict or any other value into a TensorDict."""
+    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+        td.set(key, value)
+    else:
+        td.set_non_tensor(key, value)
+
+
+def inner_names(values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tensor leaves that packed values refer to."""
+    return frozenset(_referenced(list(values.values()))) if values else frozenset()
+
+
+def _referenced(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value.get(_MARK) == "tensor":
+        yield str(value.get("name"))
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _referenced(item)

@@ -1,0 +1,581 @@
+"""Walking: the tensors and values of a module, a TensorDict or a mapping, by dotted name.
+
+What can travel is said here, in one place: strided tensors that have values. Walking a module of
+a thousand tensors takes milliseconds; telling that nothing was re-created, moved or replaced
+since takes a tenth of one. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, eq, is_, itemgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from aiosync.errors import ConfigError
+from aiosync.tensors.layout import DTYPES
+from aiosync.tensors.tensordicts import (
+    is_non_tensor,
+    is_plain_tensordict,
+    is_tensor_collection,
+    is_tensordict,
+    is_tensordict_params,
+)
+from aiosync.tensors.values import EXTRA_STATE, pack_value
+from aiosync.wire import encode_values
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+__all__ = [
+    "PLAIN",
+    "ExtractAs",
+    "Found",
+    "Leaf",
+    "Leaves",
+    "ModuleTree",
+    "Place",
+    "Source",
+    "collect",
+    "find_nested",
+    "group_tied",
+    "has_values",
+    "is_nested",
+    "lacks_memory",
+    "memory_key",
+    "outline",
+    "to_leaves",
+    "walk",
+]
+
+ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
+"""What of a module is sent: everything, or what its ``state_dict()`` holds."""
+
+Source: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
+"""Where weights are read from. A mapping may be nested or have dotted keys."""
+
+Kind: TypeAlias = Literal["param", "buffer"]
+
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Classes of which an object is nothing but a tensor."""
+
+_ROOT_STATE = "__extra_state__"  # TorchRL's key of the extra state of a root module
+
+
+class Place(NamedTuple):
+    """One name under which a tensor or a value is found.
+
+    Attributes:
+        name: Dotted name from the root.
+        owner: Module, TensorDict or mapping that holds it directly.
+        key: Key in the owner.
+        kind: ``"param"`` or ``"buffer"``.
+        persistent: Part of ``state_dict()``.
+    """
+
+    name: str
+    owner: Any
+    key: str
+    kind: Kind
+    persistent: bool = True
+
+    def read(self) -> Any:
+        """The value that is there now; of a module, its extra state."""
+        owner = self.owner
+        if isinstance(owner, nn.Module) and not is_tensordict(owner):
+            return owner.get_extra_state()
+        value = owner.get(self.key)
+        if self.key == _ROOT_STATE and _is_nested_tensordict(value):
+            value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
+        return value
+
+
+class Found:
+    """What a walk found.
+
+    Attributes:
+        places: One for each occurrence of a tensor.
+        tensors: The tensors, parallel to ``places``.
+        values: Where values are that are not tensors, by name.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.tensors: list[torch.Tensor] = []
+        self.values: dict[str, Place] = {}
+
+    def add(self, place: Place, tensor: torch.Tensor) -> None:
+        """Append one tensor."""
+        self.places.append(place)
+        self.tensors.append(tensor)
+
+    def pack(self) -> dict[str, Any]:
+        """Pack the values; the tensors inside become leaves. A bare tensor is a leaf itself.
+
+        Raises:
+            ConfigError: A value cannot travel.
+        """
+        packed = {}
+        for name, place in self.values.items():
+            value = place.read()
+            if isinstance(value, torch.Tensor):
+                self._add_inner(name, value)
+            else:
+                packed[name] = pack_value(name, value, self._add_inner)
+        return encode_values(packed)
+
+    def _add_inner(self, name: str, tensor: torch.Tensor) -> None:
+        self.add(Place(name, None, name, "buffer"), tensor)
+
+    def same_as(self, other: Found) -> bool:
+        """Whether the same names lead to the very same tensor objects."""
+        return (
+            len(self.tensors) == len(other.tensors)
+            and all(map(is_, self.tensors, other.tensors))
+            and [place.name for place in self.places] == [place.name for place in other.places]
+            and self.values.keys() == other.values.keys()
+        )
+
+
+# -- modules ----------------------------------------------------------------------------------
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_tables = itemgetter(*_TABLES)
+_non_persistent = itemgetter("_non_persistent_buffers_set")
+_hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+_MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers that only add a prefix to every name.
+
+    ``torch.compile`` and the data-parallel wrappers do so; without this, a wrapped trainer's
+    names would not match those of a plain worker.
+    """
+    while (key := _wrapped(module)) is not None:
+        module = getattr(module, key)
+    return module
+
+
+def _wrapped(module: nn.Module) -> str | None:
+    """Under which key a wrapper has the module that it wraps."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    compiled = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+    return "_orig_mod" if compiled else None
+
+
+class ModuleTree:
+    """Every parameter and buffer of a module, under every name, in ``state_dict()`` order.
+
+    Attributes:
+        source: The module itself.
+        root: The module inside its wrappers.
+        found: The tensors and extra states. Places keep the module that holds each of them.
+        modules: Every module and the first of the prefixes that its names have.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self.source = source
+        self.root = unwrap(source)
+        self.found = Found()
+        self.modules: list[tuple[nn.Module, str]] = []
+        self._seen: set[int] = set()
+        self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []
+        self._visit(source, "", ())
+        self._dicts = [module.__dict__ for module, _ in self.modules]
+        self._plain = all(
+            type(owner.get(name)) is dict and not hasattr(type(module), name)
+            for (module, _), owner in zip(self.modules, self._dicts, strict=True)
+            for name in _TABLES
+        )
+        if self._plain:
+            self._save()
+
+    def _save(self) -> None:
+        # Comparing whole dicts is by far the quickest way; what is the same object is not
+        # compared any further.
+        rows = list(map(_tables, self._dicts))
+        self._saved = [tuple(map(dict, row)) for row in rows]
+        self._hidden = list(map(set, map(_non_persistent, self._dicts)))
+        # What takes the place of a child may say that it is equal to it, a tensor of one element
+        # may equal another, and comparing large ones takes long: there the objects are compared.
+        self._exact = [t for row in rows for t in row if not all(map(_is_plainly, t.values()))]
+        self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
+
+    def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
+        if any(module is ancestor for ancestor in above):
+            raise ConfigError(f"module {prefix[:-1]!r} contains itself")
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append((module, prefix))
+        params, buffers = module._parameters, module._buffers
+        if is_tensordict_params(module):
+            inner = _inner_tensors(module)
+            self._params.append((module, inner))
+            params, buffers = _in_use(params, inner), _in_use(buffers, inner)
+        for key, param in params.items():
+            if param is not None:
+                self.found.add(Place(prefix + key, module, key, "param"), param)
+        hidden = module._non_persistent_buffers_set
+        for key, buffer in buffers.items():
+            if buffer is not None:
+                place = Place(prefix + key, module, key, "buffer", key not in hidden)
+                self.found.add(place, buffer)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = prefix + EXTRA_STATE
+            self.found.values[name] = Place(name, module, EXTRA_STATE, "buffer")
+        wrapped = _wrapped(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                below = prefix if key == wrapped else f"{prefix}{key}."
+                self._visit(child, below, (*above, module))
+
+    def unchanged(self, persistence: bool = False) -> bool:
+        """Whether a new walk would find the same objects under the same names. Cheap.
+
+        Args:
+            persistence: Look also at which buffers are persistent.
+        """
+        try:
+            return (
+                self._plain
+                and all(map(is_, chain.from_iterable(map(dict.values, self._exact)), self._objects))
+                and all(map(eq, map(_tables, self._dicts), self._saved))
+                and (not persistence or list(map(_non_persistent, self._dicts)) == self._hidden)
+                and (not self._params or self._same_params())
+            )
+        except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
+            return False
+
+    def _same_params(self) -> bool:
+        pairs = [(_inner_tensors(module), inner) for module, inner in self._params]
+        return all(
+            now.keys() == then.keys() and all(map(is_, now.values(), then.values()))
+            for now, then in pairs
+        )
+
+    def standard_state_dict(self) -> bool:
+        """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""
+        return not any(
+            any(_hooks(module))
+            or type(module).state_dict is not nn.Module.state_dict
+            or type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+            for module, _ in self.modules
+        )
+
+    def select(self, extract_as: ExtractAs) -> Found:
+        """What of the module is sent.
+
+        Raises:
+            ConfigError: For ``"tensordict"``, its ``state_dict()`` has more than parameters,
+                buffers and extra states; all such entries are named.
+        """
+        if extract_as == "state_dict" and not self.standard_state_dict():
+            found = find_nested(self.root.state_dict())
+            kinds = {place.name: place.kind for place in self.found.places}
+            found.places = [
+                place._replace(kind=kinds.get(place.name, place.kind)) for place in found.places
+            ]
+            return found
+        if extract_as == "tensordict":
+            self.refuse_hidden()
+        found = Found()
+        found.values = self.found.values
+        for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
+            if place.persistent or extract_as == "tensordict":
+                found.add(place, tensor)
+        return found
+
+    def refuse_hidden(self) -> None:
+        """Raise if a module saves more than its parameters, buffers and extra state.
+
+        Raises:
+            ConfigError: All such entries of the ``state_dict()`` are named.
+        """
+        state: dict[str, Any] = {}
+        for module, prefix in self.modules:
+            if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+                module._save_to_state_dict(state, prefix, True)
+        shown = {place.name for place in self.found.places} | self.found.values.keys()
+        hidden = [name for name, value in state.items() if value is not None and name not in shown]
+        if hidden:
+            raise ConfigError(
+                "these weights are neither parameters nor buffers, only the state_dict() has "
+                f"them: {', '.join(map(repr, hidden))}; give the sender strategy='state_dict' and "
+                "the worker load= instead of model=, or register them as buffers"
+            )
+
+
+def _is_plainly(value: Any) -> bool:
+    """Whether ``==`` with any other object is false or raises, and does so soon."""
+    return value is None or (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
+
+
+# A TensorDictParams is a TensorDict and a module. A forward computes with the TensorDict inside,
+# parameters() lists the tables of the module. TensorDict's to_module() changes only the first,
+# and TorchRL takes away the memory of its workers' policies so.
+
+
+def _inner_tensors(td: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """What the TensorDict of a ``TensorDictParams`` holds, by dotted name."""
+    while is_tensordict_params(td):
+        td = td._param_td  # its own items() go through hooks
+    found: dict[str, torch.Tensor] = {}
+    for key, value in _items(td):
+        if isinstance(value, torch.Tensor):
+            found[prefix + key] = value
+        elif _is_nested_tensordict(value):
+            found |= _inner_tensors(value, f"{prefix}{key}.")
+    return found
+
+
+def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The tensors that count, under the names in one table of the module."""
+    found = {}
+    for key, own in table.items():
+        used = inner.get(key)
+        is_param = isinstance(own, nn.Parameter)
+        if own is None or used is None or isinstance(used, nn.Parameter) is is_param:
+            found[key] = own if own is None or used is None else used
+        elif not used.is_meta:
+            found[key] = own  # ``data.to_module()`` puts plain tensors there, for one call
+        else:  # on their way to the meta device parameters became plain tensors, or vice versa
+            used = used.detach()
+            found[key] = nn.Parameter(used, requires_grad=own.requires_grad) if is_param else used
+    return found
+
+
+def lacks_memory(model: object) -> bool:
+    """Whether a model is a module with parameters on the meta device."""
+    if not isinstance(model, nn.Module):
+        return False
+    tree = ModuleTree(model)
+    used = zip(tree.found.places, tree.found.tensors, strict=True)
+    parameters = [tensor for place, tensor in used if place.kind == "param"]
+    return any(parameter.is_meta for parameter in (*model.parameters(), *parameters))
+
+
+# -- TensorDicts and mappings -------------------------------------------------------------------
+
+
+def find_nested(source: Any) -> Found:
+    """Walk a TensorDict or a mapping, nested or with dotted keys.
+
+    Raises:
+        ConfigError: A key is not a string, or a name occurs twice.
+    """
+    found = Found()
+    for place, value in _walk(source, ""):
+        if isinstance(value, torch.Tensor):
+            found.add(place, value)
+        elif place.name in found.values:
+            raise ConfigError(f"the name {place.name!r} occurs twice")
+        else:
+            found.values[place.name] = place
+    return found
+
+
+def _walk(source: Any, prefix: str) -> Iterator[tuple[Place, Any]]:
+    for key, value in _items(source):
+        if type(key) is not str:
+            raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
+        name = prefix + (EXTRA_STATE if key == _ROOT_STATE else key)
+        name = name.replace("_orig_mod.", "") if "_orig_mod." in name else name
+        is_state = name.rpartition(".")[2] == EXTRA_STATE
+        if is_state or isinstance(value, torch.Tensor) or not is_nested(value):
+            is_buffer = is_state or isinstance(value, nn.Buffer)
+            yield Place(name, source, key, "buffer" if is_buffer else "param"), value
+        else:
+            yield from _walk(value, f"{prefix}{key}.")
+
+
+def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
+    """Return the keys and the tensors of a container, many times as fast as :func:`find_nested`.
+
+    Two containers with equal keys have the same tensors under the same names.
+
+    Returns:
+        ``None`` if it is anything but a container of plain tensors and such containers.
+    """
+    if not is_nested(source) or is_tensordict_params(source):
+        return None
+    items = dict(_items(source))
+    keys: list[object] = [tuple(items)]
+    if PLAIN.issuperset(map(type, items.values())):
+        return keys, list(items.values())
+    tensors: list[torch.Tensor] = []
+    for value in items.values():
+        inner = ([None], [value]) if type(value) in PLAIN else outline(value)
+        if inner is None:
+            return None
+        keys += inner[0]
+        tensors += inner[1]
+    return keys, tensors
+
+
+def _items(source: Any) -> Iterable[tuple[Any, Any]]:
+    inner = getattr(source, "_tensordict", None) if is_plain_tensordict(source) else None
+    items: Any = source if inner is None else inner  # a TensorDict's own take ten times as long
+    return items.items()  # type: ignore[no-any-return]
+
+
+def _is_nested_tensordict(value: Any) -> bool:
+    return is_tensor_collection(value) and not is_non_tensor(value)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a container of tensors. A stack of values is none, although a mapping."""
+    if is_tensor_collection(value):
+        return not is_non_tensor(value)
+    return isinstance(value, Mapping)
+
+
+# -- sources ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor.
+
+    Attributes:
+        name: Dotted name, the first under which it was found.
+        tensor: The live tensor, not a copy.
+        kind: ``"param"`` or ``"buffer"``.
+        aliases: The other names of the same tensor (tied parameters).
+    """
+
+    name: str
+    tensor: torch.Tensor
+    kind: Kind = "param"
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What there is to send.
+
+    Attributes:
+        leaves: The tensors, each once.
+        values: Non-tensor values by dotted name, of plain msgpack types.
+    """
+
+    leaves: tuple[Leaf, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def collect(source: Source, *, extract_as: ExtractAs = "tensordict") -> Leaves:
+    """Find every tensor and value of a model.
+
+    Nothing is copied: the leaves are the live tensors.
+
+    Args:
+        source: A module, a TensorDict, or a mapping of tensors, nested or with dotted keys.
+            Wrappers that only add a prefix (``torch.compile``, ``DistributedDataParallel``) are
+            looked through.
+        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers, also those
+            that are not persistent; ``"state_dict"`` what its ``state_dict()`` has. Both take
+            the extra state of every submodule that defines one.
+
+    Raises:
+        ConfigError: The source is of another type, or holds something that cannot travel:
+            tensors that are not initialised, on the meta device, sparse, quantised or sharded,
+            and values that are neither tensors nor plain; or, for ``"tensordict"``, a module
+            saves more in its ``state_dict()`` than parameters, buffers and extra state. The
+            message names all such tensors.
+    """
+    found, tree = walk(source)
+    if tree is not None:
+        found = tree.select(extract_as)
+    return to_leaves(found, found.pack())
+
+
+def walk(source: Any) -> tuple[Found, ModuleTree | None]:
+    """Walk a module, a TensorDict or a mapping; returns what was found, and the tree of a module.
+
+    Raises:
+        ConfigError: It is something else, or a key or a name cannot be one.
+    """
+    if isinstance(source, nn.Module) and not is_tensordict(source):
+        tree = ModuleTree(source)
+        return tree.found, tree
+    if is_nested(source):
+        return find_nested(source), None
+    raise ConfigError(
+        f"a {type(source).__module__}.{type(source).__qualname__} has no weights to take or to "
+        "replace; supported: torch.nn.Module, TensorDict, and a mapping of tensors (nested, or a "
+        "state_dict)"
+    )
+
+
+def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
+    """Join the names of tied tensors; the values are packed.
+
+    Raises:
+        ConfigError: Something cannot travel; all such tensors are named.
+    """
+    bad = [
+        f"{place.name!r} is a {type(tensor).__name__} on the {tensor.device} device"
+        f" ({'nested' if tensor.is_nested else tensor.layout}, {tensor.dtype})"
+        for place, tensor in zip(found.places, found.tensors, strict=True)
+        if not has_values(tensor)
+    ]
+    if bad:
+        raise ConfigError(
+            f"these weights cannot be sent: {'; '.join(bad)}; only strided tensors that are "
+            "initialised and in memory of their own can, not quantised: run a lazy module once, "
+            "gather or unwrap others"
+        )
+    names = Counter([*values, *(place.name for place in found.places)])
+    wrong = [name for name, count in names.items() if count > 1 or not name]
+    if wrong:
+        raise ConfigError(f"the name {wrong[0]!r} occurs twice, or is empty")
+    leaves = []
+    for first, *others in group_tied(found.tensors):
+        place = found.places[first]
+        aliases = tuple(found.places[other].name for other in others)
+        leaves.append(Leaf(place.name, found.tensors[first], place.kind, aliases))
+    return Leaves(tuple(leaves), values)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of those that can travel."""
+    # Wrappers of other tensors, sharded ones and fake ones have no memory of their own.
+    dispatch = type(tensor).__torch_dispatch__
+    return not (
+        dispatch is not torch.Tensor.__torch_dispatch__
+        or is_lazy(tensor)
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.dtype not in DTYPES
+    )
+
+
+def group_tied(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group the positions of tensors that are one and the same, in order of first occurrence."""
+    groups: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        groups.setdefault(memory_key(tensor), []).append(position)
+    return list(groups.values())
+
+
+def memory_key(tensor: torch.Tensor) -> Any:
+    """Return a key that two tensors share if they are the same elements in memory."""
+    if not has_values(tensor) or not tensor.numel():
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
