@@ -216,5 +216,5 @@ def _put(tensor: torch.Tensor, flat: FlatBuffer, offset: int) -> None:
         np.copyto(flat.array[offset : offset + source.nbytes], source)
         return
     nbytes = tensor.numel() * tensor.element_size()
-    target = flat.tensor[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
-    target.copy_(tensor)
+    target = torch.from_numpy(flat.array[offset : offset + nbytes])
+    target.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
@@ -20,7 +19,7 @@ from aiosync.schemes._sources import Sources
 from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
-from aiosync.tensors import Layout, Target, collect, lacks_memory
+from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import NO_LIMITS, Manifest
@@ -66,10 +65,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
             self._not_carried = str(exc)
             return
         layout = Layout.plan(leaves, NO_LIMITS)
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        for view, leaf in zip(layout.views(flat), leaves.leaves, strict=True):
+        flat = FlatBuffer(layout.nbytes)
+        flat.array[:] = 0
+        for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
             view.copy_(leaf.tensor.detach())
-        self._carried = (layout.manifest, flat.numpy().tobytes(), dict(leaves.values))
+        self._carried = (layout.manifest, bytes(flat.memoryview()), dict(leaves.values))
 
     def _unpack(self, model: Any) -> None:
         """Give a model without memory the weights that were taken along."""
@@ -84,9 +84,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
             )
         manifest, data, values = self._carried
         layout = Layout(manifest)
-        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        flat.numpy()[:] = memoryview(data)
-        Target(model).apply_tensors(layout, layout.views(flat), values)
+        flat = FlatBuffer(layout.nbytes)
+        flat.memoryview()[:] = data
+        Target(model).apply_tensors(layout, flat.views(layout), values)
 
     def _make_listener(self, sources: Sources) -> None:
         del sources  # nobody comes

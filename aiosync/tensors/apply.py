@@ -85,10 +85,7 @@ class Target:
             ManifestMismatch: They do not fit; all names are listed.
             ConfigError: The target cannot be a target.
         """
-        plan = self._plan
-        key = self._facts(layout, values)
-        if plan is None or self._key[1:] != key or not plan.is_valid(self.target):
-            Plan.make(self.target, layout, values, "copy", strict=self.strict)
+        self._resolve(layout, values, self._key[0] if self._key else "copy")
 
     def apply_(
         self,
@@ -211,7 +208,7 @@ class Target:
         ):
             return plan
         self._forget()
-        plan = Plan.make(self.target, layout, values, mode, strict=self.strict)
+        plan = Plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
         if not (plan.installs or plan.owns):
             self._plan, self._key = plan, key

@@ -98,20 +98,11 @@ class FlatBuffer:
             self._block._owner = array  # lives as long as any view
             _blocks[self.address] = self._block
         self._lock = threading.Lock()
-        self._tensor: torch.Tensor | None
         self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
         self.release()
 
     def __repr__(self) -> str:
         return f"<FlatBuffer nbytes={self.nbytes} at={self.address:#x}>"
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The bytes as a 1-D uint8 tensor. Always the same object."""
-        if self._tensor is None:
-            with torch.inference_mode(False):
-                self._tensor = self._make(torch.uint8, (self.nbytes,), 0)
-        return self._tensor
 
     def memoryview(self) -> memoryview:
         """Return the bytes as a 1-D memoryview of format ``B``. Always the same object."""
@@ -166,7 +157,7 @@ class FlatBuffer:
         Without the counter in torch (private API since torch 2.1), a buffer that gave out views
         is never exclusive, and callers use new memory instead.
         """
-        if not self._views and self._tensor is None:
+        if not self._views:
             return True
         if _use_count is None or sum(map(_use_count, self._storages)) != self._baseline:
             return False
@@ -187,7 +178,6 @@ class FlatBuffer:
         self._views.clear()
         self._storages: list[int] = []
         self._baseline = 0
-        self._tensor = None
 
 
 def in_flat_memory(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A manifest together with the dtypes of torch, and typed views of the memory it describes.
+"""A manifest together with the dtypes of torch.
 
 This module must never import asyncio or a transport.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.wire import ALIGNMENT, DEFAULT_LIMITS, DTYPE_NBYTES, Manifest, plan_manifest
+from aiosync.wire import DEFAULT_LIMITS, DTYPE_NBYTES, Manifest, plan_manifest
 
 if TYPE_CHECKING:
     from aiosync.tensors.walk import Leaves
@@ -104,39 +104,6 @@ class Layout:
             for each in leaves.leaves
         )
         return cls(plan_manifest(facts, limits))
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return one typed view for each leaf, all of them sharing the storage of ``flat``.
-
-        :meth:`FlatBuffer.views` is what models are flipped to: there each view has a storage of
-        its own, so that saving one parameter does not save the whole buffer.
-
-        Args:
-            flat: 1-D uint8 tensor on the CPU, contiguous, at least ``nbytes`` long, starting on
-                a multiple of 64 bytes.
-
-        Raises:
-            ConfigError: ``flat`` is not such a tensor.
-        """
-        if (
-            flat.dtype is not torch.uint8
-            or flat.dim() != 1
-            or not flat.is_contiguous()
-            or flat.numel() < self.nbytes
-            or flat.data_ptr() % ALIGNMENT
-        ):
-            raise ConfigError(
-                f"a flat buffer for {self.nbytes} bytes must be a contiguous 1-D uint8 tensor of "
-                f"at least that many, that starts on a multiple of {ALIGNMENT}, got "
-                f"{flat.dtype} of shape {tuple(flat.shape)} at {flat.data_ptr():#x}"
-            )
-        with torch.inference_mode(False), torch.no_grad():
-            return [
-                flat[leaf.offset : leaf.offset + leaf.nbytes].view(dtype).view(leaf.shape)
-                if leaf.nbytes
-                else torch.empty(leaf.shape, dtype=dtype, device=flat.device)
-                for leaf, dtype in zip(self.manifest.leaves, self.dtypes, strict=True)
-            ]
 
     def padding(self) -> list[tuple[int, int]]:
         """Return the (start, end) byte ranges that belong to no leaf."""

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -181,8 +181,8 @@ class WeightMap:
                 self._renames.append((pattern, targets))
             else:
                 self._exact[text] = names
-        self._splits = [_Split.of(text, spec) for text, spec in _mapping(split, "split")]
-        self._merges = [_Merge.of(text, spec) for text, spec in _mapping(merge, "merge")]
+        self._splits = [_Fused("split", *item) for item in _mapping(split, "split")]
+        self._merges = [_Fused("merge", *item) for item in _mapping(merge, "merge")]
         self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
         checked = check_dtypes(dtype, "dtype")
         self._dtype = None if checked is None else DtypeRule(checked)
@@ -200,7 +200,7 @@ class WeightMap:
         """Every pattern that has to fit something, and the option that has it."""
         yield from (("rename", name) for name in self._exact)
         patterns = [pattern for pattern, _ in self._renames]
-        patterns += [each.fused for each in self._splits] + [each.fused for each in self._merges]
+        patterns += [each.fused for each in (*self._splits, *self._merges)]
         for pattern in (*patterns, *self._drops):
             yield pattern.option, pattern.text
         for text in self._dtype.patterns if self._dtype is not None else ():
@@ -239,7 +239,7 @@ class _Pass:
         self._used: set[tuple[str, str]] = set()
         self._made: set[str] = set()
         self._seen = False
-        self._waiting: dict[str, tuple[_Merge, tuple[str, ...], dict[int, Any]]] = {}
+        self._waiting: dict[str, tuple[_Fused, tuple[str, ...], dict[int, Any]]] = {}
 
     def _fits(self, pattern: Pattern, name: str) -> tuple[str, ...] | None:
         captured = pattern.match(name)
@@ -268,7 +268,7 @@ class _Pass:
         for spec in self._map._splits:
             captured = self._fits(spec.fused, name)
             if captured is not None:
-                return spec.apply(name, captured, tensor)
+                return spec.split(name, captured, tensor)
         return ((name, tensor),)
 
     def merge(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -287,7 +287,7 @@ class _Pass:
         yield name, tensor
 
     def _take_part(
-        self, spec: _Merge, captured: tuple[str, ...], index: int, name: str, tensor: torch.Tensor
+        self, spec: _Fused, captured: tuple[str, ...], index: int, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self._used.add(("merge", spec.fused.text))
         fused = spec.fused.fill(captured)
@@ -300,7 +300,7 @@ class _Pass:
             self._note(fused)
             ordered = [parts[i] for i in range(len(parts))]
             dtype = self._dtype_of(fused, ordered[0][1].dtype)
-            yield fused, spec.apply(fused, ordered, dtype)
+            yield fused, spec.merge(fused, ordered, dtype)
 
     def _dtype_of(self, name: str, now: torch.dtype) -> torch.dtype:
         if self._map._dtype is None:
@@ -358,33 +358,32 @@ def _names(value: Any, what: str) -> list[str]:
     return listed
 
 
-class _Split(NamedTuple):
-    """One fused tensor and the parts that views of it become."""
+class _Fused:
+    """One fused tensor and its parts, in order; those of a split with their sizes."""
 
-    fused: Pattern
-    parts: list[Pattern]
-    sizes: list[int]
-    dim: int
-
-    @classmethod
-    def of(cls, text: str, spec: Any) -> _Split:
+    def __init__(self, option: str, text: str, spec: Any) -> None:
         """Check what the user wrote."""
-        sizes, dim = _with_dim(spec, f"split of {text!r}")
-        values = list(sizes.values()) if isinstance(sizes, Mapping) else []
+        has_dim = isinstance(spec, tuple) and len(spec) == 2 and type(spec[1]) is int
+        parts, dim = spec if has_dim else (spec, 0)
+        self.dim: int = dim
+        is_right = isinstance(parts, Mapping if option == "split" else Sequence)
+        names = list(parts) if is_right and not isinstance(parts, str) else []
+        self.sizes: list[Any] = list(parts.values()) if isinstance(parts, Mapping) else []
         if (
-            len(values) < 2
-            or not _all_names(sizes)
-            or not all(type(size) is int and size >= -1 for size in values)
-            or values.count(-1) > 1
+            len(names) < 2
+            or not _all_names(names)
+            or len(set(names)) != len(names)
+            or not all(type(size) is int and size >= -1 for size in self.sizes)
+            or self.sizes.count(-1) > 1
         ):
             raise ConfigError(
-                f"split of {text!r} must map two or more part patterns to sizes of at least 0, and "
-                f"-1 at most once, got {sizes!r}"
+                f"{option} of {text!r} must have two or more part patterns, each once, a split "
+                f"with sizes of at least 0, or -1 once, and perhaps a dimension, got {spec!r}"
             )
-        fused = Pattern(text, "split")
-        return cls(fused, [Pattern(part, "split", fused) for part in sizes], values, dim)
+        self.fused = Pattern(text, option)
+        self.parts = [Pattern(name, option, self.fused) for name in names]
 
-    def apply(
+    def split(
         self, name: str, captured: Sequence[str], tensor: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The parts of a tensor, as views.
@@ -402,27 +401,7 @@ class _Split(NamedTuple):
         for part, view in zip(self.parts, torch.split(tensor.detach(), sizes, dim), strict=True):
             yield part.fill(captured), view
 
-
-class _Merge(NamedTuple):
-    """The parts of one fused tensor, in order."""
-
-    fused: Pattern
-    parts: list[Pattern]
-    dim: int
-
-    @classmethod
-    def of(cls, text: str, spec: Any) -> _Merge:
-        """Check what the user wrote."""
-        parts, dim = _with_dim(spec, f"merge of {text!r}")
-        listed = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else []
-        if len(listed) < 2 or not _all_names(listed) or len(set(listed)) != len(listed):
-            raise ConfigError(
-                f"merge of {text!r} must list two or more part patterns, each once, got {parts!r}"
-            )
-        fused = Pattern(text, "merge")
-        return cls(fused, [Pattern(part, "merge", fused) for part in listed], dim)
-
-    def apply(
+    def merge(
         self, name: str, parts: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype
     ) -> torch.Tensor:
         """The parts as one new tensor.
@@ -446,14 +425,6 @@ class _Merge(NamedTuple):
         targets = torch.split(fused, sizes, dim)
         copy_tensors(zip(targets, (tensor for _, tensor in parts), strict=True))
         return fused
-
-
-def _with_dim(spec: Any, what: str) -> tuple[Any, int]:
-    if isinstance(spec, tuple) and len(spec) == 2 and not isinstance(spec[1], str):
-        if type(spec[1]) is not int:
-            raise ConfigError(f"{what}: the dimension must be an int, got {spec[1]!r}")
-        return spec
-    return spec, 0
 
 
 def _dimension(name: str, tensor: torch.Tensor, dim: int) -> int:

@@ -7,7 +7,7 @@ strided tensors and parameters. This module must never import asyncio or a trans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -28,8 +28,6 @@ from aiosync.tensors.tensordicts import (
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (
     PLAIN,
-    Found,
-    ModuleTree,
     Place,
     find_nested,
     memory_key,
@@ -74,16 +72,13 @@ class Spot:
         )
 
 
-@dataclass(slots=True)
 class Plan:
-    """What an apply does, in terms of the target's own objects; ints are leaf indices.
+    """How weights get into a target as it is now; ints are leaf indices.
 
     Attributes:
         found: All tensors of the target, with their places, and where values are.
         tree: Of a module; ``None`` otherwise.
         spots: The tensors of the target, each object once.
-        tensors: The tensors of ``spots``, in order.
-        signature: How these look.
         assigned: What gets which leaf.
         equal: Tensors whose leaf must have the same bytes as others: these were sent
             separately for names that are tied here.
@@ -95,27 +90,10 @@ class Plan:
             pool; ``large`` those above. ``addresses`` is where they are.
     """
 
-    found: Found
-    tree: ModuleTree | None
-    spots: list[Spot] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    signature: Signature = field(init=False)
-    assigned: list[tuple[Spot, int]] = field(default_factory=list)
-    equal: list[tuple[Spot, int, list[int]]] = field(default_factory=list)
-    values: list[Place] = field(default_factory=list)
-    flips: list[torch.Tensor] = field(default_factory=list)
-    flip_leaves: list[int] = field(default_factory=list)
-    owns: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    installs: list[tuple[Spot, int, bool]] = field(default_factory=list)
-    small: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    large: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-
-    @classmethod
-    def make(
-        cls, target: Any, layout: Layout, values: Mapping[str, Any], mode: Mode, *, strict: bool
-    ) -> Plan:
-        """Plan how weights get into a target as it is now.
+    def __init__(
+        self, target: Any, layout: Layout, values: Mapping[str, Any], mode: Mode, *, strict: bool
+    ) -> None:
+        """Look at a target, and change nothing.
 
         Args:
             target: A module, a TensorDict or a dict.
@@ -127,14 +105,49 @@ class Plan:
 
         Raises:
             ManifestMismatch: They do not fit; all names are listed.
-            ConfigError: The target cannot be a target.
+            ConfigError: The target is of an unsupported type, or has parameters that are not
+                initialised yet.
         """
-        plan = _survey(target)
-        plan.signature = Signature(plan.tensors)
-        plan._match(layout, values, strict=strict)
-        plan._refuse_overlapping()
-        plan._sort(layout, mode)
-        return plan
+        self.found, self.tree = walk(target)
+        by_object: dict[int, Spot] = {}
+        for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
+            by_object.setdefault(id(tensor), Spot(tensor, [])).places.append(place)
+        self.spots = list(by_object.values())
+        self.tensors = [spot.tensor for spot in self.spots]
+        self._refuse_kinds()
+        self._signature = Signature(self.tensors)
+        self.assigned: list[tuple[Spot, int]] = []
+        self.equal: list[tuple[Spot, int, list[int]]] = []
+        self.values: list[Place] = []
+        self._match(layout, values, strict=strict)
+        self._refuse_overlapping()
+        self.flips: list[torch.Tensor] = []
+        self.flip_leaves: list[int] = []
+        self.owns: list[tuple[torch.Tensor, int]] = []
+        self.installs: list[tuple[Spot, int, bool]] = []
+        self.small: list[tuple[torch.Tensor, int]] = []
+        self.large: list[tuple[torch.Tensor, int]] = []
+        self._sort(layout, mode)
+        self.addresses = list(map(torch.Tensor.data_ptr, self.copied()))
+
+    def _refuse_kinds(self) -> None:
+        """Raise if a tensor cannot get weights for what it is, or for what holds it."""
+        lazy = [spot.name for spot in self.spots if is_lazy(spot.tensor)]
+        if lazy:
+            raise ConfigError(
+                f"the target is not initialised yet: {', '.join(lazy)}; run the lazy module first"
+            )
+        made = [
+            place.name
+            for place in self.found.places
+            if is_tensor_collection(place.owner)
+            and not (is_plain_tensordict(place.owner) or is_tensordict_params(place.owner))
+        ]
+        if made:
+            raise ConfigError(
+                f"cannot apply weights to {', '.join(made)}: of containers only TensorDict, "
+                "TensorDictParams and dict can be targets, no lazy stack, part or tensorclass"
+            )
 
     @property
     def only_flips(self) -> bool:
@@ -147,7 +160,7 @@ class Plan:
             same = find_nested(target).same_as(self.found)
         else:
             same = self.tree.unchanged()
-        return same and self.signature.same(self.tensors)
+        return same and self._signature.same(self.tensors)
 
     def copied(self) -> list[torch.Tensor]:
         """The tensors that are copied in place."""
@@ -246,41 +259,6 @@ class Plan:
                 self.owns.append((tensor, leaf))
             else:
                 (self.small if tensor.numel() <= PIECE else self.large).append((tensor, leaf))
-        self.addresses = list(map(torch.Tensor.data_ptr, self.copied()))
-
-
-def _survey(target: Any) -> Plan:
-    """Find every tensor of a target.
-
-    Raises:
-        ConfigError: The target is of an unsupported type, or has parameters that are not
-            initialised yet.
-    """
-    plan = Plan(*walk(target))
-    by_object: dict[int, Spot] = {}
-    for place, tensor in zip(plan.found.places, plan.found.tensors, strict=True):
-        by_object.setdefault(id(tensor), Spot(tensor, [])).places.append(place)
-    plan.spots = list(by_object.values())
-    plan.tensors = [spot.tensor for spot in plan.spots]
-    lazy = [spot.name for spot in plan.spots if is_lazy(spot.tensor)]
-    if lazy:
-        raise ConfigError(
-            f"the target is not initialised yet: {', '.join(lazy)}; run the lazy module once first"
-        )
-    made = [place.name for place in plan.found.places if not _takes(place.owner)]
-    if made:
-        raise ConfigError(
-            f"cannot apply weights to {', '.join(made)}: of containers only TensorDict, "
-            "TensorDictParams and dict can be targets, no lazy stack, part or tensorclass"
-        )
-    return plan
-
-
-def _takes(owner: Any) -> bool:
-    """Whether what is put into an owner of tensors stays there."""
-    if is_tensor_collection(owner):
-        return is_plain_tensordict(owner) or is_tensordict_params(owner)
-    return True
 
 
 _DTYPE_HINT = (

@@ -87,8 +87,6 @@ def _named(found: Found) -> list[tuple[str, torch.Tensor]]:
 
 def sharded_names(source: Any) -> list[str]:
     """Names of the leaves of a source that are sharded; none where it cannot be looked at."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return []
     try:
         found, _ = walk(source)
     except ConfigError:

@@ -278,12 +278,7 @@ class ModuleTree:
                 buffers and extra states; all such entries are named.
         """
         if extract_as == "state_dict" and not self.standard_state_dict():
-            found = find_nested(self.root.state_dict())
-            kinds = {place.name: place.kind for place in self.found.places}
-            found.places = [
-                place._replace(kind=kinds.get(place.name, place.kind)) for place in found.places
-            ]
-            return found
+            return find_nested(self.root.state_dict())
         if extract_as == "tensordict":
             self.refuse_hidden()
         found = Found()

@@ -35,11 +35,10 @@ def test_every_dtype_and_shape_survives(name: str) -> None:
     }
     layout, flat, _ = packed(source)
     again = Layout(Manifest.decode(layout.manifest.encode()))
-    for views in (flat.views(again), again.views(flat.tensor)):
-        for view, tensor in zip(views, source.values(), strict=True):
-            assert view.dtype is tensor.dtype
-            assert view.shape == tensor.shape
-            assert bits(view) == bits(tensor)
+    for view, tensor in zip(flat.views(again), source.values(), strict=True):
+        assert view.dtype is tensor.dtype
+        assert view.shape == tensor.shape
+        assert bits(view) == bits(tensor)
 
 
 def test_layout_is_aligned_and_equal_for_equal_models() -> None:
@@ -51,39 +50,12 @@ def test_layout_is_aligned_and_equal_for_equal_models() -> None:
     assert layout.padding() == [(60, 64), (84, 128)]
 
 
-def test_layout_views_share_the_tensor() -> None:
-    layout = Layout.plan(collect({"a": torch.zeros(2), "b": torch.zeros(3)}))
-    flat = FlatBuffer(layout.nbytes).tensor
-    views = layout.views(flat)
-    flat.zero_()
-    views[1].fill_(1.0)
-    assert flat.view(torch.float32).sum() == 3.0
-
-
-@pytest.mark.parametrize(
-    ("flat", "why"),
-    [
-        (torch.empty(64, dtype=torch.int8), "uint8"),
-        (torch.empty(8, 8, dtype=torch.uint8), "1-D"),
-        (torch.empty(63, dtype=torch.uint8), r"\(63,\)"),
-        (FlatBuffer(256).tensor[1:], "multiple of 64"),
-        (FlatBuffer(256).tensor[::2], "contiguous"),
-    ],
-)
-def test_layout_views_need_a_flat_tensor(flat: torch.Tensor, why: str) -> None:
-    layout = Layout.plan(collect({"a": torch.zeros(2)}))
-    with pytest.raises(ConfigError, match=why):
-        layout.views(flat)
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 64, 1000, 100_000])
 def test_allocation(nbytes: int) -> None:
     flat = FlatBuffer(nbytes)
-    assert flat.nbytes == len(flat.memoryview()) == flat.tensor.numel() == flat.array.size == nbytes
+    assert flat.nbytes == len(flat.memoryview()) == flat.array.size == nbytes
     if nbytes:
         assert flat.address % ALIGNMENT == 0
-        assert flat.tensor.data_ptr() == flat.address
-    assert flat.tensor is flat.tensor
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -134,8 +106,8 @@ def test_views_do_not_depend_on_where_they_were_made() -> None:
     layout, flat, _ = packed({"a": torch.zeros(4)})
     with torch.inference_mode(), torch.device("meta"):
         fresh = FlatBuffer(flat.nbytes)
-        views = [*fresh.views(layout), fresh.tensor]
-    assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)] * 2
+        views = fresh.views(layout)
+    assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)]
 
 
 def test_saving_one_view_does_not_save_the_buffer() -> None:
@@ -193,8 +165,6 @@ def test_moving_or_dropping_the_model_frees_the_buffer(cast: bool) -> None:
     else:
         del model
     assert flat.exclusive()
-    part = flat.tensor[:8]
-    assert not flat.exclusive(), part
 
 
 def test_views_that_share_memory_moved_are_made_anew() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.integrations.torchrl._policies import factories_of, find_model
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.tensors import Layout, collect
+from aiosync.tensors import FlatBuffer, Layout, collect
 from aiosync.wire import NO_LIMITS, Manifest
 
 __all__ = ["carry_buffers", "refuse_missing_buffers"]
@@ -35,10 +35,11 @@ def carry_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
     except ConfigError:  # of a kind that cannot travel: refuse_missing_buffers() names it
         return
     # Bytes: a tensor in a pickle holds descriptors, and is shared with who made it.
-    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for view, leaf in zip(layout.views(flat), leaves.leaves, strict=True):
+    flat = FlatBuffer(layout.nbytes)
+    flat.array[:] = 0
+    for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
         view.copy_(leaf.tensor.detach())
-    data = flat.numpy().tobytes()
+    data = bytes(flat.memoryview())
     scheme._scheme._prepare_model = functools.partial(_unpack, layout.manifest, data)
 
 
@@ -80,12 +81,12 @@ def _unpack(manifest: Manifest, data: bytes, model: Any) -> None:
     if not isinstance(model, nn.Module):
         return
     layout = Layout(manifest)
-    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-    flat.numpy()[:] = memoryview(data)
+    flat = FlatBuffer(layout.nbytes)
+    flat.memoryview()[:] = data
     lacking = {
         name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta
     }
-    for leaf, view in zip(manifest.leaves, layout.views(flat), strict=True):
+    for leaf, view in zip(manifest.leaves, flat.views(layout), strict=True):
         if leaf.name in lacking:
             path, _, key = leaf.name.rpartition(".")
             model.get_submodule(path)._buffers[key] = view.clone()
