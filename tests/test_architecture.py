@@ -153,8 +153,8 @@ def test_a_layer_imports_only_what_stands_above_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("wire.framing", "import asyncio"),
-        ("wire.framing", "def f():\n    import torch.nn"),
+        ("wire.frames", "import asyncio"),
+        ("wire.frames", "def f():\n    import torch.nn"),
         ("protocol.outbox", "from anyio import Event"),
         ("protocol.outbox", "from aiosync.transports import Transport"),
         ("tensors.layout", "from aiosync.transports.base import Transport"),
@@ -176,8 +176,8 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("wire.framing", "from aiosync.errors import ProtocolError"),
-        ("wire.framing", "from aiosync.wire.messages import Ack"),
+        ("wire.frames", "from aiosync.errors import ProtocolError"),
+        ("wire.frames", "from aiosync.wire.messages import Ack"),
         ("transports.distributed", "import torch.distributed"),
         ("schemes.base", "from aiosync.transports import Transport\nimport torch"),
         ("sync", "from aiosync import WeightSyncScheme"),

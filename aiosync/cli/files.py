@@ -21,7 +21,7 @@ import torch
 
 from aiosync.errors import ConfigError
 from aiosync.wire import encode_values
-from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
+from aiosync.wire.values import InvalidData, pack, unpack
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -276,8 +276,7 @@ def _load_safetensors(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc
     try:
         aliases = json.loads(texts.get(_ALIASES, "{}"))
-        values = unpack_header(base64.b64decode(texts[_VALUES])) if _VALUES in texts else {}
-        check_value(values, 2)
+        values = unpack(base64.b64decode(texts[_VALUES])) if _VALUES in texts else {}
         found |= {alias: found[name] for alias, name in aliases.items()}
     except (InvalidData, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigError(f"{path}: damaged: its aliases or values are not valid") from exc
@@ -298,7 +297,7 @@ def _write_safetensors(
         texts[_ALIASES] = json.dumps(aliases)
     try:
         if values:
-            texts[_VALUES] = base64.b64encode(pack_header(values, large=True)).decode()
+            texts[_VALUES] = base64.b64encode(pack(values)).decode()
         package.torch.save_file(own, temporary, texts)
     except (InvalidData, ValueError, RuntimeError, package.SafetensorError) as exc:
         raise ConfigError(f"{path}: cannot be written: {str(exc)[:200]}") from exc

@@ -99,6 +99,7 @@ class WeightClient:
         try:
             async with asyncio.timeout(timeout):
                 link = await self._dialler.dial()
+                link.channel.allow_payloads()  # the answer has values, as updates have
                 try:
                     await link.send(hello)
                     answer = (await link.recv()).message

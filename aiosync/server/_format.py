@@ -23,7 +23,7 @@ from aiosync.errors import AiosyncError, ConfigError
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.types import Limits
 from aiosync.wire import LeafSpec, Manifest, encode_values
-from aiosync.wire.packing import InvalidData, check_value, pack_header, unpack_header
+from aiosync.wire.values import InvalidData, pack, unpack
 
 __all__ = [
     "BUFFER_NBYTES",
@@ -198,7 +198,7 @@ def encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
         ConfigError: Something in it cannot be stored.
     """
     try:
-        values = pack_header(encode_values(update.values), large=True)
+        values = pack(encode_values(update.values))
     except InvalidData as exc:
         raise ConfigError(f"the values cannot be stored: {exc}") from exc
     manifest = update.layout.manifest
@@ -304,8 +304,7 @@ def _decode_metadata(
         if metadata["aiosync.model_id"] != model_id:
             _fail(path, f"it belongs to the model {metadata['aiosync.model_id'][:80]!r}")
         manifest = base64.b64decode(metadata["aiosync.manifest"], validate=True)
-        values = unpack_header(base64.b64decode(metadata["aiosync.values"], validate=True))
-        check_value(values, 2)
+        values = unpack(base64.b64decode(metadata["aiosync.values"], validate=True))
         update = StoredUpdate(
             epoch=int(metadata["aiosync.epoch"]),
             version=int(metadata["aiosync.version"]),

@@ -113,7 +113,7 @@ async def check_messages_intact(bench: Bench) -> None:
         digest=bytes(range(16)),
         values={"steps": 7, "name": "π", "nested": {"rate": 0.5, "flags": [True, None, b"\0"]}},
         chunk=(1, 3),
-        checksum=b"\x01\x02\x03\x04",
+        checksum=bytes(range(16)),
     )
     acks: list[tuple[AckStatus, BaseException | None]] = [
         (AckStatus.RECEIVED, None),

@@ -26,8 +26,8 @@ from aiosync.wire import DEFAULT_LIMITS, Message, Refuse, encode_frame
 
 __all__ = ["FramedChannel", "channel_of"]
 
-# Longer than any message of a handshake, and than a NACK with the error's text.
-_SMALL_MESSAGES = Limits(max_header_nbytes=2**16, max_payload_nbytes=0, max_buffer_nbytes=0)
+# No message of a worker is longer, with the text of an error and all.
+_SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 _MAX_REASON = 1000  # characters
 
 

@@ -7,7 +7,6 @@ import asyncio, anyio or torch, and pickles nothing. Its specification is
 
 from __future__ import annotations
 
-from aiosync.wire._specs import MAX_WORKER_IDX
 from aiosync.wire.auth import DialerAuth, ListenerAuth
 from aiosync.wire.checksum import (
     CHECKSUM_NBYTES,
@@ -15,14 +14,19 @@ from aiosync.wire.checksum import (
     checksum,
     state_checksum,
 )
-from aiosync.wire.events import EndOfStream, Event, Failed, FrameEnd, FrameStart, iter_events
-from aiosync.wire.framing import (
+from aiosync.wire.frames import (
     MAGIC,
     PREFIX_NBYTES,
     READ_AHEAD_NBYTES,
     WIRE_VERSION,
+    EndOfStream,
+    Event,
+    Failed,
     FrameDecoder,
+    FrameEnd,
+    FrameStart,
     encode_frame,
+    iter_events,
 )
 from aiosync.wire.manifest import (
     ALIGNMENT,
@@ -41,6 +45,7 @@ from aiosync.wire.manifest import (
 from aiosync.wire.messages import (
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
+    MAX_WORKER_IDX,
     Ack,
     Challenge,
     Current,
@@ -62,7 +67,7 @@ from aiosync.wire.messages import (
     decode_header,
     encode_header,
 )
-from aiosync.wire.packing import MAX_DEPTH, MAX_ITEMS, encode_values
+from aiosync.wire.values import MAX_DEPTH, MAX_ITEMS, encode_values
 
 __all__ = [
     "ALIGNMENT",

@@ -23,8 +23,7 @@ from aiosync.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from aiosync.wire._message_types import Challenge, Message, Proof, Refuse
-from aiosync.wire._specs import NONCE_NBYTES
+from aiosync.wire.messages import NONCE_NBYTES, Challenge, Message, Proof, Refuse
 
 __all__ = ["DialerAuth", "ListenerAuth"]
 

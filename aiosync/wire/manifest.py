@@ -8,6 +8,8 @@ must never import asyncio, anyio or torch. The encoding is written down in
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +21,7 @@ import msgpack
 
 from aiosync.errors import ConfigError, RemoteProtocolError
 from aiosync.types import Limits
-from aiosync.wire.packing import InvalidData, refuse_ext
+from aiosync.wire.values import InvalidData, refuse_ext
 
 __all__ = [
     "ALIGNMENT",
@@ -152,7 +154,13 @@ class Manifest:
         encoded = self._encoded
         if encoded is None:
             try:
-                encoded = _pack_manifest(self.leaves, self.nbytes)
+                pack = msgpack.Packer(use_bin_type=True).pack
+                parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
+                parts += [
+                    pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases))
+                    for x in self.leaves
+                ]
+                encoded = b"".join(parts)
             except (ValueError, TypeError, OverflowError) as exc:
                 raise ConfigError(f"the manifest cannot be encoded: {exc}") from exc
             object.__setattr__(self, "_encoded", encoded)
@@ -189,20 +197,66 @@ def plan_manifest(entries: Iterable[ManifestEntry], limits: Limits = DEFAULT_LIM
         ConfigError: An unknown dtype, a name that is empty, duplicate or not encodable, or
             something beyond the limits.
     """
-    leaves: list[LeafSpec] = []
-    end = 0
     try:
-        for name, dtype, shape, kind, aliases in entries:
-            dims = tuple(int(size) for size in shape)
-            nbytes = _leaf_nbytes(name, dtype, dims, limits)
-            offset = _round_up(end)
-            leaves.append(LeafSpec(name, dtype, dims, offset, nbytes, kind, tuple(aliases)))
-            end = offset + nbytes
-        manifest = Manifest(tuple(leaves), _round_up(end))
-        _check(manifest.leaves, manifest.nbytes, limits)
+        return _lay_out(entries, limits)
     except InvalidData as exc:
         raise ConfigError(f"cannot plan a manifest: {exc}") from exc
-    return manifest
+
+
+def _lay_out(entries: Iterable[Any], limits: Limits) -> Manifest:
+    leaves: list[LeafSpec] = []
+    names: list[str] = []
+    end = 0
+    for name, dtype, shape, kind, aliases in entries:
+        where = f"leaf {_show(name)}"
+        itemsize = DTYPE_NBYTES.get(dtype) if type(dtype) is str else None
+        if itemsize is None:
+            raise InvalidData(f"{where} has the unknown dtype {_show(dtype)}")
+        if kind != "param" and kind != "buffer":
+            raise InvalidData(f"{where} has the unknown kind {_show(kind)}")
+        try:
+            dims = tuple(int(size) for size in shape)
+            aliases = tuple(aliases)
+        except (TypeError, ValueError) as exc:
+            raise InvalidData(f"{where} has a shape or aliases that are none") from exc
+        if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
+            raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")
+        # As if no size were 0: strides of an empty tensor must not overflow either.
+        if itemsize * math.prod(size or 1 for size in dims) > _INT_MAX:
+            raise InvalidData(f"{where} is larger than 2**63 - 1 bytes")
+        if len(aliases) > MAX_ALIASES:
+            raise InvalidData(f"{where} has more than {MAX_ALIASES} aliases")
+        offset, nbytes = _round_up(end), itemsize * math.prod(dims)
+        leaves.append(LeafSpec(name, dtype, dims, offset, nbytes, kind, aliases))
+        names += (name, *aliases)
+        end = offset + nbytes
+    if len(leaves) > limits.max_tensors or len(names) > 2 * limits.max_tensors:
+        raise InvalidData(
+            f"{len(leaves)} tensors with {len(names)} names; at most {limits.max_tensors} tensors "
+            "and as many aliases are allowed"
+        )
+    if _round_up(end) > limits.max_payload_nbytes:
+        raise InvalidData(
+            f"{_round_up(end)} payload bytes; at most {limits.max_payload_nbytes} are allowed"
+        )
+    _check_names(names, limits)
+    return Manifest(tuple(leaves), _round_up(end))
+
+
+def _check_names(names: list[str], limits: Limits) -> None:
+    for name in names:
+        try:
+            nbytes = len(name.encode())
+        except (UnicodeEncodeError, AttributeError):
+            nbytes = 0
+        if not 0 < nbytes <= limits.max_name_nbytes or "\0" in name:
+            raise InvalidData(
+                f"{_show(name)} is not a name: valid Unicode of 1 to {limits.max_name_nbytes} "
+                "bytes without NUL"
+            )
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InvalidData(f"the name {_show(twice)} occurs twice")
 
 
 def _show(value: object) -> str:
@@ -215,16 +269,6 @@ def _show(value: object) -> str:
 
 def _round_up(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-def _pack_manifest(leaves: tuple[LeafSpec, ...], nbytes: int) -> bytes:
-    pack = msgpack.Packer(use_bin_type=True).pack
-    parts = [pack((MANIFEST_VERSION, nbytes, len(leaves)))]
-    parts += [
-        pack((leaf.name, leaf.dtype, leaf.shape, leaf.offset, leaf.nbytes, leaf.kind, leaf.aliases))
-        for leaf in leaves
-    ]
-    return b"".join(parts)
 
 
 def _decode(data: bytes, limits: Limits) -> Manifest:
@@ -242,114 +286,21 @@ def _decode(data: bytes, limits: Limits) -> Manifest:
     )
     unpacker.feed(data)
     try:
-        head = next(unpacker, None)
-        if type(head) is not tuple or len(head) != 3 or any(type(n) is not int for n in head):
-            raise InvalidData("it does not start with [version, nbytes, leaves]")
-        version, nbytes, count = head
+        version, _, count = next(unpacker)
         if version != MANIFEST_VERSION:
             raise InvalidData(f"version {version} is not supported, only {MANIFEST_VERSION}")
-        if not 0 <= count <= limits.max_tensors:
+        if count > limits.max_tensors:
             raise InvalidData(f"{count} tensors; at most {limits.max_tensors} are allowed")
-        leaves: list[LeafSpec] = []
-        for record in unpacker:
-            if len(leaves) == count:
-                raise InvalidData(f"more than the {count} leaves it announced")
-            if type(record) is not tuple or len(record) != 7:
-                raise InvalidData("a leaf is not an array of 7 fields")
-            leaves.append(LeafSpec(*record))
+        entries = [
+            (name, dtype, shape, kind, aliases)
+            for name, dtype, shape, _, _, kind, aliases in itertools.islice(unpacker, count)
+        ]
     except InvalidData:
         raise
-    except (ValueError, TypeError, OverflowError, RecursionError) as exc:
-        raise InvalidData(f"malformed msgpack: {str(exc) or type(exc).__name__}") from exc
-    if len(leaves) != count:
-        raise InvalidData(f"{count} leaves were announced and {len(leaves)} arrived")
-    manifest = Manifest(tuple(leaves), nbytes)
-    _check(manifest.leaves, nbytes, limits)
-    if _pack_manifest(manifest.leaves, nbytes) != data:
-        raise InvalidData("the encoding is not the canonical one")
-    object.__setattr__(manifest, "_encoded", data)
+    except (ValueError, TypeError, OverflowError, RecursionError, StopIteration) as exc:
+        raise InvalidData(f"malformed: {str(exc) or type(exc).__name__}") from exc
+    manifest = _lay_out(entries, limits)
+    # One comparison for the offsets, the sizes, the counts, and the form of each value.
+    if manifest.encode() != data:
+        raise InvalidData("it is not the canonical encoding of leaves that tile a payload")
     return manifest
-
-
-def _leaf_nbytes(name: object, dtype: Any, shape: Any, limits: Limits) -> int:
-    itemsize = DTYPE_NBYTES.get(dtype) if type(dtype) is str else None
-    if itemsize is None:
-        raise InvalidData(f"leaf {_show(name)} has the unknown dtype {_show(dtype)}")
-    if type(shape) is not tuple or len(shape) > limits.max_ndim:
-        raise InvalidData(
-            f"leaf {_show(name)} has no valid shape of at most {limits.max_ndim} sizes"
-        )
-    bound = itemsize  # as if no size were 0: strides of an empty tensor must not overflow either
-    empty = False
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise InvalidData(f"leaf {_show(name)} has a size that is not an integer >= 0")
-        if size:
-            bound *= size
-        else:
-            empty = True
-    if bound > _INT_MAX:
-        raise InvalidData(f"leaf {_show(name)} is larger than 2**63 - 1 bytes")
-    return 0 if empty else bound
-
-
-def _check(leaves: tuple[Any, ...], nbytes: Any, limits: Limits) -> None:
-    """Raise InvalidData unless everything about these leaves is as the format says."""
-    if len(leaves) > limits.max_tensors:
-        raise InvalidData(f"{len(leaves)} tensors; at most {limits.max_tensors} are allowed")
-    names: list[str] = []
-    end = 0
-    for leaf in leaves:
-        name, aliases = leaf.name, leaf.aliases
-        expected = _leaf_nbytes(name, leaf.dtype, leaf.shape, limits)
-        offset = _round_up(end)
-        if type(leaf.nbytes) is not int or leaf.nbytes != expected:
-            raise InvalidData(
-                f"leaf {_show(name)} says {_show(leaf.nbytes)} bytes; its shape needs {expected}"
-            )
-        if type(leaf.offset) is not int or leaf.offset != offset:
-            raise InvalidData(
-                f"leaf {_show(name)} is at offset {_show(leaf.offset)}, not at {offset}"
-            )
-        end = offset + expected
-        if type(leaf.kind) is not str or leaf.kind not in ("param", "buffer"):
-            raise InvalidData(f"leaf {_show(name)} has the unknown kind {_show(leaf.kind)}")
-        names.append(name)
-        if aliases:
-            if type(aliases) is not tuple or len(aliases) > MAX_ALIASES:
-                raise InvalidData(
-                    f"leaf {_show(name)} has no valid list of at most {MAX_ALIASES} names"
-                )
-            names += aliases
-        elif aliases != ():
-            raise InvalidData(f"leaf {_show(name)} has no valid list of aliases")
-    if type(nbytes) is not int or nbytes != _round_up(end):
-        raise InvalidData(
-            f"it says {_show(nbytes)} payload bytes; its leaves need {_round_up(end)}"
-        )
-    if nbytes > limits.max_payload_nbytes:
-        raise InvalidData(
-            f"{nbytes} payload bytes; at most {limits.max_payload_nbytes} are allowed"
-        )
-    if len(names) > 2 * limits.max_tensors:
-        raise InvalidData(f"more than {limits.max_tensors} aliases")
-    _check_names(names, limits)
-
-
-def _check_names(names: list[str], limits: Limits) -> None:
-    for name in names:
-        if type(name) is not str or not name or "\0" in name:
-            raise InvalidData(
-                f"{_show(name)} is not a name: it is empty, holds a NUL or is not a string"
-            )
-        try:
-            nbytes = len(name) if name.isascii() else len(name.encode())
-        except UnicodeEncodeError as exc:
-            raise InvalidData(f"the name {_show(name)} is not valid Unicode") from exc
-        if nbytes > limits.max_name_nbytes:
-            raise InvalidData(
-                f"the name {_show(name)} is longer than {limits.max_name_nbytes} bytes"
-            )
-    if len(set(names)) != len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise InvalidData(f"the name {_show(twice)} occurs twice")

@@ -542,7 +542,7 @@ async def test_fetches_for_ever_that_nobody_reads_the_answers_to(kind: str) -> N
 async def promise(link: TCPTransport, nbytes: int) -> None:
     """Announce one tensor of so many bytes, and send what would be a part of it."""
     manifest = Manifest((LeafSpec("a", "uint8", (nbytes,), 0, nbytes),), nbytes)
-    update = Update(5, 1, manifest.digest, chunk=(0, 2**31), checksum=bytes(8))
+    update = Update(5, 1, manifest.digest, chunk=(0, 2**31), checksum=bytes(16))
     await link.send(Welcome(5, 1, 0))
     await link.send(ManifestMessage(manifest))
     with contextlib.suppress(aiosync.TransportError):

@@ -40,7 +40,7 @@ from aiosync.wire import (
     encode_header,
     encode_values,
 )
-from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, trees
+from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, exts, messages, raw_header, trees
 
 BIG = 2**63 - 1
 HEADERS: dict[str, dict[str, Any]] = {
@@ -62,8 +62,15 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
+FIXED = {"epoch", "version", "digest", "status", "index", "count", "flags", "reserved"}
+
+
 def header(kind: str, **changes: Any) -> bytes:
-    return msgpack.packb({"t": kind, **HEADERS[kind], **changes})
+    fields = {**HEADERS[kind], **changes}
+    fixed = {}
+    if kind in ("update", "ack"):
+        fixed = {name: fields.pop(name) for name in FIXED & fields.keys()}
+    return raw_header(kind, fields, **fixed)
 
 
 def refused(data: bytes, limits: Limits | None = None) -> str:
@@ -92,14 +99,32 @@ def test_round_trip_of_any_message(message: Message, ext: dict[str, int]) -> Non
     assert type(decoded[0]) is type(message)
 
 
-@pytest.mark.parametrize(("message", "count"), [(Update(1, 2, DIGEST), 4), (Take(1, 2), 3)])
-def test_defaults_do_not_travel(message: Message, count: int) -> None:
-    assert len(msgpack.unpackb(encode_header(message))) == count
+@pytest.mark.parametrize(
+    ("message", "nbytes"),
+    [(Update(1, 2, DIGEST), 80), (Ack(1, 2, AckStatus.APPLIED), 24), (PageMessage(), 2)],
+)
+def test_defaults_do_not_travel(message: Message, nbytes: int) -> None:
+    assert len(encode_header(message)) == nbytes
 
 
 def test_defaults_may_travel() -> None:
     message, _ = decode_header(header("ack", error_type="", error_text=""))
     assert message == Ack(1, 1, AckStatus.RECEIVED)
+
+
+def test_the_fixed_places_of_an_update_are_as_specified() -> None:
+    message = Update(3, 4, DIGEST, "int8", {"a": 1}, (5, 6), b"c" * 16, b"s" * 16)
+    assert encode_header(message, ext={"k": b"v"}) == raw_header(
+        "update",
+        {"codec": "int8", "values": {"a": 1}, "x": {"k": b"v"}},
+        flags=3,
+        index=5,
+        count=6,
+        epoch=3,
+        version=4,
+        checksum=b"c" * 16,
+        state=b"s" * 16,
+    )
 
 
 def test_every_field_of_every_message_is_encoded() -> None:
@@ -108,7 +133,7 @@ def test_every_field_of_every_message_is_encoded() -> None:
         Welcome(1, 2, 3, 4),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
-        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x", b"y"),
+        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x" * 16, b"y" * 16),
         Ack(1, 2, AckStatus.NACK, "a", "b"),
         Segment(1, 2, 3),
         PageMessage(),
@@ -123,8 +148,10 @@ def test_every_field_of_every_message_is_encoded() -> None:
     ]
     assert {type(message) for message in full} == set(typing.get_args(Message))
     for message in full:
-        keys = set(msgpack.unpackb(encode_header(message)))
-        assert keys == {"t", *(each.name for each in dataclasses.fields(message))}
+        if not isinstance(message, Update | Ack):
+            keys = set(msgpack.unpackb(encode_header(message)[1:]))
+            assert keys == {each.name for each in dataclasses.fields(message)}
+        assert decode_header(encode_header(message))[0] == message
 
 
 ILLEGAL: list[tuple[str, str, list[Any]]] = [
@@ -147,19 +174,12 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("welcome", "worker_idx", [-1, 2**31, None]),
     ("welcome", "num_workers", [-1, 2**31, None]),
     ("refuse", "error_type", [1, None, b"x", "x" * 257]),
-    ("refuse", "error_text", [1, "x" * 4097, "ä" * 2049]),
-    ("manifest", "manifest", [1, "x", b"", b"\x00", MANIFEST.encode() + b"\0", None]),
-    ("update", "epoch", [0, 2**63, "1"]),
-    ("update", "version", [0, 2**63, -(2**63)]),
-    ("update", "digest", [b"", b"x" * 15, b"x" * 17, "x" * 16, None]),
+    ("refuse", "error_text", [1, "x" * 3073, "ä" * 1537]),
+    ("manifest", "manifest", [1, "x", None]),
     ("update", "codec", ["", 1, None]),
-    ("update", "values", [1, [], None, nested(16, "map"), {"k": nested(15)}]),
-    ("update", "chunk", [1, [], [0], [0, 0], [1, 1], [-1, 2], [0, 2**32], [0, 1, 2], [True, 2]]),
-    ("update", "checksum", [b"", b"x" * 65, "x", 1]),
-    ("update", "state", [b"", b"x" * 65, "x", 1, None]),
-    ("ack", "status", [0, 5, True, "1", 1.0, None]),
+    ("update", "values", [1, [], None]),
     ("ack", "error_type", [1, "x" * 257]),
-    ("ack", "error_text", [None, "x" * 4097]),
+    ("ack", "error_text", [None, "x" * 3073]),
     ("segment", "segment_id", [-1, 2**63]),
     ("segment", "slot_nbytes", [-1, 2**63, None]),
     ("segment", "num_slots", [0, 65536]),
@@ -174,7 +194,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("fetch", "min_version", [-1, 2**63, True, None]),
     ("current", "epoch", [0, 2**63, None]),
     ("current", "version", [-1, 2**63, None]),
-    ("status", "values", [1, [], None, nested(16, "map"), {"k": nested(15)}]),
+    ("status", "values", [1, [], None]),
 ]
 
 
@@ -186,81 +206,131 @@ def test_an_illegal_field_is_refused_by_its_name(kind: str, name: str, value: An
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, fields in HEADERS.items() for name in fields]
+    "data",
+    [
+        header("update", epoch=0),
+        header("update", epoch=2**63),
+        header("update", version=0),
+        header("update", version=2**64 - 1),
+        header("update", index=1, count=1),
+        header("update", index=1),
+        header("update", flags=4),
+        header("update", reserved=1),
+        header("update", digest=bytes(15)),
+        header("ack", epoch=0),
+        header("ack", version=2**63),
+        header("ack", status=0),
+        header("ack", status=5),
+        header("ack", reserved=1),
+        header("ack")[:-1],
+        header("ack") + b"\x80",
+        raw_header("ack", {}, nbytes=1),
+        raw_header("ack", {"error_text": ""}, nbytes=2**32 - 1),
+    ],
+)
+def test_what_is_illegal_in_a_fixed_place_is_refused(data: bytes) -> None:
+    assert "illegal header" in refused(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", MANIFEST.encode() + b"\0"])
+def test_an_illegal_manifest_is_refused(data: bytes) -> None:
+    assert "manifest" in refused(header("manifest", manifest=data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind, fields in HEADERS.items()
+        for name in fields
+        if kind not in ("update", "ack")
+    ],
 )
 def test_a_missing_field_is_refused_by_its_name(kind: str, name: str) -> None:
-    fields = {"t": kind, **HEADERS[kind]}
+    fields = {**HEADERS[kind]}
     del fields[name]
-    assert f"without {name}" in refused(msgpack.packb(fields))
+    assert name in refused(raw_header(kind, fields))
 
 
 @pytest.mark.parametrize("kind", sorted(HEADERS))
 def test_growth(kind: str) -> None:
     """A new field needs a new version of the wire format."""
-    for name in ("later", "x-later", b"later"):
-        assert "unknown field" in refused(msgpack.packb({"t": kind, **HEADERS[kind], name: 1}))
+    for name in ("later", "x-later"):
+        assert "unknown field" in refused(header(kind, **{name: 1}))
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "malformed"),
-        (b"\xc1", "malformed"),
-        (b"\x80", "unknown message type"),
-        (b"\x90", "not a map"),
-        (b"\x01", "not a map"),
-        (b"\xc0", "not a map"),
-        (msgpack.packb({"t": "nonsense"}), "unknown message type 'nonsense'"),
-        (msgpack.packb({"t": "x" * 500}), "unknown message type"),
-        (msgpack.packb({"t": 1}), "unknown message type"),
-        (msgpack.packb({"t": ["ack"]}), "unknown message type"),
-        (msgpack.packb({b"t": "ack"}), "unknown message type"),
-        (header("ack") + b"\0", "malformed"),
-        (header("ack")[:-1], "malformed"),
-        (b"\x82\xa1t\xa3ack\xa1t\xa3ack", "duplicate"),
-        (b"\x81\x01\x02", "malformed"),
-        (b"\x81\xc0\x02", "malformed"),
-        (b"\x81\x90\x02", "malformed"),
-        (b"\x81\xa1\xff\x02", "malformed"),
-        (b"\x81\xa1t\xa1\xff", "malformed"),
-        (b"\x81\xa1t\xd4\x05\x00", "malformed"),
-        (b"\x81\xa1t\xd6\xff\x00\x00\x00\x00", "malformed"),
-        (b"\x81\xa1t\xc7\x00\x05", "malformed"),
-        (b"\x81\xa1t\xdd\xff\xff\xff\xff", "malformed"),
-        (b"\x81\xa1t\xdf\xff\xff\xff\xff", "malformed"),
-        (b"\x81\xa1t\xc6\xff\xff\xff\xff", "malformed"),
-        (b"\x81\xa1t" + b"\x91" * 400, "malformed"),
-        (b"\x81\xa1t" + b"\x91" * 5000, "malformed"),
+        (b"", "unknown message type 0"),
+        (b"\x00", "unknown message type 0"),
+        (b"\x11\x80", "unknown message type 17"),
+        (b"\x81\xa1t\xa3ack", "unknown message type 129"),
+        (b"\x08", "malformed"),
+        (b"\x08\xc1", "malformed"),
+        (b"\x08\x90", "not a map"),
+        (b"\x08\x01", "not a map"),
+        (b"\x08\xc0", "not a map"),
+        (header("fetch") + b"\0", "malformed"),
+        (header("fetch")[:-1], "malformed"),
+        (b"\x09\x82\xa5epoch\x01\xa5epoch\x01", "duplicate"),
+        *(
+            (b"\x0f" + data, "malformed")
+            for data in (
+                b"\x81\x01\x02",
+                b"\x81\xc0\x02",
+                b"\x81\x90\x02",
+                b"\x81\xa1\xff\x02",
+                b"\x81\xa1t\xa1\xff",
+                b"\x81\xa1t\xd4\x05\x00",
+                b"\x81\xa1t\xd6\xff\x00\x00\x00\x00",
+                b"\x81\xa1t\xc7\x00\x05",
+                b"\x81\xa1t\xdd\xff\xff\xff\xff",
+                b"\x81\xa1t\xdf\xff\xff\xff\xff",
+                b"\x81\xa1t\xc6\xff\xff\xff\xff",
+                b"\x81\xa1t" + b"\x91" * 400,
+                b"\x81\xa1t" + b"\x91" * 5000,
+            )
+        ),
     ],
 )
 def test_malformed_headers(data: bytes, text: str) -> None:
     assert text in refused(data)
 
 
+@pytest.mark.parametrize("kind", ["update", "status", "manifest"])
+def test_who_sends_no_payloads_sends_no_weights(kind: str) -> None:
+    limits = Limits(max_header_nbytes=4096, max_payload_nbytes=0)
+    assert "sends no weights" in refused(header(kind), limits)
+
+
 def test_duplicate_keys_are_found_inside_values() -> None:
     inner = b"\x82\xa1a\x01\xa1a\x02"
-    start = msgpack.packb({"t": "update", **HEADERS["update"]})
-    data = bytes([start[0] + 1]) + start[1:] + msgpack.packb("values") + inner
-    assert "duplicate" in refused(data)
+    assert "duplicate" in refused(raw_header("update", b"\x81\xa6values" + inner))
 
 
 @pytest.mark.parametrize(
     "ext",
-    [1, [], None, {"a": 1.5}, {"a": None}, {"a": {}}, {b"a": 1}, {str(i): 1 for i in range(65)}],
+    [1, [], None, {"a": 1.5}, {"a": None}, {"a": {}}, {b"a": 1}, {str(i): 1 for i in range(17)}],
 )
 def test_illegal_extension_maps(ext: Any) -> None:
-    assert "(x)" in refused(header("ack", x=ext))
+    refused(header("ack", x=ext))
 
 
 def test_lists_that_lie_about_their_length_cost_next_to_nothing() -> None:
     """Each level announces more entries than the header has bytes."""
     liar = b"\xdd" + (100_000).to_bytes(4, "big")
-    assert "max_array_len" in refused(b"\x81\xa1t" + liar * 15 + b"\0" * 2000)
+    assert "max_array_len" in refused(b"\x0f\x81\xa6values" + liar * 15 + b"\0" * 2000)
     half = b"\xdc" + (1500).to_bytes(2, "big")
     tracemalloc.start()
     try:
-        refused(b"\x81\xa1t" + half * 300 + b"\0" * 2000)
+        refused(b"\x0f\x81\xa6values" + half * 300 + b"\0" * 2000)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+        tracemalloc.reset_peak()
+        for kind in set(HEADERS) - {"update", "status"}:
+            for few in (b"\xdc\x00\x11", b"\x91" * 300, b"\xde\x00\x11", b"\x81\xa1k" * 300):
+                refused(raw_header(kind, b"\x81\xa1t" + few))
+        assert tracemalloc.get_traced_memory()[1] < 2**17
     finally:
         tracemalloc.stop()
 
@@ -284,16 +354,18 @@ def test_the_entries_of_a_list_are_bounded_in_both_directions() -> None:
     assert decode_header(encode_header(message))[0] == message
     too_many = [None] * (MAX_ITEMS + 1)
     assert "max_array_len" in refused(header("update", values={"k": too_many}))
-    with pytest.raises(ConfigError, match="'k' has more than 65536 entries"):
+    with pytest.raises(ConfigError, match="'k'.*65536"):
         encode_header(Update(1, 1, DIGEST, values={"k": too_many}))
     assert "lists and maps" in refused(header("update", values={"k": [[{}] * 60_000] * 5}))
 
 
 def test_limits_bound_names() -> None:
     limits = Limits(max_name_nbytes=4)
-    assert "longer" in refused(header("hello", role="abcde", strategy="s", model_id="m"), limits)
+    assert "not from 1 to 4" in refused(
+        header("hello", role="abcde", strategy="s", model_id="m"), limits
+    )
     decode_header(header("hello", role="abcd", strategy="s", model_id="m"), limits=limits)
-    with pytest.raises(LocalProtocolError, match="longer"):
+    with pytest.raises(LocalProtocolError, match="not from 0 to 4"):
         encode_header(Hello("r", "abcde", 1, strategy="s"), limits=limits)
 
 
@@ -303,14 +375,14 @@ def test_limits_bound_names() -> None:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Ack(0, 1, AckStatus.APPLIED), "Ack.epoch"),
-        (Ack(1, 0, AckStatus.APPLIED), "Ack.version"),
-        (Ack(True, 1, AckStatus.APPLIED), "Ack.epoch"),
-        (Ack(1, 2**63, AckStatus.APPLIED), "Ack.version"),
-        (Ack(1, 1, 2), "Ack.status"),
-        (Update(1, 1, b"short"), "Update.digest"),
-        (Update(1, 1, DIGEST, chunk=(2, 2)), "Update.chunk"),
-        (Update(1, 1, DIGEST, chunk=[0, 2]), "Update.chunk"),
+        (Ack(0, 1, AckStatus.APPLIED), "cannot encode Ack"),
+        (Ack(1, 0, AckStatus.APPLIED), "cannot encode Ack"),
+        (Ack(1, 2**63, AckStatus.APPLIED), "cannot encode Ack"),
+        (Ack(1, 1, 5), "cannot encode Ack"),
+        (Update(1, 1, b"short"), "cannot encode Update"),
+        (Update(1, 1, DIGEST, chunk=(2, 2)), "cannot encode Update"),
+        (Update(1, 1, DIGEST, chunk=(0, 2**32)), "cannot encode Update"),
+        (Update(1, 1, DIGEST, checksum=bytes(15)), "cannot encode Update"),
         (Update(1, 1, DIGEST, codec=""), "Update.codec"),
         (Update(1, 1, DIGEST, values=[1]), "Update.values"),
         (Hello("r", "m", -1), "Hello.pid"),
@@ -324,7 +396,7 @@ def test_limits_bound_names() -> None:
         (Hello("r", "m", 1, session=bytes(15)), "Hello.session"),
         (Hello("r", "m", 1, partial_version=0), "Hello.partial_version"),
         (Hello("r", "m", 1, partial_nbytes=None), "Hello.partial_nbytes"),
-        (Update(1, 1, DIGEST, state=b""), "Update.state"),
+        (Update(1, 1, DIGEST, state=b""), "cannot encode Update"),
         (Challenge(bytes(31)), "Challenge.nonce"),
         (Challenge(bytes(32), None), "Challenge.required"),
         (Proof(bytes(33), b""), "Proof.nonce"),
@@ -344,9 +416,9 @@ def test_an_illegal_message_is_not_encoded(message: Any, text: str) -> None:
 def test_error_texts_are_clipped_on_a_character() -> None:
     message = Ack(1, 1, AckStatus.NACK, "E" * 300, "ä" * 5000)
     decoded, _ = decode_header(encode_header(message))
-    assert decoded == Ack(1, 1, AckStatus.NACK, "E" * 256, "ä" * 2048)
+    assert decoded == Ack(1, 1, AckStatus.NACK, "E" * 256, "ä" * 1536)
     decoded, _ = decode_header(encode_header(Refuse("", "x" + "€" * 5000)))
-    assert decoded == Refuse("", "x" + "€" * 1365)
+    assert decoded == Refuse("", "x" + "€" * 1023)
 
 
 def test_an_error_text_travels_whatever_it_holds() -> None:
@@ -389,17 +461,17 @@ class Text(str):
     ("value", "where", "kind"),
     [
         (object(), "'key'", "object"),
-        ({"a": [1, {2}]}, r"'key\.a\[1\]'", "set"),
-        ({"a": (1, 1j)}, r"'key\.a\[1\]'", "complex"),
+        ({"a": [1, {2}]}, "'key'", "set"),
+        ({"a": (1, 1j)}, "'key'", "complex"),
         (Colour.RED, "'key'", "Colour"),
         (Text("x"), "'key'", "Text"),
         (collections.OrderedDict(a=1), "'key'", "collections.OrderedDict"),
-        (bytearray(b"x"), "'key'", "bytearray"),
-        ({1: 2}, "'key'", "int"),
+        ({1: 2}, "'key'", "int is not allowed"),
+        ({b"a": 2}, "'key'", "not a string"),
         (2**64, "'key'", "64 bits"),
         (-(2**63) - 1, "'key'", "64 bits"),
-        ("\ud800", "'key'", "Unicode"),
-        ({"\ud800": 1}, "'key'", "Unicode"),
+        ("\ud800", "'key'", "surrogates"),
+        ({"\ud800": 1}, "'key'", "surrogates"),
     ],
 )
 def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) -> None:
@@ -413,6 +485,6 @@ def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) 
 def test_a_cycle_and_a_name_that_is_no_string_are_refused() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
-    for values, text in (({"k": cycle}, "deeper"), ({1: 1}, "int")):
+    for values, text in (({"k": cycle}, "recursion"), ({1: 1}, "int")):
         with pytest.raises(ConfigError, match=text):
             encode_values(values)
