@@ -33,7 +33,7 @@ class Joining(abc.ABC):
         # Workers that do not come by themselves: what an error says while one is not there.
         self.dialled: dict[int, Callable[[], str]] = {}
         self._changed = asyncio.Event()
-        self._watched = False
+        self.is_waited_for: bool = False  # somebody looks again at the next notify()
         self._refused: list[str] = []
         self._failures: dict[int, AiosyncError] = {}
 
@@ -47,20 +47,15 @@ class Joining(abc.ABC):
 
     def notify(self) -> None:
         """Let everybody look again who waits for a change."""
-        if self._watched:
-            self._watched = False
+        if self.is_waited_for:
+            self.is_waited_for = False
             self._changed.set()
             self._changed = asyncio.Event()
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody looks again at the next :meth:`notify`."""
-        return self._watched
-
-    @property
     def changed(self) -> asyncio.Event:
         """Set by the next :meth:`notify`; take it before looking at what may change."""
-        self._watched = True
+        self.is_waited_for = True
         return self._changed
 
     def not_let_in(self, error: OSError) -> None:

@@ -333,7 +333,11 @@ class Peer:
     def can_read(self, snapshot: Snapshot) -> bool:
         """Whether the worker knows where this is."""
         slot, publisher = snapshot.slot, self._publisher
-        return slot is not None and publisher is not None and publisher.knows(slot)
+        return (
+            slot is not None
+            and publisher is not None
+            and slot.segment.segment_id in publisher.announced
+        )
 
     def can_see(self, snapshot: Snapshot) -> bool:
         """Whether nothing but naming this update is needed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -277,8 +278,9 @@ class SendingScheme(SchemeCore):
         maker = self._maker
         assert maker is not None
         sources = self._sources
-        if weights is None and sources.weights is not None and sources.for_everybody:
-            return {None: maker.prepare(sources.weights)}
+        if weights is None and sources.weights is not None:
+            if not sources.per_worker and sources.device_map is None:
+                return {None: maker.prepare(sources.weights)}
         if isinstance(weights, str):
             context = self.context
             if context is None:
@@ -388,7 +390,7 @@ class SendingScheme(SchemeCore):
             and self._connected
             and not self._closed
             and self._loop is asyncio._get_running_loop()
-            and not self._inherited
+            and self._pid == os.getpid()  # else it was forked
         ):
             sender.require = self.require  # it may have been assigned since
             return sender

@@ -90,11 +90,6 @@ class Sources:
         others = self.per_worker or dict.fromkeys(self.expected, self.weights)
         self.weights, self.per_worker = None, {**others, **each}
 
-    @property
-    def for_everybody(self) -> bool:
-        """Whether every worker gets the same weights."""
-        return not self.per_worker and self.device_map is None
-
 
 def resolve_sources(
     *,

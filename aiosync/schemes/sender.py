@@ -196,11 +196,13 @@ class WeightSender:
     ) -> SendReport:
         """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
-        if self._has_to_turn(started):
-            # Workers come and go on this loop, also where it only sends: what came by now is looked
-            # at in the first turn, and what that means in the second.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        quiet = self.is_quiet()
+        if self._poll is not None and (not quiet or started - self._turned_at > _TURN_SECONDS):
+            # Workers come and go on this loop, also where sends leave it no time: what came by now
+            # is looked at in the first turn, and what that means in the second.
+            turned = self._loop.create_future()
+            self._loop.call_soon(self._loop.call_soon, _settle_future, turned)
+            await turned
             self._turned_at = time.perf_counter()
         report = self.publish(planned, worker_ids, started)
         if report is not None:
@@ -381,11 +383,14 @@ class WeightSender:
 
     def tell(self) -> None:
         """Tell those who wait for a version that there is one, and look later who took it."""
-        if self.workers.waiting:
-            self.workers.answer_all()
-        self.workers.notify()  # whoever waits for a version of the workers
-        for peer in [peer for peer in self.workers.peers.values() if peer.wants_bell]:
-            peer.ring()
+        workers = self.workers
+        if workers.waiting:
+            workers.answer_all()
+        if workers.is_waited_for:
+            workers.notify()
+        for peer in list(workers.peers.values()):
+            if peer.wants_bell:
+                peer.ring()
         if self._bell is None and self.maker.has_slots:
             self._ring_later()
 
@@ -402,14 +407,6 @@ class WeightSender:
                 assert poll is not None
                 poll.register(fd, select.EPOLLIN)
         return self._poll is not None and not self._poll.poll(0)
-
-    def _has_to_turn(self, now: float) -> bool:
-        """Whether the loop has to look at workers that answer to nothing before they are sent to.
-
-        They have said something, or have ended; or sends left the loop no time for others.
-        """
-        quiet = self.is_quiet()
-        return self._poll is not None and (not quiet or now - self._turned_at > _TURN_SECONDS)
 
     def ring_late(self, *, at_once: bool = False) -> None:
         """Ring workers that have not looked since they were named an update.
@@ -537,3 +534,8 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.maker.close()
+
+
+def _settle_future(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -165,9 +165,10 @@ class SlotReader:
             RemoteProtocolError: What the word names is no slot.
             OSError: There is no room for a mapping.
         """
-        words, tries, until = self.words, 0, 0.0
-        if words is None or words[WANT] == self._seen:
+        page, tries, until = self._page, 0, 0.0
+        if page is None or page.words[WANT] == self._seen:
             return None
+        words = page.words
         while True:
             want = words[WANT]
             index = want & 255
@@ -186,17 +187,19 @@ class SlotReader:
                 if time.monotonic() > until:
                     raise ApplyError("the trainer was stopped while it wrote a version")
                 time.sleep(_PAUSE_SECONDS)
-        mapped = view.view(index)
-        if not self._reads(view, index):
+        held = self._held
+        if held is not None and held.view is view and held.index == index:
+            mapped, key = view.held(index)
+        else:
             # An operation of another thread that began on an older version, an optimizer's step,
             # may have written here since the slot was left.
-            view.forget_writes(index)
+            mapped, key = view.fresh(index)
         version, nbytes, digest, _ = HEADER.unpack_from(mapped, 0)
         memory = mapped[HEADER_NBYTES:]
         if not version or nbytes > len(memory):
             view.unlock(index)
             raise RemoteProtocolError("the peer named a slot that holds nothing")
-        return NamedSlot(want, version, digest, nbytes, memory, view.key(index), view, index)
+        return NamedSlot(want, version, digest, nbytes, memory, key, view, index)
 
     def _view_of(self, want: int) -> SegmentView | None:
         last_byte, newest = want >> 8 & 255, self._newest

@@ -21,14 +21,18 @@ except ImportError:  # pragma: no cover - no shared slots on this platform
 
 __all__ = [
     "BELL",
+    "EXCLUSIVE",
     "HOLDS",
+    "MAX_SLOTS",
     "PAGE_NBYTES",
+    "SET_LOCK",
+    "SHARED",
+    "UNLOCKED",
     "WANT",
     "Page",
     "can_lock",
+    "fcntl",
     "reopen",
-    "try_lock",
-    "unlock",
 ]
 
 PAGE_NBYTES = 4096
@@ -41,12 +45,23 @@ WANT, HOLDS, BELL = 0, 8, 16
 0 for none yet. ``HOLDS`` is a version, ``BELL`` 0 or 1.
 """
 
-_FLOCK = struct.Struct("hhqqi4x")
+MAX_SLOTS = 256
+"""Slots of a segment, as a word names them."""
+
+# The kernel's locks belong to open file descriptions; elsewhere nobody may lock, see can_lock().
+SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)
+"""Command of ``fcntl()`` that takes one of the next three at a slot's index; never waits."""
+
+_pack = struct.Struct("hhqqi4x").pack
+SHARED, EXCLUSIVE, UNLOCKED = (
+    tuple(_pack(kind, 0, index, 1, 0) for index in range(MAX_SLOTS))
+    for kind in ((fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK) if SET_LOCK >= 0 else (0, 1, 2))
+)
 
 
 def can_lock() -> bool:
     """Whether this process can lock slots; without, no worker reads them in place."""
-    return hasattr(fcntl, "F_OFD_SETLK") and os.path.exists("/proc/self/fd")
+    return SET_LOCK >= 0 and os.path.exists("/proc/self/fd")
 
 
 def reopen(fd: int, flags: int) -> int:
@@ -56,21 +71,6 @@ def reopen(fd: int, flags: int) -> int:
         OSError: There is no ``/proc``, or no descriptor left.
     """
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-
-
-def try_lock(fd: int, index: int, *, exclusive: bool) -> bool:
-    """Lock a slot, unless another description has a lock that excludes it. Never waits."""
-    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, 0, index, 1, 0))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def unlock(fd: int, index: int) -> None:
-    """Give the lock of a slot back. Idempotent."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, index, 1, 0))
 
 
 class Page:

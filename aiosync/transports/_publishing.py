@@ -27,6 +27,7 @@ class SlotPublisher:
         arena: Owner of the slots.
 
     Attributes:
+        announced: Ids of the segments that the peer can read.
         promised: Digest of the manifest whose versions the peer promised to take without being
             told; ``None`` while it promises nothing.
         version: Version that the word names; 0 for none.
@@ -37,7 +38,7 @@ class SlotPublisher:
         self._io = io
         self._page: Page | None = None
         self._page_fd = -1  # until it was sent
-        self._announced: set[int] = set()
+        self.announced: set[int] = set()
         self._slots: tuple[Slot, ...] = ()  # those that the word may name, the newest last
         self._count = self._held = 0
         self._arena = arena
@@ -46,17 +47,13 @@ class SlotPublisher:
         self.version: int = 0
         arena.num_links += 1
 
-    def knows(self, slot: Slot) -> bool:
-        """Whether the peer has what it needs to read a slot."""
-        return slot.segment.segment_id in self._announced
-
     def announce_nowait(self, slot: Slot) -> bool:
         """Give the peer the descriptors that it needs to read a slot; False if not all were sent.
 
         Raises:
             TransportBroken: There is no memory or descriptor left for a page.
         """
-        if self.knows(slot):
+        if slot.segment.segment_id in self.announced:
             return True
         for fd, message in self._missing(slot):
             self._io.attach(fd)
@@ -76,7 +73,7 @@ class SlotPublisher:
 
     def _missing(self, slot: Slot) -> list[tuple[int, Message]]:
         messages: list[tuple[int, Message]] = []
-        if self.knows(slot):
+        if slot.segment.segment_id in self.announced:
             return messages
         self._channel.check()
         if self._page is None:
@@ -96,7 +93,7 @@ class SlotPublisher:
 
     def _sent(self, message: Message) -> None:
         if isinstance(message, Segment):
-            self._announced.add(message.segment_id)
+            self.announced.add(message.segment_id)
         else:
             self._close_page_fd()
 
@@ -123,7 +120,8 @@ class SlotPublisher:
             if each is not slot:
                 each.namers.discard(self)
         self._slots = (slot,)
-        self._arena.reap()
+        if self._arena.retired:
+            self._arena.reap()
 
     @property
     def holds(self) -> int:

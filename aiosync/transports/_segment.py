@@ -21,7 +21,7 @@ from typing import Any
 from aiosync.errors import ConfigError, TransportClosed
 from aiosync.transports._anonymous import anonymous_file, take_pages
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._page import reopen, try_lock, unlock
+from aiosync.transports._page import EXCLUSIVE, MAX_SLOTS, SET_LOCK, UNLOCKED, fcntl, reopen
 
 __all__ = ["HEADER", "HEADER_NBYTES", "MAX_SLOTS", "Arena", "Segment", "Slot"]
 
@@ -30,9 +30,6 @@ HEADER_NBYTES = 64
 
 HEADER = struct.Struct("<QQ16sQ24x")
 """Version, bytes of the payload, digest of the manifest, time in nanoseconds; the rest is 0."""
-
-MAX_SLOTS = 256
-"""Slots of a segment, as a word names them."""
 
 _UNUSED_SENDS = 100  # until the last slot is given back
 _FIRST_FIT_SENDS = 32  # between two that take the first free slot: so the last become free
@@ -159,7 +156,9 @@ class Slot:
         """Take the slot to write to it, if nobody in this process or another one needs it."""
         if self.in_use or self.namers:
             return False
-        if not try_lock(self.segment.lock_fd, self.index, exclusive=True):
+        try:
+            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, EXCLUSIVE[self.index])
+        except BlockingIOError:
             return False
         self.locked = True
         HEADER.pack_into(self._header, 0, 0, 0, b"", 0)  # the page of an ended link may name it yet
@@ -169,19 +168,18 @@ class Slot:
         """Say what is in the slot, and let others read it. Does nothing the second time."""
         if self.locked:
             HEADER.pack_into(self._header, 0, version, nbytes, digest, time.time_ns())
-            self._unlock()
-
-    def _unlock(self) -> None:
-        self.locked = False
-        if self.segment.lock_fd >= 0:
-            unlock(self.segment.lock_fd, self.index)
+            self.locked = False
+            if self.segment.lock_fd >= 0:
+                fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
 
     def release(self) -> None:
         """The snapshot in it is not needed by the sender any more."""
         self.in_use = False
-        if self.locked:
-            self._unlock()
-        self._arena.reap()
+        if self.locked and self.segment.lock_fd >= 0:
+            self.locked = False
+            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
+        if self._arena.retired:
+            self._arena.reap()
 
     @property
     def is_needed(self) -> bool:
@@ -190,14 +188,19 @@ class Slot:
 
 
 class Arena:
-    """The slots of one sender: as many as its readers make necessary."""
+    """The slots of one sender: as many as its readers make necessary.
+
+    Attributes:
+        num_links: How many links read slots.
+        retired: Segments that were replaced, and that something may still refer to.
+    """
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.num_links: int = 0
         self._num_acquired = 0
         self._last_two: tuple[Slot | None, Slot | None] = (None, None)
-        self._retired: list[Segment] = []
+        self.retired: list[Segment] = []
         self._closed = False
         close_in_child(self)
 
@@ -223,7 +226,7 @@ class Arena:
         if segment is None:
             return None
         if segment.slot_nbytes < nbytes + HEADER_NBYTES:
-            self._retired.append(segment)
+            self.retired.append(segment)
             self.segment = None
             self.reap()
             return None
@@ -234,17 +237,14 @@ class Arena:
             slots = [self._last_two[0], *slots]
         for slot in slots:
             if slot.acquire():
-                self._note(slot)
+                slot.used_at = self._num_acquired
+                if slot is not self._last_two[1]:
+                    self._last_two = self._last_two[1], slot
                 last = segment.slots[-1]
                 if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
                     segment.shrink()
                 return slot
         return None
-
-    def _note(self, slot: Slot) -> None:
-        slot.used_at = self._num_acquired
-        if slot is not self._last_two[1]:
-            self._last_two = self._last_two[1], slot
 
     def grow(self, nbytes: int) -> Slot:
         """Acquire a new slot. The caller says that it is in use.
@@ -262,7 +262,8 @@ class Arena:
             raise
         if not slot.acquire():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
-        self._note(slot)
+        slot.used_at = self._num_acquired
+        self._last_two = self._last_two[1], slot
         return slot
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
@@ -273,15 +274,15 @@ class Arena:
         segment = self.segment
         if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             if segment is not None:
-                self._retired.append(segment)
+                self.retired.append(segment)
             segment = self.segment = Segment(nbytes)
         return segment
 
     def reap(self) -> None:
         """Close what was replaced, once nothing refers to it. Readers keep what they mapped."""
-        for segment in list(self._retired) if self._retired else ():
+        for segment in list(self.retired):
             if not any(slot.is_needed for slot in segment.slots):
-                self._retired.remove(segment)
+                self.retired.remove(segment)
                 segment.close()
 
     def close(self) -> None:
@@ -289,9 +290,9 @@ class Arena:
         if self._closed:
             return
         self._closed = True
-        for segment in [*self._retired, *([self.segment] if self.segment else [])]:
+        for segment in [*self.retired, *([self.segment] if self.segment else [])]:
             segment.close()
-        self._retired.clear()
+        self.retired.clear()
         self.segment = None
         self._last_two = (None, None)
 

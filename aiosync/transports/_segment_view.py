@@ -15,7 +15,7 @@ import os
 import numpy as np
 
 from aiosync.errors import RemoteProtocolError
-from aiosync.transports._page import reopen, try_lock, unlock
+from aiosync.transports._page import SET_LOCK, SHARED, UNLOCKED, fcntl, reopen
 
 __all__ = ["SegmentView"]
 
@@ -62,27 +62,39 @@ class SegmentView:
         self._maps[index] = (mapping, view)
         return view
 
-    def key(self, index: int) -> tuple[int, int, int]:
-        """Names the mapping of a slot that there is now."""
-        return self.segment_id, index, id(self._maps[index][0])
+    def fresh(self, index: int) -> tuple[memoryview, tuple[int, int, int]]:
+        """The bytes of a slot without what this process wrote into it, and what names the mapping.
+
+        Raises:
+            RemoteProtocolError: As :meth:`view`.
+            OSError: As :meth:`view`.
+        """
+        if index not in self._maps:
+            self.view(index)
+        mapping, view = self._maps[index]
+        mapping.madvise(mmap.MADV_DONTNEED)
+        return view, (self.segment_id, index, id(mapping))
+
+    def held(self, index: int) -> tuple[memoryview, tuple[int, int, int]]:
+        """The bytes of a slot that is in use, as they are, and what names the mapping."""
+        mapping, view = self._maps[index]
+        return view, (self.segment_id, index, id(mapping))
 
     def lock(self, index: int) -> bool:
         """Keep the sender from writing to a slot; False if it is at that."""
         self.locked.add(index)  # first: an interrupt may come in between, so none is taken for done
-        if try_lock(self._lock_fd, index, exclusive=False):
-            return True
-        self.locked.discard(index)
-        return False
+        try:
+            fcntl.fcntl(self._lock_fd, SET_LOCK, SHARED[index])
+        except BlockingIOError:
+            self.locked.discard(index)
+            return False
+        return True
 
     def unlock(self, index: int) -> None:
         """Let the sender write to a slot. Idempotent."""
         if index in self.locked and self._lock_fd >= 0:
-            unlock(self._lock_fd, index)
+            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
         self.locked.discard(index)
-
-    def forget_writes(self, index: int) -> None:
-        """Drop what this process wrote into the slot, so that what is there shows."""
-        self._maps[index][0].madvise(mmap.MADV_DONTNEED)
 
     def keep(self, index: int) -> None:
         """Give a slot memory of this process, at the address it has: what views it stays as it is.
