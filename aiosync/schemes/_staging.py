@@ -231,15 +231,12 @@ class Staging:
             flat = self._mapped[slot.key] = FlatBuffer.wrap(slot.memory)
 
         def give_back() -> None:
-            self._leave_slot(slots, slot, flat)
+            kept = not flat.exclusive()
+            if kept:  # a state_dict() that somebody kept, a graph: their memory stays as it is
+                self._mapped.pop(slot.key, None)
+            slots.leave(slot, keep=kept)
 
         return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, slot)
-
-    def _leave_slot(self, slots: SlotReader, slot: NamedSlot, flat: FlatBuffer) -> None:
-        kept = not flat.exclusive()
-        if kept:  # a state_dict() that somebody kept, a graph: their memory stays as it is
-            self._mapped.pop(slot.key, None)
-        slots.leave(slot, keep=kept)
 
     def _put_back(self, flat: FlatBuffer) -> None:
         if len(self._spare) < 2:

@@ -140,11 +140,12 @@ class Guard:
                     if self._applying is not None:  # maybe cut short, also in this thread
                         self._sweep()
                     self._wait_for_turn(thread, forward=frame is not None)
-                todo = (
-                    None
-                    if self._open or self._applying is not None
-                    else self._begin(sys._getframe())
-                )
+                todo, words = None, self._words
+                if not self._open and self._applying is None:
+                    if self._pending is not None or (words and words[0] != self.seen):
+                        todo = self._begin(sys._getframe())
+                    else:
+                        self._patient_until = 0.0
                 if todo is None:
                     if self.before_next_read is not None:
                         call, self.before_next_read = self.before_next_read, None
@@ -165,10 +166,16 @@ class Guard:
         """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
-            self._end_read(thread, frame)
-            todo = (
-                None if self._open or self._applying is not None else self._begin(sys._getframe())
-            )
+            reads, todo, words = self._open.get(thread), None, self._words
+            if reads and len(reads) == 1 and reads[0] is frame:
+                del self._open[thread]
+            else:
+                self._end_read(thread, frame)
+            if not self._open and self._applying is None:
+                if self._pending is not None or (words and words[0] != self.seen):
+                    todo = self._begin(sys._getframe())
+                else:
+                    self._patient_until = 0.0
             if self._sleepers:
                 self._changed.notify_all()
         if todo is not None:
