@@ -16,7 +16,6 @@ import torch
 from aiosync.errors import ConfigError
 from aiosync.tensors.tensordicts import (
     is_non_tensor,
-    is_plain_tensordict,
     is_tensor_collection,
     is_tensordict,
 )
@@ -60,7 +59,7 @@ def pack_value(name: str, value: Any, add_tensor: AddTensor, depth: int = _MAX_D
 
     if is_non_tensor(value) and not is_tensordict(value):  # which a stack of values is
         return pack_value(name, value.data, add_tensor, depth - 1)
-    if is_plain_tensordict(value):
+    if is_tensor_collection(value) and not is_non_tensor(value):
         items = {key: pack(key, item, 2) for key, item in value.items()}
         return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": items}
     if isinstance(value, list):

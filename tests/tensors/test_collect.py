@@ -172,6 +172,21 @@ def test_other_sources_are_refused(source: Any, text: str) -> None:
         collect(source)
 
 
+class Dispatching(torch.Tensor):
+    """May hold its elements anywhere, as sharded and fake tensors do."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensors_of_a_class_with_a_dispatch_of_its_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' is a Dispatching"):
+        collect({"a": torch.ones(2).as_subclass(Dispatching), "b": torch.ones(2)})
+
+
 def test_a_module_inside_itself_is_refused() -> None:
     model = nn.Module()
     model.child = nn.Module()

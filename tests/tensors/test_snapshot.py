@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -122,6 +123,25 @@ def test_plain_source_is_prepared_without_new_objects() -> None:
     assert flattener.prepare(model) is flattener.prepare(model)
     with torch.inference_mode():
         assert flattener.prepare(model) is flattener.prepare(model)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel])
+def test_a_steady_model_takes_few_calls(wrap: Any) -> None:
+    flattener, model = Flattener(), wrap(nn.Linear(4, 2))
+    flat, calls = FlatBuffer(flattener.prepare(model).layout.nbytes), []
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "aiosync" in frame.f_globals["__name__"]:
+            calls.append(frame.f_code.co_name)
+
+    for _ in range(3):
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            flattener.copy_into(flattener.prepare(model), flat)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(calls) <= 6, calls
 
 
 def _replace_data(model: Everything) -> None:
