@@ -1,18 +1,27 @@
-"""Sends through shared memory without pause, beside everything that may go wrong.
+"""Sends through shared memory beside everything that may go wrong.
 
-``python -m tests.bench.stress_publishing --seconds 300`` starts one trainer after the other, each
-with workers that compute in one or two threads, some with alarms that raise at any moment. Workers
-are killed, stopped and replaced at random, and so is the trainer. Every parameter of version v
-holds the number v, and the trainer writes down which version's send has returned: a forward must
-find one number everywhere, and none that is older than what was written down before it began.
+``python -m tests.bench.stress_publishing --seconds 300 --seed 1`` starts one trainer after the
+other, each with workers that compute in one or two threads. Workers join, leave, are stopped and
+killed at random, and so is the trainer; alarms raise at any moment of some workers' forwards, and
+Ctrl-C at any moment of some trainers' ``send()``. Every value of version v is the number v, and the
+trainer writes down which version's send has returned: a forward must find one number everywhere,
+the one of the version that the scheme tells, and none that is older than what was written down
+before it began. What workers keep of a version must stay. Memory is bounded, nobody computes while
+there is nothing to do, and nothing is left.
 
-Exits with 1 if any forward did, if a process is left that should have ended, or one hangs.
+With ``--churn`` one trainer has workers that stay for a second or two: its memory and its
+descriptors must not grow. With ``--workers 100`` that many connect and get 200 sends.
+
+Exits with 1 if anything of that is not so.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import faulthandler
+import gc
 import json
 import mmap
 import multiprocessing
@@ -23,6 +32,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +43,27 @@ from torch import nn
 import aiosync
 import aiosync.sync
 
-WORKERS = 8
-SIZES = (2, 20, 200, 2000)
-_CLOCK = 0  # the word that the trainer writes
+WORKERS, MOST = 8, 12
+SIZES = ((2, 64), (20, 64), (200, 64), (2000, 64), (20, 2**16))  # tensors, and values of each
+BAD = (
+    *("mixed", "mislabelled", "old", "early", "refused", "changed", "silent", "failed", "hung"),
+    *("spins", "too much memory", "left", "grew"),
+)
+_RETURNED, _BEGUN, _READY, _REST, _OVER, _LOOK, _SEEN = range(7)  # words of the clock
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Stack(nn.Module):
     """Parameters and buffers that hold one number; a forward says which numbers it found."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, width: int) -> None:
         super().__init__()
+        self.pause = 0.0
         for number in range(size):
             if number % 5 == 4:
                 self.register_buffer(f"t{number}", torch.zeros(8))
             else:
-                setattr(self, f"t{number}", nn.Parameter(torch.zeros(64)))
+                setattr(self, f"t{number}", nn.Parameter(torch.zeros(width)))
 
     def fill(self, value: float) -> None:
         """What an optimizer's step does."""
@@ -54,12 +71,17 @@ class Stack(nn.Module):
             for tensor in (*self.parameters(), *self.buffers()):
                 tensor.fill_(value)
 
-    def forward(self) -> set[float]:
-        return {float(t.detach()[-1]) for t in (*self.parameters(), *self.buffers())}
+    def forward(self, scheme: Any = None) -> tuple[set[float], float]:
+        tensors = [t.detach() for t in (*self.parameters(), *self.buffers())]
+        seen = {float(t[0]) for t in tensors}
+        if self.pause:
+            time.sleep(self.pause)
+        seen.update(float(t[-1]) for t in tensors)
+        return seen, 0.0 if scheme is None else float(scheme.version)
 
 
 class Clock:
-    """The version whose send returned last, in memory that all processes share."""
+    """Words in memory that all processes share."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -74,57 +96,124 @@ class Alarm(Exception):
 class Watch:
     """What the forwards of one worker found."""
 
-    def __init__(self) -> None:
-        self.forwards = self.mixed = self.old = self.beside = self.alarms = self.refused = 0
-        self.open = 0  # threads inside a forward
+    def __init__(self, scheme: Any, model: Stack, clock: Clock) -> None:
+        self.count: Counter[str] = Counter()
+        self.missed: set[int] = set()  # versions that a forward beside another one did not see
+        self.kept: list[tuple[float, list[torch.Tensor]]] = []
+        self._scheme, self._model, self._clock = scheme, model, clock
+        self._open: dict[int, bool] = {}  # threads, whether in a forward
 
-    _lock = threading.Lock()
-
-    def look(self, model: nn.Module, clock: Clock) -> None:
+    def look(self) -> None:
         """Compute once."""
-        with self._lock:
-            alone, before = self.open == 0, clock.words[_CLOCK]
-            self.open += 1
+        me, words = threading.get_ident(), self._clock.words
+        before = words[_RETURNED]
+        self._open[me] = True
+        # Where another forward is open, this one may join it.
+        alone = not any(is_open for thread, is_open in self._open.items() if thread != me)
         try:
-            seen = model()
+            seen, version = self._model(self._scheme)
         except aiosync.ApplyError:
-            self.refused += 1
+            self.count["refused"] += 1
             return
         finally:
-            with self._lock:
-                self.open -= 1
-        self.forwards += 1
-        self.mixed += len(seen) != 1
-        if min(seen) < before:
-            # Where another forward was open, this one may have joined it.
-            if alone:
-                self.old += 1
-            else:
-                self.beside += 1
+            self._open[me] = False
+        self.count["forwards"] += 1
+        self.count["mixed"] += len(seen) != 1
+        self.count["mislabelled"] += version not in seen
+        self.count["early"] += max(seen) > words[_BEGUN]
+        if min(seen) < before and alone:
+            self.count["old"] += 1
+        elif min(seen) < before:
+            self.count["beside"] += 1
+            self.missed.add(before)
+
+    def keep(self, most: int) -> None:
+        """Keep what the model has now, and see that what was kept is as it was."""
+        with self._scheme.reading():
+            tensors = [each.detach() for each in self._model.parameters()]
+            self.kept.append((float(tensors[0][0]), tensors))
+        for value, tensors in self.kept:
+            self.count["changed"] += not all(bool((each == value).all()) for each in tensors)
+        del tensors, self.kept[: len(self.kept) - most]
 
 
-def work(scheme: Any, idx: int, size: int, path: str, report: str, seed: int) -> None:
-    """One worker: computes until its trainer goes."""
+def shared_memory(pid: int | str = "self") -> dict[int, int]:
+    """Bytes of each file of aiosync's shared memory that a process has open."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(OSError):
+            if "memfd:aiosync" in os.readlink(path):
+                stat = os.stat(path)
+                found[stat.st_ino] = stat.st_blocks * 512
+    return found
+
+
+def private_nbytes() -> int:
+    """Bytes of its mappings of slots that this process has for itself."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.partition(" ")[0]:
+            ours = "memfd:aiosync" in line
+        elif ours and line.startswith("Anonymous:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    with contextlib.suppress(OSError):
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    return False
+
+
+def write(report: str, **counts: float) -> None:
+    """Add a line to a report, which processes share that may be killed."""
+    with open(report, "a") as file:
+        file.write(json.dumps(counts) + "\n")
+
+
+def work(
+    scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
+) -> None:
+    """One worker: computes until its trainer goes, or for as long as it stays."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    chance, clock, model, watch = random.Random(seed), Clock(path), Stack(size), Watch()
+    os.nice(9)  # or a send has to wait until each of them has computed for a while
+    write(report, pid=os.getpid())
+    chance, clock, model = random.Random(seed), Clock(path), Stack(*shape)
+    watch = Watch(scheme, model, clock)
+    stay = chance.uniform(0.2, 3) if seed < 0.3 else 3600.0
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         scheme.connect(timeout=20)
     except aiosync.AiosyncError:  # its trainer went before
         scheme.shutdown()
         return
-    gone = threading.Event()
+    gone, until = threading.Event(), time.monotonic() + stay
 
     def wait() -> None:
         with contextlib.suppress(aiosync.AiosyncError):
-            scheme.wait_for_version(2**62, timeout=3600)
+            scheme.wait_for_version(2**62, timeout=stay)
         gone.set()
 
-    def compute() -> None:
-        while not gone.is_set():
-            watch.look(model, clock)
+    def runs() -> bool:
+        while clock.words[_REST] and not (gone.is_set() or clock.words[_OVER]):
+            gone.wait(0.2)
+        return not (gone.is_set() or clock.words[_OVER] or time.monotonic() > until)
 
-    threads = [threading.Thread(target=wait)]
+    def compute() -> None:
+        while runs():
+            watch.look()
+
+    # Some are told of each version, some look for themselves.
+    threads = [threading.Thread(target=wait)] if chance.random() < 0.5 else []
     if chance.random() < 0.25:
         threads.append(threading.Thread(target=compute))
     for thread in threads:
@@ -136,121 +225,315 @@ def work(scheme: Any, idx: int, size: int, path: str, report: str, seed: int) ->
             raise Alarm
 
     signal.signal(signal.SIGALRM, ring)
-    while not gone.is_set():
+    while runs():
+        model.pause = chance.uniform(0, 0.05) if chance.random() < 0.003 else 0.0
         try:
             if alarms:
                 armed = True
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 3e-3))
-            watch.look(model, clock)
+            watch.look()
             armed = False
         except Alarm:
             armed = False
-            watch.alarms += 1
+            watch.count["alarms"] += 1
         if chance.random() < 0.001:
             time.sleep(chance.uniform(0, 0.05))  # an idle worker follows, too
+        if chance.random() < 0.001:
+            watch.keep(chance.randrange(3))
     for thread in threads:
         thread.join()
-    with open(report, "a") as file:
-        file.write(json.dumps({**vars(watch), "threads": len(threads)}) + "\n")
+    model.pause = 0.0
+    nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    nbytes += 64 * shape[0] + 2 * mmap.PAGESIZE  # alignment and header
+    watch.count["too much memory"] += private_nbytes() > (len(watch.kept) + 1) * nbytes
+    if stay == 3600:
+        watch.look()
+        try:
+            scheme.wait_for_version(2**62, timeout=20)
+        except aiosync.SyncTimeout:
+            watch.count["silent"] += 1
+        except aiosync.AiosyncError:
+            pass  # it says that its trainer has gone
     scheme.shutdown()
+    watch.kept.clear()
+    gc.collect()
+    watch.count["left"] += len(shared_memory())
+    write(report, **watch.count, **{"max missed beside": len(watch.missed), "workers": 1})
 
 
-def train(path: str, report: str, seed: int, seconds: float) -> None:
+def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> None:
     """One trainer, until its time is over or it is killed."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     chance, clock = random.Random(seed), Clock(path)
-    size = chance.choice(SIZES)
-    model, context = Stack(size), multiprocessing.get_context("forkserver")
+    shape = (20, 2**16) if churn else chance.choice(SIZES)
+    model, context = Stack(*shape), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "aiosync.sync"])
     scheme = aiosync.sync.SharedMemWeightSyncScheme(timeout=60)
     scheme.init_on_sender(model_id="policy", model=model)
+    model.fill(1.0)
+    clock.words[_BEGUN] = 1
     scheme.connect()
     crew: dict[int, Any] = {}
+    count: Counter[str] = Counter()
 
     def hire(idx: int) -> None:
-        args = (scheme, idx, size, path, report, chance.random())
+        args = (scheme, idx, shape, path, report, chance.random() * (0.3 if churn else 1))
         crew[idx] = context.Process(target=work, args=args, daemon=True)
         crew[idx].start()
+        count["hired"] += 1
 
-    for idx in range(WORKERS):
-        hire(idx)
-    until, sends, stopped = time.monotonic() + seconds, 0, dict[int, float]()
-    while time.monotonic() < until:
+    def look_after() -> None:
+        for idx, process in crew.items():
+            if process.exitcode is not None:
+                count["failed"] += process.exitcode not in (0, -signal.SIGKILL)
+                hire(idx)
+
+    armed, over, main = False, threading.Event(), threading.get_ident()
+
+    def on_interrupt(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        dice = random.Random(seed)
+        while not over.wait(dice.uniform(0, 0.1)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    def send() -> None:
+        nonlocal armed
         version = scheme.version + 1
         model.fill(float(version))
+        clock.words[_BEGUN] = version
+        count["sends"] += 1
         try:
-            report_of = scheme.send()
-        except aiosync.PartialSyncError as exc:
-            assert all(not isinstance(e, aiosync.AckTimeout) for e in exc.failed.values()), exc
-            version = exc.version
-        else:
-            version = report_of.version
-            clock.words[_CLOCK] = version
-        sends += 1
-        if chance.random() < 0.01:
-            time.sleep(chance.uniform(0, 0.02))
-        if chance.random() < 0.002:
-            idx = chance.choice(list(crew))
-            if chance.random() < 0.5 and idx not in stopped:
+            armed = True
+            try:
+                clock.words[_RETURNED] = scheme.send().version
+            except aiosync.PartialSyncError as exc:
+                armed = False
+                assert not any(isinstance(e, aiosync.AckTimeout) for e in exc.failed.values()), exc
+            finally:
+                armed = False
+        except KeyboardInterrupt:
+            count["interrupts"] += 1
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    if not churn and chance.random() < 0.5:
+        threading.Thread(target=interrupt, daemon=True).start()
+    pauses, events = not churn and chance.random() < 0.5, 0.05 if churn else 0.002
+    for idx in range(WORKERS):
+        hire(idx)
+    clock.words[_READY] = 1
+    started = shown = time.monotonic()
+    stopped: dict[int, float] = {}
+    first: list[int] = []
+    while (now := time.monotonic()) < started + seconds:
+        send()
+        if churn or chance.random() < (0.3 if pauses else 0.005):
+            time.sleep(chance.uniform(0, 0.01))
+        if chance.random() < events:
+            idx, what = chance.choice(list(crew)), chance.random()
+            if what < 0.1 and len(crew) < MOST and not churn:
+                hire(len(crew))
+            elif what < 0.5 and idx not in stopped:
                 os.kill(crew[idx].pid, signal.SIGKILL)
                 crew[idx].join()
-                hire(idx)
-            elif idx not in stopped:
+            elif idx not in stopped and crew[idx].exitcode is None:
                 os.kill(crew[idx].pid, signal.SIGSTOP)
-                stopped[idx] = time.monotonic() + chance.uniform(0, 0.5)
+                stopped[idx] = now + chance.uniform(0, 0.5)
         for idx, when in list(stopped.items()):
-            if time.monotonic() > when:
+            if now > when:
                 os.kill(crew[idx].pid, signal.SIGCONT)
                 del stopped[idx]
+        if count["sends"] % 20 == 0:
+            look_after()
+        if churn and now > shown + 10:
+            shown = now
+            figures = [sum(shared_memory().values()), len(os.listdir("/proc/self/fd"))]
+            first = first or figures
+            count["grew"] = figures[0] > 2 * first[0] or figures[1] > first[1] + 3 * MOST
+            text = f"{count['hired']} hired, {count['sends']} sends; {figures[1]} descriptors"
+            print(f"{now - started:.0f} s: {text}, {figures[0] >> 20} MiB of segments", flush=True)
+    over.set()
+    clock.words[_REST] = 1  # from here on nobody has anything to do
     for idx in stopped:
         os.kill(crew[idx].pid, signal.SIGCONT)
+    time.sleep(1.0)
+    pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
+    before = [cpu_seconds(pid) for pid in pids]
+    time.sleep(2.0)
+    for pid, then in zip(pids, before, strict=True):
+        with contextlib.suppress(OSError):  # it left meanwhile
+            count["spins"] += cpu_seconds(pid) - then > 0.04
+    nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    nbytes += 64 * shape[0] + 2 * mmap.PAGESIZE
+    # Each worker may have been in a read of another version, and on its way to the next.
+    count["too much memory"] += sum(shared_memory().values()) > (2 * len(crew) + 6) * nbytes
     scheme.shutdown()
+    clock.words[_OVER] = 1
     for process in crew.values():
         process.join(60)
-        if process.exitcode is None:
-            process.kill()
-            with open(report, "a") as file:
-                file.write(json.dumps({"hung": 1}) + "\n")
-    with open(report, "a") as file:
-        file.write(json.dumps({"sends": sends, "size": size}) + "\n")
+        count["failed"] += process.exitcode not in (0, -signal.SIGKILL, None)
+    count["left"] += len(shared_memory())
+    write(report, **count)
+
+
+def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Counter[str]]:
+    """Run trainers, one after the other; gives what all of them found so far."""
+    chance, until = random.Random(seed), time.monotonic() + seconds
+    context, total = multiprocessing.get_context("spawn"), Counter[str]()
+    while time.monotonic() < until:
+        total["trainers"] += 1
+        path, report = f"{folder}/clock{total['trainers']}", f"{folder}/report{total['trainers']}"
+        Path(path).write_bytes(bytes(4096))
+        Path(report).touch()
+        clock, length = Clock(path), chance.uniform(5, 25)
+        length = seconds if churn else min(length, max(3.0, until - time.monotonic()))
+        args = (path, report, chance.random(), length, churn)
+        trainer = context.Process(target=train, args=args)
+        trainer.start()
+        while not clock.words[_READY] and trainer.is_alive():
+            time.sleep(0.01)
+        end = time.monotonic() + length
+        if killed := not churn and chance.random() < 0.4:
+            end -= chance.uniform(0, length)
+        while not churn and time.monotonic() < end:
+            time.sleep(max(0.0, min(chance.uniform(0, 3), end - time.monotonic())))
+            os.kill(trainer.pid or 0, signal.SIGSTOP)
+            time.sleep(chance.uniform(0, 0.5))
+            if chance.random() < 0.7 or time.monotonic() < end:
+                os.kill(trainer.pid or 0, signal.SIGCONT)
+            total["trainers stopped"] += 1
+        if not killed:
+            os.kill(trainer.pid or 0, signal.SIGCONT)
+            trainer.join(length + 120)
+        total["trainers killed"] += killed
+        if not killed and trainer.exitcode is None:
+            total["hung"] += 1
+            os.kill(trainer.pid or 0, signal.SIGUSR1)  # to say where
+            time.sleep(1.0)
+        trainer.kill()
+        trainer.join()
+        total["failed"] += trainer.exitcode not in (0, -signal.SIGKILL)
+        clock.words[_OVER] = 1
+        pids = [json.loads(x)["pid"] for x in Path(report).read_text().splitlines() if "pid" in x]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+        patience = time.monotonic() + 30
+        while any(map(is_alive, pids)) and time.monotonic() < patience:
+            time.sleep(0.05)
+        for pid in filter(is_alive, pids):
+            total["hung"] += 1
+            os.kill(pid, signal.SIGKILL)
+        for line in Path(report).read_text().splitlines():
+            for key, value in json.loads(line).items():
+                total[key] = max(total[key], value) if "max" in key else total[key] + value
+        del total["pid"]
+        yield total
+
+
+# -- many workers --------------------------------------------------------------------------------
+
+
+def attend(scheme: Any, idx: int, path: str) -> None:
+    """One of many workers: says which version a forward found, when it is asked."""
+    torch.set_num_threads(1)
+
+    async def main() -> None:
+        clock, model = Clock(path), nn.Linear(4, 2)
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        await scheme.connect(timeout=120)
+        while not clock.words[_OVER]:
+            if clock.words[_LOOK] and not clock.words[_SEEN + idx]:
+                clock.words[_SEEN + idx] = int(model(torch.zeros(4))[0])
+            await asyncio.sleep(1.0)
+        await scheme.aclose()
+
+    asyncio.run(main())
+
+
+async def crowd(num_workers: int, path: str) -> Counter[str]:
+    """Connect many workers, send 200 times, and kill one."""
+    clock, model, total = Clock(path), nn.Linear(4, 2), Counter[str]()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "aiosync.sync"])
+    scheme = aiosync.SharedMemWeightSyncScheme(timeout=60)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=num_workers)
+    before = len(os.listdir("/proc/self/fd"))
+    crew = [
+        context.Process(target=attend, args=(scheme, idx, path), daemon=True)
+        for idx in range(num_workers)
+    ]
+    started, processes = time.monotonic(), len(os.listdir("/proc/self/fd"))
+    for process in crew:
+        process.start()
+    processes = len(os.listdir("/proc/self/fd")) - processes  # multiprocessing's own
+    await scheme.connect(timeout=300)
+    print(f"{num_workers} workers came in {time.monotonic() - started:.1f} s")
+    took = []
+    for _ in range(200):
+        with torch.no_grad():
+            model.bias.fill_(float(scheme.version + 1))
+            model.weight.zero_()
+        begun = time.perf_counter()
+        report = await scheme.send()
+        took.append((time.perf_counter() - begun) * 1e6)
+        total["failed"] += report.acked != set(range(num_workers))
+        await asyncio.sleep(0.02)
+    took.sort()
+    descriptors = (len(os.listdir("/proc/self/fd")) - before - processes) / num_workers
+    print(
+        f"a send: {took[20]:.0f} / {statistics.median(took):.0f} / {took[180]:.0f} us (p10 p50 p90)"
+    )
+    print(f"{descriptors:.2f} descriptors and {len(shared_memory())} files of shared memory")
+    await asyncio.sleep(2.0)
+    total["old"] += sum(version != scheme.version for version in scheme.worker_versions.values())
+    clock.words[_LOOK] = 1
+    await asyncio.sleep(3.0)
+    seen = [clock.words[_SEEN + idx] for idx in range(num_workers)]
+    total["old"] += sum(version != scheme.version for version in seen)
+    crew[7].kill()
+    crew[7].join()
+    await asyncio.sleep(0.1)
+    try:
+        report = await scheme.send()
+        total["silent"] += set(report.lost) != {7}
+    except aiosync.PartialSyncError as exc:
+        total["silent"] += set(exc.failed) != {7} or len(exc.acked) != num_workers - 1
+    await scheme.aclose()
+    clock.words[_OVER] = 1
+    for process in crew:
+        process.join(60)
+        total["hung"] += process.exitcode is None
+    total["left"] += len(shared_memory())
+    return total
 
 
 def main() -> int:
-    """Run trainers, one after the other; returns the exit status."""
+    """Run it; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--churn", action="store_true", help="one trainer, workers that go soon")
+    parser.add_argument("--workers", type=int, default=0, help="at most 500, for 200 sends")
     args = parser.parse_args()
-    chance, until, rounds = random.Random(args.seed), time.monotonic() + args.seconds, 0
-    context = multiprocessing.get_context("spawn")
-    total: dict[str, int] = {}
+    there, total = set(os.listdir("/dev/shm")), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < until:
-            rounds += 1
-            path, report = f"{folder}/clock{rounds}", f"{folder}/report{rounds}"
+        if args.workers:
+            path = f"{folder}/clock"
             Path(path).write_bytes(bytes(4096))
-            Path(report).touch()
-            length = min(chance.uniform(5, 25), max(3.0, until - time.monotonic()))
-            trainer = context.Process(target=train, args=(path, report, chance.random(), length))
-            trainer.start()
-            killed = chance.random() < 0.3
-            trainer.join(length * 0.7 if killed else length + 120)
-            if trainer.exitcode is None:
-                total["trainers killed"] = total.get("trainers killed", 0) + killed
-                total["hung"] = total.get("hung", 0) + (not killed)
-                trainer.kill()
-                trainer.join()
-                time.sleep(3)  # workers see it, and say what they found
-            elif trainer.exitcode:
-                total["failed"] = total.get("failed", 0) + 1
-            for line in Path(report).read_text().splitlines():
-                for key, value in json.loads(line).items():
-                    if key not in ("size", "threads", "open"):
-                        total[key] = total.get(key, 0) + value
-            print(f"{rounds} trainers: {total}", flush=True)
-    left = [each for each in os.listdir("/dev/shm") if "aiosync" in each]
-    bad = {key: total.get(key, 0) for key in ("mixed", "old", "hung", "failed", "refused")}
-    print(f"bad: {bad}; left in /dev/shm: {left}")
-    return int(any(bad.values()) or bool(left))
+            total = asyncio.run(crowd(args.workers, path))
+        else:
+            for total in rounds(args.seconds, args.seed, args.churn, folder):
+                print(dict(total), flush=True)
+    total["left"] += sum("aiosync" in name for name in set(os.listdir("/dev/shm")) - there)
+    bad = {key: total[key] for key in BAD if total[key]}
+    print(f"bad: {bad or 'nothing'}")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
