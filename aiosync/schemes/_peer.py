@@ -25,6 +25,7 @@ from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
+from aiosync.transports._page import can_lock
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
@@ -102,7 +103,7 @@ class Peer:
         self._writing = False
         self._lost = False
         self._publisher: SlotPublisher | None = None
-        if isinstance(transport, SharedMemTransport) and hello.slots:
+        if isinstance(transport, SharedMemTransport) and hello.slots and can_lock():
             self._publisher = transport.publisher
         self._rung_at = 0.0  # when to ring it next
         self._rung_for = 0  # what it held when it was rung

@@ -173,6 +173,13 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def tell(pid: int | None, what: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid is not None:
+            os.kill(pid, what)
+
+
 def write(report: str, **counts: float) -> None:
     """Add a line to a report, which processes share that may be killed."""
     with open(report, "a") as file:
@@ -339,14 +346,14 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
             if what < 0.1 and len(crew) < MOST and not churn:
                 hire(len(crew))
             elif what < 0.5 and idx not in stopped:
-                os.kill(crew[idx].pid, signal.SIGKILL)
+                crew[idx].kill()
                 crew[idx].join()
             elif idx not in stopped and crew[idx].exitcode is None:
-                os.kill(crew[idx].pid, signal.SIGSTOP)
+                tell(crew[idx].pid, signal.SIGSTOP)
                 stopped[idx] = now + chance.uniform(0, 0.5)
         for idx, when in list(stopped.items()):
             if now > when:
-                os.kill(crew[idx].pid, signal.SIGCONT)
+                tell(crew[idx].pid, signal.SIGCONT)
                 del stopped[idx]
         if count["sends"] % 20 == 0:
             look_after()
@@ -360,7 +367,7 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     over.set()
     clock.words[_REST] = 1  # from here on nobody has anything to do
     for idx in stopped:
-        os.kill(crew[idx].pid, signal.SIGCONT)
+        tell(crew[idx].pid, signal.SIGCONT)
     time.sleep(1.0)
     pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
     before = [cpu_seconds(pid) for pid in pids]
@@ -402,18 +409,18 @@ def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Coun
             end -= chance.uniform(0, length)
         while not churn and time.monotonic() < end:
             time.sleep(max(0.0, min(chance.uniform(0, 3), end - time.monotonic())))
-            os.kill(trainer.pid or 0, signal.SIGSTOP)
+            tell(trainer.pid, signal.SIGSTOP)
             time.sleep(chance.uniform(0, 0.5))
             if chance.random() < 0.7 or time.monotonic() < end:
-                os.kill(trainer.pid or 0, signal.SIGCONT)
+                tell(trainer.pid, signal.SIGCONT)
             total["trainers stopped"] += 1
         if not killed:
-            os.kill(trainer.pid or 0, signal.SIGCONT)
+            tell(trainer.pid, signal.SIGCONT)
             trainer.join(length + 120)
         total["trainers killed"] += killed
         if not killed and trainer.exitcode is None:
             total["hung"] += 1
-            os.kill(trainer.pid or 0, signal.SIGUSR1)  # to say where
+            tell(trainer.pid, signal.SIGUSR1)  # to say where
             time.sleep(1.0)
         trainer.kill()
         trainer.join()
@@ -421,14 +428,13 @@ def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Coun
         clock.words[_OVER] = 1
         pids = [json.loads(x)["pid"] for x in Path(report).read_text().splitlines() if "pid" in x]
         for pid in pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
+            tell(pid, signal.SIGCONT)
         patience = time.monotonic() + 30
         while any(map(is_alive, pids)) and time.monotonic() < patience:
             time.sleep(0.05)
         for pid in filter(is_alive, pids):
             total["hung"] += 1
-            os.kill(pid, signal.SIGKILL)
+            tell(pid, signal.SIGKILL)
         for line in Path(report).read_text().splitlines():
             for key, value in json.loads(line).items():
                 total[key] = max(total[key], value) if "max" in key else total[key] + value
@@ -486,9 +492,7 @@ async def crowd(num_workers: int, path: str) -> Counter[str]:
         await asyncio.sleep(0.02)
     took.sort()
     descriptors = (len(os.listdir("/proc/self/fd")) - before - processes) / num_workers
-    print(
-        f"a send: {took[20]:.0f} / {statistics.median(took):.0f} / {took[180]:.0f} us (p10 p50 p90)"
-    )
+    print("a send: {:.0f} / {:.0f} / {:.0f} us (p10 p50 p90)".format(*took[20:181:80]))
     print(f"{descriptors:.2f} descriptors and {len(shared_memory())} files of shared memory")
     await asyncio.sleep(2.0)
     total["old"] += sum(version != scheme.version for version in scheme.worker_versions.values())

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import random
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,16 +69,97 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
         assert scheme.worker_versions == {0: 101, 1: 101}
 
 
+def _wake_ups(pid: int) -> int:
+    """Voluntary context switches of a process."""
+    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
+    return sum(map(int, re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.M)))
+
+
 @pytest.mark.slow
-async def test_whoever_does_not_compute_follows_soon() -> None:
+async def test_whoever_does_not_compute_follows_soon_and_is_seldom_woken() -> None:
     scheme, source = SHM(timeout=harness.PATIENCE), models.linear()
     scheme.init_on_sender(model=source, num_workers=1)
     async with harness.workers(scheme, models.linear) as [worker]:
+        before, begun = _wake_ups(worker.pid), time.monotonic()
         for value in range(1000):
             models.fill(source, float(value))
             await scheme.send()
+        ended = time.monotonic()
         await harness.until(lambda: scheme.worker_versions == {0: scheme.version})
+        assert time.monotonic() - ended < harness.PATIENCE / 10  # 0.02 on a quiet machine
+        # Once in 5 ms: a busy machine may make that a long burst.
+        assert _wake_ups(worker.pid) - before < 50 + (ended - begun) / 0.005
         assert await worker.call(_looked_at) == {999.0}
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_many_workers() -> None:
+    scheme, source = SHM(timeout=harness.PATIENCE), models.linear()
+    scheme.init_on_sender(model=source, num_workers=20)
+    async with harness.workers(scheme, models.linear, 20) as crew:
+        before = len(os.listdir("/proc/self/fd"))
+        for value in range(100):
+            models.fill(source, float(value))
+            assert len((await scheme.send()).acked) == 20
+        assert len(os.listdir("/proc/self/fd")) <= before + 22  # slots
+        for worker in crew:
+            worker.post(harness.weights)
+        for worker in crew:
+            assert bool(((await worker.answer())["weight"] == 99.0).all())
+        crew[7].kill()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            while True:  # the system tells of its end a moment later
+                assert len((await scheme.send()).acked) == 20
+        assert (set(caught.value.failed), len(caught.value.acked)) == ({7}, 19)
+
+
+async def _read_until_told(state: harness.State) -> set[float]:
+    """A forward that takes its time, in a thread."""
+    told = state.kept["told"] = threading.Event()
+    state.kept["begun"] = begun = threading.Event()
+
+    def end() -> bool:
+        begun.set()
+        return told.is_set()
+
+    state.model.end = end
+    state.kept["reading"] = asyncio.ensure_future(asyncio.to_thread(state.model))
+    await asyncio.to_thread(begun.wait, harness.PATIENCE)
+    return set()
+
+
+async def _end_reading(state: harness.State) -> set[float]:
+    state.kept["told"].set()
+    found: set[float] = await state.kept["reading"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_worker_that_is_stopped_inside_a_forward_keeps_what_it_reads(answers: bool) -> None:
+    make = harness.AnsweringScheme if answers else SHM
+    scheme, source = make(timeout=harness.PATIENCE), Slow()
+    scheme.init_on_sender(model=source, num_workers=2)
+    async with harness.workers(scheme, Slow, 2) as crew:
+        models.fill(source, 2.0)
+        await scheme.send()
+        await crew[0].call(_read_until_told)
+        crew[0].stop()
+        for value in range(3, 103):
+            models.fill(source, float(value))
+            if not answers:
+                assert (await scheme.send(timeout=harness.PATIENCE)).acked == {0, 1}
+            elif value < 6:
+                with pytest.raises(aiosync.PartialSyncError) as caught:
+                    await scheme.send(timeout=0.3)
+                assert caught.value.acked == {1}
+                assert isinstance(caught.value.failed[0], aiosync.AckTimeout)
+        got = await crew[1].call(harness.weights)
+        assert bool((got["weight"] == (5.0 if answers else 102.0)).all()) or answers
+        crew[0].cont()
+        assert await crew[0].call(_end_reading) == {2.0}
 
 
 async def test_what_a_forward_reads_is_not_written_over() -> None:
@@ -224,3 +310,114 @@ async def test_what_is_kept_stays_where_updates_come_either_way() -> None:
         for value in range(4, 12):
             await harness.deliver(sender, receiver, float(value))
             assert all((each == 2.0).all() for each in kept.values()), value
+
+
+async def test_two_schemes_on_one_loop() -> None:
+    pairs = [(models.linear(), models.linear()), (models.wide(), models.wide())]
+    (one, its), (two, other) = pairs
+    async with (
+        harness.here(SHM(timeout=harness.PATIENCE), its, sender={"model": one}) as first,
+        harness.here(SHM(timeout=harness.PATIENCE), other, sender={"model": two}) as second,
+    ):
+        for value in range(50):
+            models.fill(one, value + 0.25)
+            models.fill(two, value + 0.5)
+            await asyncio.gather(first[0].send(), second[0].send())
+            assert models.holds(first[1], value + 0.25)
+            assert models.holds(second[1], value + 0.5)
+
+
+async def test_versions_that_are_taken_inside_of_inference_mode_can_be_trained() -> None:
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        for value in (3.0, 4.0):
+            models.fill(source, value)
+            assert (await sender.send()).acked == {0}
+            with torch.inference_mode():
+                assert float(target(torch.ones(4))[0]) == 5 * value
+            target(torch.ones(4)).sum().backward()
+            assert not target.weight.is_inference()
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed: int) -> None:
+    """Other threads, models that are assigned, manifests that are new, and torch.func."""
+    chance, source, target = random.Random(seed), models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        for number in range(150):
+            value, what = float(number), chance.randrange(8)
+            models.fill(source, value)
+            weights: Any = None
+            if what == 0:
+                receiver.model = models.linear()
+            elif what == 1:  # in another order, which is another manifest
+                weights = dict(reversed(list(source.state_dict().items())))
+            elif what == 2:
+                with harness.read_elsewhere(receiver):
+                    handle = sender.send_nowait()
+                    for _ in range(chance.randrange(3)):
+                        await asyncio.sleep(0)
+                    with receiver.reading():
+                        pass  # beside that one
+                assert (await handle).acked == {0}
+                assert models.holds(receiver, value)
+                continue
+            assert (await sender.send(weights)).acked == {0}
+            if what == 3:
+                try:
+                    out = torch.vmap(receiver.model)(torch.ones(2, 4))
+                except aiosync.ApplyError:
+                    await asyncio.sleep(0.01)  # refused: the loop applies it
+                else:
+                    assert bool((out == 5 * value).all())
+            elif what == 4:
+                out = await asyncio.to_thread(receiver.model, torch.ones(4))
+                assert bool((out == 5 * value).all())
+            assert models.holds(receiver, value)
+
+
+def _hide_proc(state: harness.State) -> bool:
+    """Have this process, and nobody else, see nothing in ``/proc``; whether it may."""
+    libc = ctypes.CDLL(None)
+    new_mounts, private, nothing = 0x20000, 1 << 18 | 1 << 14, None
+    return (
+        libc.unshare(new_mounts) == 0
+        and libc.mount(nothing, b"/", nothing, private, nothing) == 0
+        and libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, nothing) == 0
+        and not os.path.exists("/proc/self")
+    )
+
+
+async def _train(state: harness.State) -> None:
+    state.model = models.linear(1.0)
+    state.scheme.init_on_sender(model=state.model, num_workers=1)
+    await state.scheme.connect(timeout=harness.PATIENCE)
+
+
+async def _send(state: harness.State, value: float) -> set[int]:
+    models.fill(state.model, value)
+    return set((await state.scheme.send()).acked)
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.parametrize("who", ["trainer", "worker"])
+async def test_without_proc_workers_answer(who: str) -> None:
+    scheme = SHM(timeout=harness.PATIENCE)
+    crew = {"trainer": harness.start(scheme), "worker": harness.start(scheme, models.linear)}
+    try:
+        if not await crew[who].call(_hide_proc):
+            pytest.skip("only root may mount something else there")
+        crew["worker"].post(harness.join, 0)
+        await crew["trainer"].call(_train)
+        await crew["worker"].answer()
+        for value in range(2, 12):
+            assert await crew["trainer"].call(_send, float(value)) == {0}
+            assert await crew["worker"].call(_looked_at) == {float(value)}  # no read needed
+    finally:
+        for each in crew.values():
+            each.end()
