@@ -335,7 +335,6 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
         hire(idx)
     clock.words[_READY] = 1
     started = shown = time.monotonic()
-    stopped: dict[int, float] = {}
     first: list[int] = []
     while (now := time.monotonic()) < started + seconds:
         send()
@@ -345,16 +344,13 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
             idx, what = chance.choice(list(crew)), chance.random()
             if what < 0.1 and len(crew) < MOST and not churn:
                 hire(len(crew))
-            elif what < 0.5 and idx not in stopped:
+            elif what < 0.5:
                 crew[idx].kill()
                 crew[idx].join()
-            elif idx not in stopped and crew[idx].exitcode is None:
-                tell(crew[idx].pid, signal.SIGSTOP)
-                stopped[idx] = now + chance.uniform(0, 0.5)
-        for idx, when in list(stopped.items()):
-            if now > when:
-                tell(crew[idx].pid, signal.SIGCONT)
-                del stopped[idx]
+            elif crew[idx].exitcode is None:
+                tell(crew[idx].pid, signal.SIGSTOP)  # a send may wait for its answer
+                wake = (crew[idx].pid, signal.SIGCONT)
+                threading.Timer(chance.uniform(0, 0.5), tell, wake).start()
         if count["sends"] % 20 == 0:
             look_after()
         if churn and now > shown + 10:
@@ -366,8 +362,6 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
             print(f"{now - started:.0f} s: {text}, {figures[0] >> 20} MiB of segments", flush=True)
     over.set()
     clock.words[_REST] = 1  # from here on nobody has anything to do
-    for idx in stopped:
-        tell(crew[idx].pid, signal.SIGCONT)
     time.sleep(1.0)
     pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
     before = [cpu_seconds(pid) for pid in pids]
