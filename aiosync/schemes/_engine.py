@@ -25,12 +25,12 @@ from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._channel import FramedChannel
 from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.stream import FramedChannel
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 

@@ -15,8 +15,8 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportBroken,
 )
-from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
+from aiosync.transports.stream import channel_of
 from aiosync.wire import Hello, Refuse, Welcome
 
 __all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "admit", "greet"]

@@ -23,12 +23,12 @@ from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._carrier import SharedPayload
-from aiosync.transports._channel import channel_of
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.stream import channel_of
 from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,

@@ -20,15 +20,15 @@ from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtoc
 from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.rendezvous import Listener, peer_pid
 from aiosync.transports._anonymous import has_memory
-from aiosync.transports._proving import (
+from aiosync.transports._segment import Arena
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.handshake import (
     STRANGER_LIMITS,
     name_from,
     prove_as_dialer,
     prove_as_listener,
 )
-from aiosync.transports._segment import Arena
-from aiosync.transports.address import Address
-from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, Setup

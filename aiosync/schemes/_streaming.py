@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.schemes._snapshots import Snapshot
-from aiosync.transports._channel import channel_of
 from aiosync.transports.base import Transport
+from aiosync.transports.stream import channel_of
 from aiosync.wire import Hello, RunningChecksum, Update, state_checksum
 
 __all__ = ["StreamWriter", "Streaming"]

@@ -22,11 +22,11 @@ from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes._streaming import Streaming
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._channel import FramedChannel
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.rpc import RPCTransport, check_rpc
+from aiosync.transports.stream import FramedChannel
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 

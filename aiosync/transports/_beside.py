@@ -25,10 +25,9 @@ from aiosync.errors import (
 )
 from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._carrier import Carrier, SharedPayload
-from aiosync.transports._channel import FramedChannel
-from aiosync.transports._framed import FramedTransport
 from aiosync.transports._link import LinkError, again, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
+from aiosync.transports.stream import FramedChannel, FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 __all__ = ["INLINE_NBYTES", "BesideTransport"]

@@ -33,7 +33,7 @@ def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Lim
     """
     if into is not None:
         buffers = list(into(message, nbytes))
-        total = sum(flat_view(buffer).nbytes for buffer in buffers)
+        total = sum([memoryview(buffer).nbytes for buffer in buffers])
         if total != nbytes:
             raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
         return buffers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
-from aiosync.transports._channel import FramedChannel
+from aiosync.transports.stream import FramedChannel
 from aiosync.wire import ExtValue, Setup, encode_frame
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Non-blocking byte streams over descriptors: what a framed channel reads from and writes to.
+"""Non-blocking byte streams over descriptors: what a framed stream reads from and writes to.
 
 Nothing here knows the event loop, the wire format or torch.
 """
@@ -10,17 +10,11 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Protocol
 
-__all__ = [
-    "ByteIo",
-    "DescriptorIo",
-    "SocketIo",
-    "StreamIo",
-    "socket_of",
-    "widen_socket",
-]
+__all__ = ["ByteIo", "PipeIo", "SocketIo", "StreamIo", "local_host", "socket_of", "widen_socket"]
 
 _BUFFER_NBYTES = 4 * 2**20
 _MAX_FDS = 8
@@ -57,13 +51,13 @@ class ByteIo(Protocol):
     def flush(self) -> None:
         """Hand what is unsent to the kernel, as much as it takes; never blocks."""
 
-    def recv_into(self, buffer: memoryview) -> int:
+    def recv_into(self, buffer: memoryview, /) -> int:
         """Read some bytes; 0 at the end of the stream; ``BlockingIOError`` when there are none."""
 
-    def send(self, data: bytes) -> int:
+    def send(self, data: bytes, /) -> int:
         """Write some bytes of ``data``; ``BlockingIOError`` when there is no room."""
 
-    def sendv(self, buffers: Sequence[memoryview]) -> int:
+    def sendv(self, buffers: Sequence[memoryview], /) -> int:
         """Write some bytes of the buffers; ``BlockingIOError`` when there is no room."""
 
     def close(self) -> None:
@@ -73,114 +67,40 @@ class ByteIo(Protocol):
         """In a forked child: close the descriptors without a word; the stream is the parent's."""
 
 
-class DescriptorIo:
-    """A stream over raw descriptors: both ends of ``multiprocessing.Pipe``, or a socket pair.
-
-    Owns the descriptors, through the objects in ``owners`` when they have any.
-    """
-
-    def __init__(self, read_fd: int, write_fd: int, owners: Sequence[object] = ()) -> None:
-        self.read_fd = read_fd
-        self.write_fd = write_fd
-        self._owners = tuple(owners)
-        self._closed = False
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
+class PipeIo:
+    """A stream over one or two connections of ``multiprocessing``, or a socket. Owns them."""
 
     has_unread = has_unsent = False  # nothing is kept back
-    is_full = True
-    reads_out = True
+    is_full = reads_out = True
 
-    def flush(self) -> None:
-        return None
-
-    def recv_into(self, buffer: memoryview) -> int:
-        return os.readv(self.read_fd, [buffer])
-
-    def send(self, data: bytes) -> int:
-        return os.write(self.write_fd, data)
-
-    def sendv(self, buffers: Sequence[memoryview]) -> int:
-        return os.writev(self.write_fd, buffers)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._owners:
-            for owner in self._owners:
-                owner.close()  # type: ignore[attr-defined]  # every owner is a Connection or socket
-            return
-        for fd in {self.read_fd, self.write_fd}:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-    def close_copy(self) -> None:
-        self.close()
-
-
-class SocketIo:
-    """A stream over a Unix socket that can carry descriptors beside the bytes."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self.sock: socket.socket = sock
-        self.read_fd: int = sock.fileno()
-        self.write_fd: int = self.read_fd
-        self.received_fds: deque[int] = deque()
-        self.takes_fds: bool = True
-        self._attached: int | None = None
-        self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-
-    has_unread = has_unsent = False  # nothing is kept back
-    is_full = True
-    reads_out = False  # shared memory also watches the peer's process, and every call counts
+    def __init__(
+        self, reader: Connection | socket.socket, writer: Connection | socket.socket
+    ) -> None:
+        self.read_fd: int = reader.fileno()
+        self.write_fd: int = writer.fileno()
+        self._ends = (reader, writer)
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self.write_fd, False)
 
     def flush(self) -> None:
         """See :class:`ByteIo`; nothing is ever unsent."""
 
-    def recv_into(self, buffer: memoryview) -> int:
-        """See :class:`ByteIo`; descriptors that came along are queued."""
-        if not self.takes_fds:
-            return self.sock.recv_into(buffer)
-        nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
-            [buffer], self._space, _CLOEXEC
-        )
-        if ancillary:
-            self._take_fds(ancillary)
-        return nbytes
-
-    def _take_fds(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self.received_fds.extend(fds)
-        while len(self.received_fds) > _MAX_QUEUED_FDS:
-            os.close(self.received_fds.pop())
-
-    def attach(self, fd: int | None) -> None:
-        """Have a copy of ``fd`` travel beside the next bytes that are written."""
-        self._attached = fd
-
-    def send(self, data: bytes) -> int:
+    def recv_into(self, buffer: memoryview, /) -> int:
         """See :class:`ByteIo`."""
-        return self.sock.send(data) if self._attached is None else self.sendv([memoryview(data)])
+        return os.readv(self.read_fd, [buffer])
 
-    def sendv(self, buffers: Sequence[memoryview]) -> int:
+    def send(self, data: bytes, /) -> int:
         """See :class:`ByteIo`."""
-        if self._attached is None:
-            return self.sock.sendmsg(buffers)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._attached]))]
-        nbytes = self.sock.sendmsg(buffers, rights)
-        self._attached = None
-        return nbytes
+        return os.write(self.write_fd, data)
+
+    def sendv(self, buffers: Sequence[memoryview], /) -> int:
+        """See :class:`ByteIo`."""
+        return os.writev(self.write_fd, buffers)
 
     def close(self) -> None:
-        """Close the socket, and descriptors that nobody took."""
-        while self.received_fds:
-            os.close(self.received_fds.popleft())
-        self.sock.close()
+        """See :class:`ByteIo`."""
+        for end in self._ends:
+            end.close()
 
     def close_copy(self) -> None:
         """See :class:`ByteIo`."""
@@ -191,29 +111,20 @@ class StreamIo:
     """A connected stream socket, TCP or Unix, that carries bytes only. Owns the socket."""
 
     has_unread = has_unsent = False  # nothing is kept back
-    is_full = True
-    reads_out = True
+    is_full = reads_out = True
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock: socket.socket = sock
         self.read_fd: int = sock.fileno()
         self.write_fd: int = self.read_fd
+        # The socket's own methods: one call less for each read and write.
+        self.recv_into: Callable[[memoryview], int] = sock.recv_into
+        self.send: Callable[[bytes], int] = sock.send
+        self.sendv: Callable[[Sequence[memoryview]], int] = sock.sendmsg
 
     def flush(self) -> None:
         """See :class:`ByteIo`; nothing is ever unsent."""
-
-    def recv_into(self, buffer: memoryview) -> int:
-        """See :class:`ByteIo`."""
-        return self.sock.recv_into(buffer)
-
-    def send(self, data: bytes) -> int:
-        """See :class:`ByteIo`."""
-        return self.sock.send(data)
-
-    def sendv(self, buffers: Sequence[memoryview]) -> int:
-        """See :class:`ByteIo`."""
-        return self.sock.sendmsg(buffers)
 
     def close(self) -> None:
         """See :class:`ByteIo`."""
@@ -221,7 +132,64 @@ class StreamIo:
 
     def close_copy(self) -> None:
         """See :class:`ByteIo`."""
-        self.sock.close()
+        self.close()
+
+
+class SocketIo(StreamIo):
+    """A stream over a Unix socket that can carry descriptors beside the bytes."""
+
+    reads_out = False  # shared memory also watches the peer's process, and every call counts
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.received_fds: deque[int] = deque()
+        self._space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        self.takes_fds = True
+
+    @property
+    def takes_fds(self) -> bool:
+        """Whether descriptors of the peer are taken; to take none saves system time."""
+        return self.recv_into == self._recv_with_fds
+
+    @takes_fds.setter
+    def takes_fds(self, value: bool) -> None:
+        self.recv_into = self._recv_with_fds if value else self.sock.recv_into
+
+    def _recv_with_fds(self, buffer: memoryview, /) -> int:
+        nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
+            [buffer], self._space, _CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self.received_fds.extend(fds)
+        while len(self.received_fds) > _MAX_QUEUED_FDS:
+            os.close(self.received_fds.pop())
+        return nbytes
+
+    def attach(self, fd: int | None) -> None:
+        """Have a copy of ``fd`` travel beside the next bytes that are written."""
+        self.send, self.sendv = self.sock.send, self.sock.sendmsg
+        if fd is None:
+            return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+
+        def sendv(buffers: Sequence[memoryview]) -> int:
+            nbytes = self.sock.sendmsg(buffers, rights)
+            self.attach(None)
+            return nbytes
+
+        self.sendv = sendv
+        self.send = lambda data: sendv([memoryview(data)])
+
+    def close(self) -> None:
+        """Close the socket, and descriptors that nobody took."""
+        while self.received_fds:
+            os.close(self.received_fds.popleft())
+        self.takes_fds = False  # a bound method would keep this object for the collector
+        self.attach(None)
+        super().close()
 
 
 @contextlib.contextmanager
@@ -239,6 +207,14 @@ def socket_of(fd: int) -> Iterator[socket.socket]:
         raise
     with sock:
         yield sock
+
+
+def local_host(fd: int) -> str:
+    """Address of this host as the peer of a socket sees it; that of the loopback for local ones."""
+    with contextlib.suppress(OSError), socket_of(fd) as sock:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            return str(sock.getsockname()[0])
+    return "127.0.0.1"
 
 
 def widen_socket(fd: int) -> None:

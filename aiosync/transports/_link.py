@@ -1,4 +1,4 @@
-"""What the two directions of one framed link share: its loop, its name and how it ended.
+"""Errors that are kept, and tasks that wait for them.
 
 Must not import torch, anyio or anything above ``transports``.
 """
@@ -6,52 +6,14 @@ Must not import torch, anyio or anything above ``transports``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TypeVar
 
-from aiosync.errors import AiosyncError, ProtocolError, TransportClosed, TransportError
+from aiosync.errors import AiosyncError, ProtocolError, TransportError
 
-__all__ = ["LinkError", "LinkState", "again", "wake", "without_frames"]
+__all__ = ["LinkError", "again", "wake", "without_frames"]
 
 LinkError = TransportError | ProtocolError
 _Error = TypeVar("_Error", bound=BaseException)
-
-
-class LinkState:
-    """Open, ended with an error (sticky), or closed by this side."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.name = name
-        self.closed = False
-        self.error: LinkError | None = None
-        self.on_end: list[Callable[[], None]] = []
-
-    @property
-    def ended(self) -> bool:
-        """Whether no operation can succeed any more."""
-        return self.closed or self.error is not None
-
-    def check(self) -> None:
-        """Raise what ended the link, if anything did."""
-        if self.closed:
-            raise TransportClosed(f"this end of the link to {self.name} was closed")
-        if self.error is not None:
-            raise again(self.error)
-
-    def fail(self, error: LinkError) -> None:
-        """End the link with ``error``; every waiter and every later operation raises it."""
-        if self.ended:
-            return
-        self.error = without_frames(error)
-        for callback in self.on_end:
-            callback()
-
-    def describe(self) -> str:
-        """One word for a repr."""
-        if self.closed:
-            return "closed"
-        return type(self.error).__name__ if self.error else "open"
 
 
 def without_frames(error: _Error) -> _Error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 from aiosync.errors import TransportBroken
-from aiosync.transports._channel import FramedChannel
 from aiosync.transports._io import SocketIo
 from aiosync.transports._page import BELL, HOLDS, WANT, Page
 from aiosync.transports._segment import Arena, Slot
+from aiosync.transports.stream import FramedChannel
 from aiosync.wire import Message, PageMessage, Segment, encode_frame
 
 __all__ = ["SlotPublisher"]

@@ -18,7 +18,6 @@ import numpy as np
 from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.transports import _ray_remote
 from aiosync.transports._carrier import Carrier, Fetched
-from aiosync.transports._proving import name_from
 from aiosync.transports._ray_objects import (
     NAMESPACE,
     Entry,
@@ -30,6 +29,7 @@ from aiosync.transports._ray_objects import (
     need_cluster,
 )
 from aiosync.transports._ray_thread import OneThread
+from aiosync.transports.handshake import name_from
 from aiosync.wire import ALIGNMENT, ExtValue, Setup
 
 if TYPE_CHECKING:

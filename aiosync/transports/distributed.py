@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from aiosync.errors import ConfigError
 from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
-from aiosync.transports._framed import FramedTransport
+from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from typing import ClassVar
 
 from aiosync.errors import ConfigError
-from aiosync.transports._framed import FramedTransport
-from aiosync.transports._io import DescriptorIo, widen_socket
+from aiosync.transports._io import PipeIo, widen_socket
+from aiosync.transports.stream import FramedTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 
 __all__ = ["MPTransport"]
@@ -53,19 +53,17 @@ class MPTransport(FramedTransport):
         name: str = "the peer",
     ) -> None:
         if pipe is not None and reader is None and writer is None:
-            ends: tuple[Connection | socket.socket, ...] = (pipe,)
-            read_fd = write_fd = pipe.fileno()
+            io = PipeIo(pipe, pipe)
         elif pipe is None and reader is not None and writer is not None:
-            ends = (reader, writer)
-            read_fd, write_fd = reader.fileno(), writer.fileno()
+            io = PipeIo(reader, writer)
         else:
             raise ConfigError(
                 "pass either one two-way pipe, MPTransport(conn), or both one-way ends, "
                 "MPTransport(reader=..., writer=...)"
             )
-        for fd in {read_fd, write_fd}:
+        for fd in {io.read_fd, io.write_fd}:
             widen_socket(fd)
-        super().__init__(DescriptorIo(read_fd, write_fd, ends), limits=limits, name=name)
+        super().__init__(io, limits=limits, name=name)
 
     @classmethod
     @contextlib.asynccontextmanager

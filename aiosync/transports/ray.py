@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
-from aiosync.transports._framed import FramedTransport
 from aiosync.transports._ray_actor import RayActorTransport
 from aiosync.transports._ray_carrier import RayCarrier
 from aiosync.transports._ray_objects import RayObjects
+from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 

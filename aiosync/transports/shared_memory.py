@@ -13,11 +13,11 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
-from aiosync.transports._framed import FramedTransport
 from aiosync.transports._incoming import SlotReader
 from aiosync.transports._io import SocketIo, widen_socket
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports._segment import Arena
+from aiosync.transports.stream import FramedTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Message, PageMessage, Segment
 
@@ -92,12 +92,8 @@ class SharedMemTransport(FramedTransport):
             return True
         return super()._intercept(message, ext)
 
-    async def aclose(self) -> None:
-        """See :meth:`FramedTransport.aclose`."""
-        self.abort()
-
     def abort(self) -> None:
-        """The same, from synchronous code."""
+        """See :meth:`FramedTransport.abort`."""
         if self._channel.closed:
             return
         if self.publisher is not None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import ClassVar, Self
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
@@ -21,12 +20,12 @@ from aiosync.errors import (
     ConnectError,
     ConnectTimeout,
 )
-from aiosync.transports._framed import FramedTransport
-from aiosync.transports._io import ByteIo, StreamIo, widen_socket
-from aiosync.transports._proving import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
-from aiosync.transports._tls import PlainPeer, TlsIo
+from aiosync.transports._io import ByteIo, StreamIo, socket_of, widen_socket
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.handshake import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports.stream import FramedTransport
+from aiosync.transports.tls import PlainPeer, TlsIo
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Refuse, encode_frame
 
@@ -137,24 +136,14 @@ class TCPTransport(FramedTransport):
         if context is None:
             context = credentials.dialling_context()
         name = name or str(address)
+        hostname = getattr(credentials.tls, "hostname", None) or address.host or "localhost"
         try:
             async with asyncio.timeout(timeout):
                 sock = await _open(address, keepalive, untaken)
-                io = await _secured(
-                    sock, context, server_side=False, hostname=_hostname(credentials, address)
-                )
-                transport = cls(io, limits=STRANGER_LIMITS, name=name)
-                try:
-                    await prove_as_dialer(transport, credentials)
-                except BaseException:  # raised again: the caller sees it
-                    transport.abort()
-                    raise
+                io = await _secured(sock, context, server_side=False, hostname=hostname)
+                return await cls._proved(io, name, prove_as_dialer, credentials, limits, payloads)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
-        transport.channel.set_limits(limits or TCP_LIMITS)
-        if not payloads:
-            transport.channel.refuse_payloads()
-        return transport
 
     @classmethod
     async def accept(
@@ -206,14 +195,26 @@ class TCPTransport(FramedTransport):
         try:
             async with asyncio.timeout(timeout):
                 io = await _secured(sock, context, server_side=True)
-                transport = cls(io, limits=STRANGER_LIMITS, name=name)
-                try:
-                    await prove_as_listener(transport, credentials)
-                except BaseException:  # raised again: the caller sees it
-                    transport.abort()
-                    raise
+                return await cls._proved(io, name, prove_as_listener, credentials, limits, payloads)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
+
+    @classmethod
+    async def _proved(
+        cls,
+        io: ByteIo,
+        name: str,
+        prove: Callable[[FramedTransport, Credentials], Awaitable[None]],
+        credentials: Credentials,
+        limits: Limits | None,
+        payloads: bool,
+    ) -> Self:
+        transport = cls(io, limits=STRANGER_LIMITS, name=name)
+        try:
+            await prove(transport, credentials)
+        except BaseException:  # raised again: the caller sees it
+            transport.abort()
+            raise
         transport.channel.set_limits(limits or TCP_LIMITS)
         if not payloads:
             transport.channel.refuse_payloads()
@@ -226,7 +227,7 @@ class TCPTransport(FramedTransport):
             return
         with (
             contextlib.suppress(OSError),  # whoever reads from it hears how it ended
-            socket.socket(fileno=os.dup(self.channel.io.read_fd)) as sock,
+            socket_of(self.channel.io.read_fd) as sock,
         ):
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, option, _untaken_option(seconds))
@@ -292,10 +293,6 @@ def _seconds(value: float) -> int:
 
 
 # -- handshakes -------------------------------------------------------------------------------
-
-
-def _hostname(credentials: Credentials, address: Address) -> str:
-    return getattr(credentials.tls, "hostname", None) or address.host or "localhost"
 
 
 async def _secured(

@@ -226,24 +226,24 @@ class FrameDecoder:
             return self._final
         if self.needs_buffers:
             return None
-        if not self.missing_nbytes:
-            if self._in_payload:
-                self._in_payload = False
-                return _FRAME_END
+        if not self.missing_nbytes and self._in_payload:
+            self._in_payload = False
+            return _FRAME_END
+        if not self.missing_nbytes and (self._start != self._end or self._header is not None):
             try:
-                event = self._next_frame()
+                start = self._next_frame()
             except ProtocolError as exc:
                 # What it was raised from would keep the frames that look at the buffer.
                 exc.__traceback__ = exc.__cause__ = exc.__context__ = None
-                event = Failed(exc)
-                self._finish(event)
-            if event is not None:
-                return event
+                self._finish(Failed(exc))
+                return self._final
+            if start is not None:
+                return start
         if self._eof:
             self._finish(EndOfStream(not self.mid_frame))
         return self._final
 
-    def _next_frame(self) -> FrameStart | Failed | None:
+    def _next_frame(self) -> FrameStart | None:
         header = self._header
         if header is None:
             start = self._start

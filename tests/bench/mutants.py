@@ -362,9 +362,9 @@ MUTANTS = [
     ),
     Mutant(
         "a send that was cut in the middle leaves the link open",
-        "transports/_writer.py",
-        '_state.fail(TransportBroken(f"a send to {name} was cut in mid-message"))',
-        "_state.check()",
+        "transports/stream.py",
+        'self.fail(TransportBroken(f"a send to {self.name} was cut in mid-message"))',
+        "self.check()",
         conformance("cancel"),
     ),
 ]

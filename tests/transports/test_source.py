@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
+from typing import Any
 
 import pytest
 
-from aiosync.errors import PeerClosed, ProtocolError, TransportBroken
-from aiosync.transports.base import Received
-from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.errors import PeerClosed, ProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.transports import MPTransport, Received, SharedMemTransport, TCPTransport
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Fetch, encode_frame
 
@@ -108,3 +110,36 @@ async def test_the_last_one(data: bytes, error: type[Exception], seen: list[int]
         with pytest.raises(error):
             await reading.link.recv(timeout=5)
         assert reading.seen == seen
+
+
+@pytest.mark.parametrize("kind", [TCPTransport, MPTransport, SharedMemTransport])
+@pytest.mark.parametrize("how", ["closed", "broken", "left by its peer"])
+@pytest.mark.asyncio
+async def test_a_dead_link_keeps_no_memory_until_the_collector_runs(kind: Any, how: str) -> None:
+    left, right = map(kind, socket.socketpair())
+    left.subscribe(lambda received: None)
+    await right.send(Fetch(1))
+    await asyncio.sleep(0.01)
+    gc.collect()
+    gc.disable()
+    try:
+        if how == "left by its peer":
+            await right.aclose()
+            with pytest.raises(PeerClosed):
+                await left.recv(timeout=5)
+        elif how == "broken":
+            await right.send(Fetch(1))
+            left.subscribe(refuse)
+            await asyncio.sleep(0.01)
+        await left.aclose()
+        await asyncio.sleep(0.01)  # what the loop still had to call
+        gone = weakref.ref(left)
+        del left
+        assert gone() is None
+    finally:
+        gc.enable()
+        await right.aclose()
+
+
+def refuse(received: Received) -> None:
+    raise RemoteProtocolError("not that")

@@ -10,7 +10,6 @@ import contextlib
 import re
 import secrets
 import ssl
-from typing import Protocol
 
 from aiosync.errors import (
     AiosyncError,
@@ -23,14 +22,13 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
-from aiosync.transports._channel import FramedChannel
-from aiosync.transports._tls import why_refused
-from aiosync.transports.base import Lender, Payload, Received
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.stream import FramedTransport
+from aiosync.transports.tls import why_refused
 from aiosync.types import Limits
-from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Message, Refuse
+from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
 
-__all__ = ["STRANGER_LIMITS", "Provable", "name_from", "prove_as_dialer", "prove_as_listener"]
+__all__ = ["STRANGER_LIMITS", "name_from", "prove_as_dialer", "prove_as_listener"]
 
 STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 """What a stranger may announce. It gets a link no memory but the decoder's 64 KiB."""
@@ -45,26 +43,7 @@ def name_from(value: bytes) -> str:
     return _NOT_IN_NAMES.sub("_", value.decode("ascii", "replace")[:_MAX_NAME])
 
 
-class Provable(Protocol):
-    """A framed link."""
-
-    @property
-    def channel(self) -> FramedChannel:
-        """The stream below."""
-
-    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
-        """See :meth:`Transport.send_nowait`."""
-
-    async def send(
-        self, message: Message, payload: Payload = (), *, timeout: float | None = None
-    ) -> None:
-        """See :meth:`Transport.send`."""
-
-    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
-        """See :meth:`Transport.recv`."""
-
-
-async def prove_as_dialer(transport: Provable, credentials: Credentials) -> None:
+async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) -> None:
     """Prove that this side has the token, and that the listener has it.
 
     Args:
@@ -96,7 +75,7 @@ async def prove_as_dialer(transport: Provable, credentials: Credentials) -> None
         ) from exc
 
 
-async def prove_as_listener(transport: Provable, credentials: Credentials) -> None:
+async def prove_as_listener(transport: FramedTransport, credentials: Credentials) -> None:
     """The same, on the side that listens: who does not fit is told so.
 
     Args:
