@@ -1,20 +1,16 @@
 """Bookkeeping of senders and receivers, without any I/O; the time is an argument.
 
-Versions, what is under way to each receiver, deadlines, the sum over several receivers, and the
-chunks of an update.
+Versions, what is under way to each receiver, the sum over several receivers, and the chunks of an
+update.
 This package must never import asyncio, anyio or torch.
 """
 
 from __future__ import annotations
 
-from aiosync.protocol.aggregate import SendTracker, validate_require
 from aiosync.protocol.chunks import Assembly, ChunkPlan
-from aiosync.protocol.deadline import (
-    Deadline,
-    validate_seconds,
-    validate_timeout,
-)
 from aiosync.protocol.outbox import MAX_IN_FLIGHT, Outbox, Outcome, OutcomeKind
+from aiosync.protocol.send_tracker import SendTracker, validate_require
+from aiosync.protocol.timeouts import validate_seconds, validate_timeout
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
 
 __all__ = [
@@ -22,7 +18,6 @@ __all__ = [
     "MAX_VERSION",
     "Assembly",
     "ChunkPlan",
-    "Deadline",
     "Inbox",
     "Outbox",
     "Outcome",

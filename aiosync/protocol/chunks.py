@@ -6,7 +6,7 @@ and reads no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
 from aiosync.wire import ALIGNMENT, Update, state_checksum
@@ -21,6 +21,7 @@ class ChunkPlan:
     Attributes:
         nbytes: Bytes of the payload, 0 or more.
         chunk_nbytes: Bytes of every chunk but the last, a positive multiple of 64.
+        count: How many chunks there are. An empty payload has one, which is empty.
 
     Raises:
         ConfigError: One of the two is not what it has to be.
@@ -28,6 +29,7 @@ class ChunkPlan:
 
     nbytes: int
     chunk_nbytes: int
+    count: int = field(init=False)
 
     def __post_init__(self) -> None:
         if type(self.nbytes) is not int or self.nbytes < 0:
@@ -37,11 +39,7 @@ class ChunkPlan:
             raise ConfigError(
                 f"chunk_nbytes is {size!r}; it must be a positive multiple of {ALIGNMENT}"
             )
-
-    @property
-    def count(self) -> int:
-        """How many chunks there are. An empty payload has one, which is empty."""
-        return max(1, -(-self.nbytes // self.chunk_nbytes))
+        object.__setattr__(self, "count", max(1, -(-self.nbytes // size)))
 
     def span(self, index: int) -> tuple[int, int]:
         """Return where a chunk starts and stops in the payload, in bytes.

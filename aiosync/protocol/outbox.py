@@ -273,30 +273,6 @@ class Outbox:
         """Whether the receiver answered to everything that was sent to it."""
         return self._unreceived is None
 
-    def untake(self, version: int) -> list[Outcome]:
-        """Take a version back that the link did not touch, because the send was cancelled.
-
-        It is pending again, or skipped if a newer one became pending meanwhile. Does nothing
-        when the outbox was closed meanwhile, because the version was resolved then.
-
-        Returns:
-            The outcome of the version, if it was skipped.
-
-        Raises:
-            LocalProtocolError: It is not the version that was taken last, or the receiver
-                has answered to it.
-        """
-        if self._error is not None:
-            return []
-        if version != self._unreceived:
-            raise LocalProtocolError(f"version {version} cannot be taken back")
-        self._in_flight.pop()
-        self._unreceived = None
-        if self._pending is None:
-            self._pending = version
-            return []
-        return [self._skip(version, self._pending)]
-
     def give_up(self, version: int, error: AiosyncError) -> list[Outcome]:
         """Fail a version that was taken last and that the link cannot carry.
 

@@ -80,38 +80,24 @@ class Inbox:
     only versions newer than every one that was offered before are accepted. Another epoch is
     always accepted, because epochs have no order, and the versions of the one before count
     no more.
+
+    Attributes:
+        epoch: Epoch of the version that is applied; ``None`` before the first.
+        version: Version that is applied; 0 before the first.
+        newest_epoch: Epoch of ``newest``; ``None`` before the first offer.
+        newest: Newest version that was offered, applied or not; 0 before the first offer.
     """
 
-    __slots__ = ("_epoch", "_newest", "_newest_epoch", "_version")
+    __slots__ = ("epoch", "newest", "newest_epoch", "version")
 
     def __init__(self) -> None:
-        self._epoch: int | None = None
-        self._version = 0
-        self._newest_epoch: int | None = None
-        self._newest = 0
+        self.epoch: int | None = None
+        self.version: int = 0
+        self.newest_epoch: int | None = None
+        self.newest: int = 0
 
     def __repr__(self) -> str:
-        return f"Inbox(epoch={self._epoch}, version={self._version}, newest={self._newest})"
-
-    @property
-    def epoch(self) -> int | None:
-        """Epoch of the version that is applied; ``None`` before the first."""
-        return self._epoch
-
-    @property
-    def version(self) -> int:
-        """Version that is applied; 0 before the first."""
-        return self._version
-
-    @property
-    def newest_epoch(self) -> int | None:
-        """Epoch of :attr:`newest`; ``None`` before the first offer."""
-        return self._newest_epoch
-
-    @property
-    def newest(self) -> int:
-        """Newest version that was offered, applied or not; 0 before the first offer."""
-        return self._newest
+        return f"Inbox(epoch={self.epoch}, version={self.version}, newest={self.newest})"
 
     @property
     def lag(self) -> int:
@@ -120,9 +106,9 @@ class Inbox:
         After a change of epoch, until a version of the new one was applied, this is the
         newest version itself: nothing of that epoch is there yet.
         """
-        if self._newest_epoch != self._epoch:
-            return self._newest
-        return self._newest - self._version
+        if self.newest_epoch != self.epoch:
+            return self.newest
+        return self.newest - self.version
 
     def offer(self, epoch: int, version: int) -> None:
         """Register an update that arrived.
@@ -131,17 +117,17 @@ class Inbox:
             StaleVersion: Not newer than an update of the same epoch that was offered before,
                 whatever became of it. Nothing changed.
         """
-        if epoch == self._newest_epoch and version <= self._newest:
+        if epoch == self.newest_epoch and version <= self.newest:
             raise StaleVersion(
-                f"version {version} of epoch {epoch} is not newer than version {self._newest}"
+                f"version {version} of epoch {epoch} is not newer than version {self.newest}"
             )
-        self._newest_epoch = epoch
-        self._newest = version
+        self.newest_epoch = epoch
+        self.newest = version
 
     def seen(self, epoch: int, version: int) -> None:
         """Register an update that was found, and not offered; nothing where it is no news."""
-        if epoch != self._newest_epoch or version > self._newest:
-            self._newest_epoch, self._newest = epoch, version
+        if epoch != self.newest_epoch or version > self.newest:
+            self.newest_epoch, self.newest = epoch, version
 
     def applied(self, epoch: int, version: int) -> None:
         """Register that an offered update was applied.
@@ -152,16 +138,16 @@ class Inbox:
             LocalProtocolError: It was never offered, or something newer is applied already.
         """
         self._check_offered(epoch, version)
-        if epoch == self._epoch and version <= self._version:
+        if epoch == self.epoch and version <= self.version:
             raise LocalProtocolError(
-                f"version {version} cannot be applied over version {self._version}"
+                f"version {version} cannot be applied over version {self.version}"
             )
-        self._epoch = epoch
-        self._version = version
+        self.epoch = epoch
+        self.version = version
 
     def forget(self) -> None:
         """Register that what was applied is gone: as before the first. What is news stays."""
-        self._epoch, self._version = None, 0
+        self.epoch, self.version = None, 0
 
     def refused(self, epoch: int, version: int) -> None:
         """Register that an offered update was not applied. Any newer one may follow.
@@ -170,9 +156,9 @@ class Inbox:
             LocalProtocolError: It was never offered, or was applied.
         """
         self._check_offered(epoch, version)
-        if epoch == self._epoch and version <= self._version:
+        if epoch == self.epoch and version <= self.version:
             raise LocalProtocolError(f"version {version} was applied; it cannot be refused")
 
     def _check_offered(self, epoch: int, version: int) -> None:
-        if self._newest_epoch is None or (epoch == self._newest_epoch and version > self._newest):
+        if self.newest_epoch is None or (epoch == self.newest_epoch and version > self.newest):
             raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")

@@ -185,15 +185,15 @@ MUTANTS = [
     Mutant(
         "the same version twice is news",
         "protocol/versions.py",
-        "if epoch == self._newest_epoch and version <= self._newest:",
-        "if epoch == self._newest_epoch and version < self._newest:",
+        "if epoch == self.newest_epoch and version <= self.newest:",
+        "if epoch == self.newest_epoch and version < self.newest:",
         "tests/unit/test_versions.py",
     ),
     Mutant(
         "versions of another trainer are compared",
         "protocol/versions.py",
-        "if epoch == self._newest_epoch and version <= self._newest:",
-        "if version <= self._newest:",
+        "if epoch == self.newest_epoch and version <= self.newest:",
+        "if version <= self.newest:",
         contract("other_trainer"),
     ),
     Mutant(
@@ -227,7 +227,7 @@ MUTANTS = [
     # -- the send and its report
     Mutant(
         "a worker that refused counts as one that applied",
-        "protocol/aggregate.py",
+        "protocol/send_tracker.py",
         "self.failed[worker_idx] = outcome.error",
         "self.acked.add(worker_idx)",
         contract("refused_shape"),

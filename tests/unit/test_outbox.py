@@ -55,8 +55,6 @@ MISUSES: list[tuple[str, Outbox, Callable[[Outbox], object]]] = [
     ("not newer than version 5", outbox_with(5), lambda outbox: outbox.offer(5)),
     ("not newer than version 5", outbox_with(5), lambda outbox: outbox.offer_after(4, ())),
     ("in use", outbox_with(5), lambda outbox: outbox.start_at(7)),
-    ("version 1 cannot be taken back", outbox_with(1), lambda outbox: outbox.untake(1)),
-    ("version 2 cannot be taken back", outbox_with(1), lambda outbox: outbox.untake(2)),
     ("not on the link", outbox_with(1), lambda outbox: outbox.give_up(1, PeerClosed("gone"))),
 ]
 
@@ -190,7 +188,7 @@ def test_a_closed_outbox_takes_nothing_and_says_why() -> None:
         outbox.offer(4)
     assert info.value.__cause__ is error
     assert not outbox.offer_and_take(4)
-    assert outbox.untake(3) == outbox.give_up(3, error) == outbox.on_ack(ack(1)) == []
+    assert outbox.give_up(3, error) == outbox.on_ack(ack(1)) == []
     assert "closed" in repr(outbox)
 
 
@@ -264,14 +262,6 @@ class Link(RuleBasedStateMachine):
         version = self.outbox.take()
         assert self.after.get(version, set()) <= self.outcomes.keys()
         self.updates.append(version)
-
-    @precondition(lambda self: self.outbox.can_take)
-    @rule(newer=st.booleans())
-    def cancel_a_send(self, newer: bool) -> None:
-        version = self.outbox.take()
-        if newer:
-            self.record(self.outbox.offer(self.next_version()))
-        self.record(self.outbox.untake(version))
 
     @precondition(lambda self: self.updates)
     @rule()
