@@ -142,16 +142,30 @@ MUTANTS = [
     Mutant(
         "a slot is written while a worker reads it",
         "transports/_segment.py",
-        "        if not try_lock(self.segment.lock_fd, self.index, exclusive=True):",
-        "        if False:",
+        "            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, EXCLUSIVE[self.index])",
+        "            pass",
         "tests/schemes/test_publishing.py -k written_over",
     ),
     Mutant(
         "a slot that was left is never free again",
         "transports/_segment_view.py",
-        "            unlock(self._lock_fd, index)",
+        "            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])",
         "            pass",
         contract("memory_stays"),
+    ),
+    Mutant(
+        "memory of an update that was reported late is given back twice",
+        "schemes/_answering.py",
+        "            if old is staged:",
+        "            if self._is_overtaken(staged):",
+        "tests/sync/test_interrupts.py -k splits_no_update",
+    ),
+    Mutant(
+        "a process is forked in the middle of an update",
+        "schemes/_applying.py",
+        "                with FORKING if isinstance(target, Target) else contextlib.nullcontext():",
+        "                with contextlib.nullcontext():",
+        "tests/sync/test_fork.py -k splits",
     ),
     Mutant(
         "a slot is left that a state_dict() still views",
