@@ -212,6 +212,7 @@ class WeightReceiver(Answering):
         elif isinstance(message, Take):
             self._on_take(message)
         elif isinstance(message, Promise):
+            self.look_now()  # for what was named before the trainer heard of it
             self._on_promise_withdrawn()
         elif isinstance(message, ManifestMessage):
             self._staging.learn(message.manifest)
