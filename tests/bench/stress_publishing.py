@@ -161,9 +161,11 @@ def private_nbytes() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has computed so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK
+    """What a process has computed so far; nothing for one that has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) * _TICK
+    return 0.0
 
 
 def is_alive(pid: int) -> bool:
@@ -362,13 +364,15 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
             print(f"{now - started:.0f} s: {text}, {figures[0] >> 20} MiB of segments", flush=True)
     over.set()
     clock.words[_REST] = 1  # from here on nobody has anything to do
-    time.sleep(1.0)
-    pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
-    before = [cpu_seconds(pid) for pid in pids]
-    time.sleep(2.0)
-    for pid, then in zip(pids, before, strict=True):
-        with contextlib.suppress(OSError):  # it left meanwhile
-            count["spins"] += cpu_seconds(pid) - then > 0.04
+    for _ in range(5):  # some have come just now, and a busy machine lets them wait
+        time.sleep(1.0)
+        pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
+        before = [cpu_seconds(pid) for pid in pids]
+        time.sleep(2.0)
+        after = [cpu_seconds(pid) for pid in pids]
+        count["spins"] = sum(b - a > 0.04 for a, b in zip(before, after, strict=True))
+        if not count["spins"]:
+            break
     nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     nbytes += 64 * shape[0] + 2 * mmap.PAGESIZE
     # Each worker may have been in a read of another version, and on its way to the next.
