@@ -101,7 +101,7 @@ class WeightSender:
         self._snapshot_lock = asyncio.Lock()
         self._deadlines = Deadlines(self._loop, self._sends, self._settle)
         self._awake = Awake(self._loop)
-        self._turned_at = 0.0  # when the loop had its last turn between two sends
+        self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
         self._polled: list[Peer] = []
         self._poll: select.epoll | None = None
@@ -197,16 +197,20 @@ class WeightSender:
         """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
         quiet = self.is_quiet()
-        if self._poll is not None and (not quiet or started - self._turned_at > _TURN_SECONDS):
+        if self._poll is not None and (
+            not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
+        ):
             # Workers come and go on this loop, also where sends leave it no time: what came by now
             # is looked at in the first turn, and what that means in the second.
             turned = self._loop.create_future()
             self._loop.call_soon(self._loop.call_soon, _settle_future, turned)
             await turned
-            self._turned_at = time.perf_counter()
         report = self.publish(planned, worker_ids, started)
         if report is not None:
             self.tell()
+            if not self._asked_at:
+                self._asked_at = started
+                self._loop.call_soon(self._note_turn)
             return report
         targets = self.targets(worker_ids, planned)
         if worker_ids is not None and not targets:
@@ -393,6 +397,9 @@ class WeightSender:
                 peer.ring()
         if self._bell is None and self.maker.has_slots:
             self._ring_later()
+
+    def _note_turn(self) -> None:
+        self._asked_at = 0.0
 
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
