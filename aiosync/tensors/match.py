@@ -28,6 +28,8 @@ from aiosync.tensors.tensordicts import (
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (
     PLAIN,
+    Found,
+    ModuleTree,
     Place,
     find_nested,
     memory_key,
@@ -108,12 +110,14 @@ class Plan:
             ConfigError: The target is of an unsupported type, or has parameters that are not
                 initialised yet.
         """
+        self.found: Found
+        self.tree: ModuleTree | None
         self.found, self.tree = walk(target)
         by_object: dict[int, Spot] = {}
         for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
             by_object.setdefault(id(tensor), Spot(tensor, [])).places.append(place)
-        self.spots = list(by_object.values())
-        self.tensors = [spot.tensor for spot in self.spots]
+        self.spots: list[Spot] = list(by_object.values())
+        self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
         self._refuse_kinds()
         self._signature = Signature(self.tensors)
         self.assigned: list[tuple[Spot, int]] = []
@@ -128,7 +132,7 @@ class Plan:
         self.small: list[tuple[torch.Tensor, int]] = []
         self.large: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
-        self.addresses = list(map(torch.Tensor.data_ptr, self.copied()))
+        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied()))
 
     def _refuse_kinds(self) -> None:
         """Raise if a tensor cannot get weights for what it is, or for what holds it."""

@@ -182,9 +182,9 @@ class ModuleTree:
     """
 
     def __init__(self, source: nn.Module) -> None:
-        self.source = source
-        self.root = unwrap(source)
-        self.found = Found()
+        self.source: nn.Module = source
+        self.root: nn.Module = unwrap(source)
+        self.found: Found = Found()
         self.modules: list[tuple[nn.Module, str]] = []
         self._seen: set[int] = set()
         self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []

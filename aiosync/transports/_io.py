@@ -110,8 +110,10 @@ class PipeIo:
 class StreamIo:
     """A connected stream socket, TCP or Unix, that carries bytes only. Owns the socket."""
 
-    has_unread = has_unsent = False  # nothing is kept back
-    is_full = reads_out = True
+    has_unread: bool = False  # nothing is kept back
+    has_unsent: bool = False
+    is_full: bool = True
+    reads_out: bool = True
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -122,6 +124,16 @@ class StreamIo:
         self.recv_into: Callable[[memoryview], int] = sock.recv_into
         self.send: Callable[[bytes], int] = sock.send
         self.sendv: Callable[[Sequence[memoryview]], int] = sock.sendmsg
+
+    def read_by(self, recv_into: Callable[[memoryview], int]) -> None:
+        """Have this read from now on."""
+        self.recv_into = recv_into
+
+    def write_by(
+        self, send: Callable[[bytes], int], sendv: Callable[[Sequence[memoryview]], int]
+    ) -> None:
+        """Have these write from now on."""
+        self.send, self.sendv = send, sendv
 
     def flush(self) -> None:
         """See :class:`ByteIo`; nothing is ever unsent."""
@@ -138,7 +150,7 @@ class StreamIo:
 class SocketIo(StreamIo):
     """A stream over a Unix socket that can carry descriptors beside the bytes."""
 
-    reads_out = False  # shared memory also watches the peer's process, and every call counts
+    reads_out: bool = False  # shared memory also watches the peer's process, and every call counts
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -153,7 +165,7 @@ class SocketIo(StreamIo):
 
     @takes_fds.setter
     def takes_fds(self, value: bool) -> None:
-        self.recv_into = self._recv_with_fds if value else self.sock.recv_into
+        self.read_by(self._recv_with_fds if value else self.sock.recv_into)
 
     def _recv_with_fds(self, buffer: memoryview, /) -> int:
         nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
@@ -170,8 +182,8 @@ class SocketIo(StreamIo):
 
     def attach(self, fd: int | None) -> None:
         """Have a copy of ``fd`` travel beside the next bytes that are written."""
-        self.send, self.sendv = self.sock.send, self.sock.sendmsg
         if fd is None:
+            self.write_by(self.sock.send, self.sock.sendmsg)
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
 
@@ -180,8 +192,7 @@ class SocketIo(StreamIo):
             self.attach(None)
             return nbytes
 
-        self.sendv = sendv
-        self.send = lambda data: sendv([memoryview(data)])
+        self.write_by(lambda data: sendv([memoryview(data)]), sendv)
 
     def close(self) -> None:
         """Close the socket, and descriptors that nobody took."""
