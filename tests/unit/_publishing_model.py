@@ -8,10 +8,11 @@ is what no other process can see half of. The explorer walks all of them.
 The rules that a test may take away are in :data:`RULES`, so that it can show what each is for.
 
 What it says about code that follows it: a label that is stored last is the note that a take was
-cut, and needs no other one; the next take unlocks everything but its own slot, which ends the locks
-of one that was cut; a message, also one with a part, takes first what the word names; a part gets
-its version once no older send is under way. It has neither private copies of a slot, nor slots that
-are added, nor rings that depend on time.
+cut, and needs no other one for as long as the worker looks at its word; the next take unlocks
+everything but its own slot, which ends the locks of one that was cut; a message, also one with a
+part, takes first what the word names, and so does the answer to a promise that is taken back; a
+part gets its version once no older send is under way. It has neither private copies of a slot, nor
+slots that are added, nor rings that depend on time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ RULES = frozenset(
         "exclusive take",  # nobody reads in that process during a take
         "parts after takes",  # a part is applied after the full version that the word names
         "parts wait",  # a part waits for the sends that began before it
+        "look once more",  # a worker that takes its promise back looks until it was answered
     }
 )
 
@@ -68,7 +70,9 @@ class Worker(NamedTuple):
     slot: int = -1  # that its parameters view
     buffers: int = 0  # the version of those that it copied
     part: int = 0  # a part that came by message, on top
-    inbox: tuple[int, ...] = ()  # parts
+    inbox: tuple[int, ...] = ()  # parts; -version: take and answer; 0: the promise is taken back
+    looks: bool = True  # at its word, as it promised
+    noted: bool = False  # a take has begun and not ended
     threads: tuple[Read, ...] = (Read(),)
 
 
@@ -87,8 +91,11 @@ class State(NamedTuple):
     parts: frozenset[int] = frozenset()
     returned: int = 1  # the newest version whose send has returned
     owner: int = -1  # the send that holds the sender's lock
+    withdrawn: frozenset[int] = frozenset()  # workers whose word of that is on its way
+    told: frozenset[int] = frozenset()  # workers that have to be told of each version
     kills: int = 0
     interrupts: int = 0
+    withdrawals: int = 0
 
 
 def start(
@@ -102,6 +109,7 @@ def start(
     reads: int = 1,
     kills: int = 0,
     interrupts: int = 0,
+    withdrawals: int = 0,
 ) -> State:
     """Version 1 stands in slot 0, and the workers have it, but for those that join later."""
     reading = (Read(left=reads),) * threads
@@ -115,6 +123,7 @@ def start(
         workers=(*((has,) * workers), *((Worker(threads=reading),) * joiners)),
         kills=kills,
         interrupts=interrupts,
+        withdrawals=withdrawals,
     )
 
 
@@ -200,6 +209,9 @@ def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
             if worker.joined and worker.alive:
                 words = put(state.words, send.stored, (send.version, send.slot))
                 changes.update(words=words, full=state.full | {send.version})
+                if send.stored in state.told:
+                    worker = worker._replace(inbox=(*worker.inbox, -send.version))
+                    changes["workers"] = put(state.workers, send.stored, worker)
             yield to(send._replace(stored=send.stored + 1), **changes)
             return
         after = "return" if "unlock first" in rules else "unlock"
@@ -207,6 +219,8 @@ def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
         full = state.full | {send.version}
         yield to(send._replace(pc=after), newest=newest, full=full, owner=-1)
     elif send.pc == "return":
+        if any(-send.version in each.inbox for each in state.workers if each.alive):
+            return
         returned = max(state.returned, send.version)
         yield to(send._replace(pc="done", slot=-1), returned=returned)
 
@@ -223,6 +237,16 @@ def cut_send(state: State, idx: int) -> Iterator[State]:
         owner=-1 if state.owner == idx else state.owner,
         interrupts=state.interrupts - 1,
     )
+
+
+def hear_withdrawal(state: State) -> Iterator[State]:
+    """The sender hears that a worker takes its promise back, and answers."""
+    for who in state.withdrawn if state.owner == -1 else ():
+        worker = state.workers[who]
+        workers = put(state.workers, who, worker._replace(inbox=(*worker.inbox, 0)))
+        yield state._replace(
+            withdrawn=state.withdrawn - {who}, told=state.told | {who}, workers=workers
+        )
 
 
 # -- a worker ---------------------------------------------------------------------------------
@@ -260,6 +284,9 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
             return
         if worker.inbox and not reading:
             yield to(read._replace(pc="take", answers=True))
+        if thread == 0 and state.withdrawals and who not in state.withdrawn | state.told:
+            withdrawn = state.withdrawn | {who}
+            yield to(read, withdrawn=withdrawn, withdrawals=state.withdrawals - 1)
         if not read.left:
             return
         if reading:  # joins the version that is open
@@ -269,10 +296,17 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
             yield to(read._replace(pc="take", since=state.returned))
     elif read.pc == "take":
         word = state.words[who]
-        behind = word[0] > worker.label
-        if read.answers and not (behind and "parts after takes" in rules):
+        behind = word[0] > worker.label and (worker.looks or read.answers or worker.noted)
+        head = worker.inbox[0] if read.answers else 0
+        if head > 0:
+            first_take = behind and "parts after takes" in rules
+        else:
+            first_take = behind and (head < 0 or "look once more" in rules)
+        if read.answers and not first_take:
             version, *rest = worker.inbox
             own: dict[str, object] = {"inbox": tuple(rest)}
+            if version == 0:
+                own["looks"] = False
             if version > worker.label:
                 own.update(part=version, label=version)
             yield to(Read(left=read.left), own)
@@ -290,8 +324,10 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
             yield to(read._replace(pc="take look"), readers=readers)
     elif read.pc == "take look":
         if state.words[who] == read.word or "look again" not in rules:
-            early = {} if "label last" in rules else {"label": read.word[0]}
-            yield to(read._replace(pc="take flip"), early)
+            own = {"noted": True}
+            if "label last" not in rules:
+                own = {"label": read.word[0]}
+            yield to(read._replace(pc="take flip"), own)
         else:
             yield to(read._replace(pc="take"), readers=unlock(state, who, {worker.slot}))
     elif read.pc == "take flip":
@@ -300,7 +336,7 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
         buffers = state.slots[read.word[1]][1]
         yield to(read._replace(pc="take label"), {"buffers": buffers})
     elif read.pc == "take label":
-        own = {"label": read.word[0], "part": 0}
+        own = {"label": read.word[0], "part": 0, "noted": False}
         first = (state.slots[worker.slot][0], 0)
         then = read._replace(pc="take" if read.answers else "compute", first=first)
         yield to(then, own, readers=unlock(state, who, {read.word[1]}))
@@ -355,6 +391,7 @@ def next_states(state: State, rules: frozenset[str]) -> Iterator[tuple[str, Stat
     for idx in range(len(state.sends)):
         yield from (("sender", new) for new in step_send(state, idx, rules))
         yield from (("fault", new) for new in cut_send(state, idx))
+    yield from (("sender", new) for new in hear_withdrawal(state))
     for who, worker in enumerate(state.workers):
         for thread in range(len(worker.threads)):
             yield from (("worker", new) for new in step_worker(state, who, thread, rules))

@@ -18,11 +18,14 @@ SCENES = {
     "a part between two sends": {"parts": 1, "workers": 1},
     "two threads of a worker": {"workers": 1, "threads": 2, "interrupts": 1},
     "all at once": {"sends": 1, "workers": 1, "joiners": 1, "kills": 1, "interrupts": 1},
+    "a promise is taken back": {"workers": 1, "reads": 2, "withdrawals": 1},
+    "a promise of two is taken back": {"sends": 1, "withdrawals": 1, "interrupts": 1},
     "three sends through three slots": {"sends": 3, "workers": 1, "slots": 3, "reads": 2},
 }
 WITHOUT = {
     "exclusive take": ("two threads of a worker", "a forward saw"),
     "label last": ("an interrupt anywhere, two sends", "with what"),
+    "look once more": ("a promise is taken back", "is older than"),
     "lock": ("two sends, two workers", "written while it is read"),
     "look again": ("a worker joins", "with what"),
     "named": ("an interrupt anywhere, two sends", "with what"),
