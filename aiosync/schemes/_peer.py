@@ -126,10 +126,12 @@ class Peer:
         return f"worker {self.worker_idx}" if channel is None else channel.name
 
     @property
-    def watched(self) -> int:
-        """Descriptor that tells of what the worker says, and of its end; -1 without slots."""
+    def watched(self) -> list[int]:
+        """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
         channel = None if self._publisher is None else channel_of(self.transport)
-        return -1 if channel is None else channel.io.read_fd
+        if channel is None:
+            return []
+        return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
 
     @property
     def age(self) -> float:

@@ -406,7 +406,7 @@ class WeightSender:
         peers = list(self.workers.peers.values())
         if peers != self._polled:
             self._polled = peers
-            fds = [peer.watched for peer in peers if peer.watched >= 0]
+            fds = [fd for peer in peers for fd in peer.watched]
             if self._poll is not None:
                 self._poll.close()
             self._poll = poll = select.epoll() if fds else None
