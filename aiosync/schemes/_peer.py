@@ -105,6 +105,7 @@ class Peer:
         self._publisher: SlotPublisher | None = None
         if isinstance(transport, SharedMemTransport) and hello.slots and can_lock():
             self._publisher = transport.publisher
+        self._channel = channel_of(transport)
         self._rung_at = 0.0  # when to ring it next
         self._rung_for = 0  # what it held when it was rung
         self._ring_pause = 0.0  # between the last two; 0.0: it is not behind
@@ -112,7 +113,7 @@ class Peer:
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
-        channel = channel_of(self.transport)
+        channel = self._channel
         if channel is not None and self.transport.capabilities.cross_host:
             channel.refuse_payloads()  # a worker has little to say
         if isinstance(self.transport, SharedMemTransport):
@@ -122,14 +123,14 @@ class Peer:
     @property
     def name(self) -> str:
         """How errors call the worker: its address, or its process."""
-        channel = channel_of(self.transport)
+        channel = self._channel
         return f"worker {self.worker_idx}" if channel is None else channel.name
 
     @property
     def watched(self) -> list[int]:
         """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
-        channel = None if self._publisher is None else channel_of(self.transport)
-        if channel is None:
+        channel = self._channel
+        if self._publisher is None or channel is None or channel.ended:
             return []
         return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
 
@@ -177,9 +178,8 @@ class Peer:
 
     def keep_rest(self) -> None:
         """Copy what the link has not taken of the chunk on its way: the tensors may change."""
-        channel = channel_of(self.transport)
-        if channel is not None:
-            channel.keep_rest()
+        if self._channel is not None:
+            self._channel.keep_rest()
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
@@ -330,6 +330,7 @@ class Peer:
             publisher is not None
             and publisher.promised == digest
             and not (self._lost or self._writing)
+            and not (self._channel and self._channel.ended)  # which the loop is about to see
             and self.outbox.is_idle
         )
 

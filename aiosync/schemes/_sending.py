@@ -236,6 +236,8 @@ class SendingScheme(SchemeCore):
         if sender is None or not self._connected or self._closed or not sender.is_quiet():
             return None, None
         self._limit(timeout)
+        if self._sources.device_map is not None or self._sources.per_worker:
+            return None, None  # a map is asked once for each send
         report = sender.publish(self._plan(weights, worker_ids), worker_ids, started)
         return report, sender.tell if report is not None and sender.has_to_tell() else None
 

@@ -261,11 +261,7 @@ class ArenaStore:
         slot = self.arena.free_slot(nbytes)
         if slot is None and self._may_grow(nbytes) and not self._is_slow(nbytes):
             slot = self.arena.grow(nbytes)
-        if slot is None:
-            return None
-        if slot.buffer is None:
-            slot.buffer = FlatBuffer.wrap(slot.view)
-        return Snapshot(slot.buffer, slot=slot, release=slot.release)
+        return None if slot is None else self._wrap(slot)
 
     async def acquire(self, nbytes: int, in_thread: InThread) -> Snapshot:
         """See :class:`SnapshotStore`.

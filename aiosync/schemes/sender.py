@@ -216,8 +216,12 @@ class WeightSender:
         if worker_ids is not None and not targets:
             return self._to_nobody(started)
         # The usual case, small weights and memory that is free, without any await.
-        snapshots = None if self._snapshot_lock.locked() else self._take_free(planned)
-        if snapshots is None:
+        snapshots: Mapping[int | None, Snapshot] = {}
+        if len(planned) == 1 and not self._snapshot_lock.locked():
+            [(key, plan)] = planned.items()
+            snapshot = self.maker.take_free(plan)
+            snapshots = {} if snapshot is None else {key: snapshot}
+        if not snapshots:
             async with self._snapshot_lock:
                 self.workers.check()  # it may have been closed meanwhile
                 snapshots = await self._take(planned)
@@ -311,15 +315,6 @@ class WeightSender:
         if timeout is not None and not send.future.done():
             self._deadlines.limit(send, timeout)
         return SendHandle(send.tracker.version, send.future)
-
-    def _take_free(
-        self, planned: Mapping[int | None, Planned]
-    ) -> Mapping[int | None, Snapshot] | None:
-        if len(planned) != 1:
-            return None
-        [(key, plan)] = planned.items()
-        snapshot = self.maker.take_free(plan)
-        return None if snapshot is None else {key: snapshot}
 
     def publish(
         self,

@@ -189,9 +189,6 @@ class _Portal:
             self._thread.join(_JOIN_SECONDS)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        if self._selector.turn._is_owned():  # type: ignore[attr-defined]  # not in the stubs
-            coroutine.close()
-            raise LocalProtocolError("aiosync.sync was called while it looked at the weights")
         call = _Call(coroutine)
         self._calls.add(call)  # before the loop can refuse it: either of the two ends it
         try:
@@ -217,6 +214,11 @@ class _Portal:
             raise call.error
         finally:
             call.error = None  # the traceback refers to this frame: leave no cycle
+
+    @property
+    def has_turn_here(self) -> bool:
+        """Whether this thread is in :meth:`at_once`, or runs the loop."""
+        return bool(self._selector.turn._is_owned())  # type: ignore[attr-defined]  # not in stubs
 
     def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
         """Call a function on this thread while the loop waits.
@@ -353,14 +355,19 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
             itself.
 
     Raises:
-        LocalProtocolError: An event loop runs in this thread: it would be blocked.
+        LocalProtocolError: An event loop runs in this thread: it would be blocked. Or a
+            :meth:`Lease.at_once` of this thread is under way, for which the portal waits.
     """
     if _inside_trio():
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside trio's event loop, which it would block; "
             f"use `await trio.to_thread.run_sync(scheme.{what})`"
         )
-    loop = asyncio._get_running_loop()
+    loop, portal = asyncio._get_running_loop(), _portal
+    if loop is None and portal is not None and portal.has_turn_here:
+        raise LocalProtocolError(
+            f"aiosync.sync: {what}() was called inside of a send(): call it when that has returned"
+        )
     if loop is not None and not (may_block and not _is_portal(loop)):
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside a running event loop, which it would "

@@ -431,3 +431,27 @@ async def test_without_proc_workers_answer(who: str) -> None:
     finally:
         for each in crew.values():
             each.end()
+
+
+async def test_a_link_that_ended_this_moment_is_named_by_the_next_send() -> None:
+    sender, model = SHM(timeout=harness.PATIENCE), models.linear()
+    targets = [models.linear(), models.linear()]
+    async with harness.crowd(sender, targets, sender={"model": model}):
+        for _ in range(3):
+            assert (await sender.send()).acked == {0, 1}
+        sender.sender_transports[1].abort()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send()
+        assert caught.value.failed.keys() == {1}
+        assert (await sender.send()).acked == {0}
+
+
+async def test_links_that_end_before_the_first_send_are_named_by_it() -> None:
+    sender, model = SHM(timeout=harness.PATIENCE), models.linear()
+    targets = [models.linear(), models.linear()]
+    async with harness.crowd(sender, targets, sender={"model": model}):
+        sender.sender_transports[1].abort()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sender.send()
+        assert caught.value.failed.keys() == {1}
+        assert (await sender.send()).acked == {0}

@@ -53,6 +53,26 @@ def value_at(receiver: aiosync.sync.WeightSyncScheme) -> float:
         return value_of(receiver.model)
 
 
+class Spread(torch.nn.Module):
+    """Tensors that are flipped and many that are copied; a forward says which versions it saw."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for number in range(100):
+            self.register_parameter(f"p{number}", torch.nn.Parameter(torch.full((4,), value)))
+            self.register_buffer(f"b{number}", torch.full((40, 40), value))
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+
+    def forward(self) -> set[float]:
+        time.sleep(5e-4)  # what comes meanwhile is applied by this thread
+        tensors = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
+        return {float(tensor.flatten()[-1]) for tensor in tensors}
+
+
 def portal_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "aiosync-portal"]
 

@@ -159,29 +159,10 @@ def test_forks_while_the_portal_is_busy() -> None:
         assert sender.send().acked == {0}
 
 
-class Many(torch.nn.Module):
-    """Tensors that are flipped and many that are copied; a forward says what they hold."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        for number in range(100):
-            self.register_parameter(f"p{number}", torch.nn.Parameter(torch.full((4,), value)))
-            self.register_buffer(f"b{number}", torch.full((40, 40), value))
-
-    def fill(self, value: float) -> None:
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(value)
-
-    def forward(self) -> set[float]:
-        tensors = (*self.parameters(), *self.buffers())
-        return {float(tensor.detach().flatten()[-1]) for tensor in tensors}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tools.SHM, tools.PIPE])
 def test_a_fork_of_another_thread_splits_no_update(make: Any) -> None:
-    source, target = Many(0.0), Many(-1.0)
+    source, target = tools.Spread(0.0), tools.Spread(-1.0)
     with tools.pair(make, source, target) as (sender, _):
         over = threading.Event()
 

@@ -105,26 +105,6 @@ def interrupted_shutdown() -> float:
     return time.monotonic() - started
 
 
-class Spread(torch.nn.Module):
-    """Tensors that are flipped and many that are copied; a forward says which versions it saw."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        for number in range(100):
-            self.register_parameter(f"p{number}", torch.nn.Parameter(torch.full((4,), value)))
-            self.register_buffer(f"b{number}", torch.full((40, 40), value))
-
-    def fill(self, value: float) -> None:
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(value)
-
-    def forward(self) -> set[float]:
-        time.sleep(5e-4)  # what comes meanwhile is applied by this thread
-        tensors = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
-        return {float(tensor.flatten()[-1]) for tensor in tensors}
-
-
 class Alarm(Exception):
     """What a program's own handler of an alarm raises."""
 
@@ -136,7 +116,7 @@ def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
         if armed:
             raise kind
 
-    source, target = Spread(0.0), Spread(-1.0)
+    source, target = tools.Spread(0.0), tools.Spread(-1.0)
     mixed = interrupts = 0
     armed = False
     stopped = threading.Event()
@@ -177,7 +157,7 @@ def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, i
         if armed:
             raise kind
 
-    source, target = Spread(0.0), Spread(-1.0)
+    source, target = tools.Spread(0.0), tools.Spread(-1.0)
     wrong = interrupts = 0
     armed = False
     returned = 0.0

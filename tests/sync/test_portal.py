@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 
@@ -172,3 +173,45 @@ def test_schemes_come_and_go_in_many_threads() -> None:
         pass
     assert len(done) == 80
     tools.until(lambda: not tools.portal_threads())
+
+
+def test_a_device_map_is_asked_once_for_each_send() -> None:
+    asked: list[int] = []
+
+    def mapped(worker_idx: int, weights: Any) -> Any:
+        asked.append(worker_idx)
+        return weights.clone()
+
+    sender = tools.SHM(timeout=tools.PATIENCE)
+    sender.init_on_sender(model=tools.filled(1.0), num_workers=1, device_map_fn=mapped)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=tools.filled(0.0), worker_idx=0)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        asked.clear()
+        for number in range(1, 4):
+            assert sender.send().acked == {0}
+            assert len(asked) == number
+
+
+@pytest.mark.parametrize("call", ["send", "send_async", "shutdown"])
+def test_a_call_inside_of_a_send_is_refused(call: str) -> None:
+    class Owner:
+        def get_model(self, model_id: str) -> Any:
+            if nested:
+                getattr(sender, call)()
+            return model
+
+    nested, owner, model = False, Owner(), tools.filled(1.0)
+    sender = tools.SHM(timeout=tools.PATIENCE)
+    sender.init_on_sender(model_id="policy", context=owner, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model_id="policy", model=tools.filled(0.0), worker_idx=0)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        sender.send()
+        nested = True
+        with pytest.raises(aiosync.LocalProtocolError, match="inside of a send"):
+            sender.send()
+        nested = False
+        assert sender.send().acked == {0}
