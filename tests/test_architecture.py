@@ -21,6 +21,7 @@ ROOT = Path(aiosync.__file__).parent
 LAYERS: list[set[str]] = [
     {"_cores", "_version", "errors"},
     {"types"},
+    {"_tasks"},
     {"wire"},
     {"protocol"},
     {"tensors", "transports"},

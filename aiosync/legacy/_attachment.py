@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiosync.schemes as aio
+from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -28,7 +29,6 @@ from aiosync.legacy._greeting import ask_who_writes, greet, hear
 from aiosync.legacy._pipes import ProcessWatch, creator_of, say_goodbye
 from aiosync.legacy._relay import Relay
 from aiosync.schemes._following import apply_error
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.tensors import FlatBuffer
 from aiosync.transports._link import without_frames

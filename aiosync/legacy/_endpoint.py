@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -26,7 +27,6 @@ from aiosync.legacy._greeting import Speaks, greet, understand
 from aiosync.legacy._pipes import say_goodbye
 from aiosync.protocol import VersionClock
 from aiosync.schemes._liveness import watch_process
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._link import without_frames

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import aiosync.schemes as aio
 from aiosync import transports
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, PartialSyncError
 from aiosync.legacy._endpoint import Arrived, Endpoint
 from aiosync.legacy._greeting import Greeting
 from aiosync.schemes._liveness import watch_process
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, TransportBroken
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport

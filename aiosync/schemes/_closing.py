@@ -9,9 +9,9 @@ import asyncio
 import warnings
 from typing import TYPE_CHECKING, Self
 
+from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError
 from aiosync.schemes._core import SchemeCore
-from aiosync.schemes._tasks import current_task
 from aiosync.transports.base import Transport
 
 if TYPE_CHECKING:

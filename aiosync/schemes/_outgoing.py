@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import RemoteProtocolError, TransportError
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports.base import Transport
 from aiosync.types import AckStatus
 from aiosync.wire import Message

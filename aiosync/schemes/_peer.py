@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -21,7 +22,6 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._coverage import Coverage
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from aiosync.schemes._tasks import current_task
+from aiosync._tasks import current_task
 
 if TYPE_CHECKING:
     from types import TracebackType

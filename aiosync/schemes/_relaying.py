@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from aiosync.schemes._tasks import TaskOwner
+from aiosync._tasks import TaskOwner
 
 __all__ = ["Relay", "Relaying"]
 

@@ -16,8 +16,8 @@ import socket
 import sys
 from collections.abc import Callable
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtocolError
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.rendezvous import Listener, peer_pid
 from aiosync.transports._anonymous import has_memory
 from aiosync.transports._segment import Arena

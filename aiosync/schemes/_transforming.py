@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import ManifestMismatch
 from aiosync.schemes._background import Background
 from aiosync.schemes._staging import Staged, Staging
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.tensors import FlatBuffer, Layout, dtype_name
 from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import as_bytes, is_plain_cpu

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, TransportClosed
 from aiosync.protocol import Outcome, OutcomeKind, VersionClock
 from aiosync.schemes._handshake import admit
@@ -18,7 +19,6 @@ from aiosync.schemes._liveness import is_up, watch_process
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello
 

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from aiosync._tasks import running_loop
 from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
@@ -24,7 +25,6 @@ from aiosync.schemes._closing import ClosingScheme
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
 from aiosync.schemes._snapshots import SnapshotStore
-from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.handles import Ready
 from aiosync.transports.base import Transport
 

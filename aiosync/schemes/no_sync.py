@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from aiosync._tasks import running_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._indices import as_index
 from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
-from aiosync.schemes._tasks import running_loop
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Literal
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AiosyncError,
     PeerClosed,
@@ -26,7 +27,6 @@ from aiosync.schemes._moment import keep_for_readers, wait_for_readers
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes._transforming import Transform, Transforming
 from aiosync.schemes._wishes import Wishes
 from aiosync.schemes.guard import Guard

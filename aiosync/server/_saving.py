@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError
 from aiosync.schemes._snapshots import Snapshot
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.server._merging import Part, merged
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports._link import without_frames

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from aiosync._tasks import TaskOwner
 from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
@@ -25,7 +26,6 @@ from aiosync.errors import (
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes._indices import as_count
 from aiosync.schemes._streaming import Streaming
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.schemes.listening import StreamListener
 from aiosync.server._model import ServedModel
 from aiosync.server._store import WeightStore

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
 from aiosync.schemes._background import Background
-from aiosync.schemes._tasks import TaskOwner
 from aiosync.serving.gate import AdmissionGate
 from aiosync.serving.swapping import Swap
 
