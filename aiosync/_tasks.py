@@ -1,4 +1,4 @@
-"""Background tasks with an owner: awaited on close, and never failing in silence.
+"""Background tasks with an owner: awaited on close, never failing in silence; and waking who waits.
 
 A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
 ``aclose()``, which different tasks may call; a task group must be left by the task that entered
@@ -15,7 +15,7 @@ from typing import Any
 
 from aiosync.errors import LocalProtocolError, TransportClosed
 
-__all__ = ["TaskOwner", "current_task", "running_loop"]
+__all__ = ["Notifier", "TaskOwner", "current_task", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
 
@@ -38,6 +38,35 @@ def running_loop() -> asyncio.AbstractEventLoop:
 def current_task() -> asyncio.Task[Any] | None:
     """The task that runs in this thread; ``None`` also where no loop does."""
     return asyncio.current_task() if asyncio._get_running_loop() is not None else None
+
+
+class Notifier:
+    """Wakes whoever waits for a change: :class:`asyncio.Condition` without a lock, of any loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the next :meth:`notify` wakes anybody. Any thread may ask."""
+        return bool(self._waiting)
+
+    async def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the next :meth:`notify`; not where ``unless``, asked once it would, says so."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = None
+        try:
+            if not unless():
+                await waiter
+        finally:
+            self._waiting.pop(waiter, None)
+
+    def notify(self) -> None:
+        """Wake everybody who waits now, in the order in which they came."""
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
 
 
 class TaskOwner:

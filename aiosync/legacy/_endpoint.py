@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aiosync._tasks import TaskOwner
+from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -105,7 +105,7 @@ class Endpoint:
         self._out: deque[tuple[Message, Sequence[memoryview]]] = deque()
         self._written = 0
         self.error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._changed = Notifier()
         self._tasks = TaskOwner(self._fail)
         self._speaks = self._to_say = speaks
         self._tasks.start(self._read(), "aiosync legacy read")
@@ -116,11 +116,7 @@ class Endpoint:
             self.error = without_frames(error) if isinstance(error, AiosyncError) else error
             say_goodbye(self._sock)
             self._transport.abort()
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify()
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait for something that the two tasks change; False when it took too long."""
@@ -168,7 +164,7 @@ class Endpoint:
         values = copy.deepcopy(prepared.values)
         update = Update(self._clock.epoch, version, layout.digest, values=values)
         self._out.append((update, [flat.memoryview()[: layout.nbytes]]))
-        self._notify()
+        self._changed.notify()
         return version
 
     async def wait_for_ack(self, version: int, timeout: float | None) -> Ack:
@@ -193,7 +189,7 @@ class Endpoint:
                 await self._transport.send(message, payload)
                 self._out.popleft()
                 self._written += 1
-                self._notify()
+                self._changed.notify()
         except AiosyncError as exc:
             self._fail(exc)
 
@@ -214,7 +210,7 @@ class Endpoint:
         arrived = found()
         assert arrived is not None
         self._arrived.remove(arrived)
-        self._notify()
+        self._changed.notify()
         if self._newest_only:
             await self._until_written(_WRITE_SECONDS)  # this process may end as soon as it has it
         return arrived
@@ -245,7 +241,7 @@ class Endpoint:
     def _say(self, ack: Ack) -> None:
         self._introduce()
         self._out.append((ack, ()))
-        self._notify()
+        self._changed.notify()
 
     async def _read(self) -> None:
         try:
@@ -253,7 +249,7 @@ class Endpoint:
                 # Of the newest only, there is one for each model, and none may hold up another.
                 await self._until(lambda: self._newest_only or len(self._arrived) < _MAX_WAITING)
                 self._on_message(await self._transport.recv(into=self._lend))
-                self._notify()
+                self._changed.notify()
         except AiosyncError as exc:
             self._fail(exc)
 

@@ -31,7 +31,6 @@ from aiosync.legacy._relay import link_over
 from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
 from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._sources import is_per_worker
-from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.sender import WeightSender
 from aiosync.transports.base import Transport
@@ -123,7 +122,7 @@ class PipeLinks:
             return
         del self._socks[idx]
         while transport in workers._arriving:
-            await _change(workers)
+            await workers.changed.wait()
         if idx not in workers.peers and idx not in workers.lost:
             why = "; ".join(workers._refused) or "its end of the pipe was closed"
             workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {why}"))
@@ -220,12 +219,12 @@ class PipeLinks:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._give_up - loop.time())):
                 while not all(map(self._has_attached, sending.late)):
-                    await _change(workers)
+                    await workers.changed.wait()
         attached = {idx for idx in sending.late if self._has_attached(idx)}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._scheme._limit(None)):
                 while not all(self._is_settled(idx, sending.version) for idx in attached):
-                    await _change(workers)
+                    await workers.changed.wait()
         failed = {idx: error for idx in attached if (error := self._error(idx, sending.version))}
         if failed:
             workers.unreported -= failed.keys()
@@ -275,7 +274,7 @@ class PipeLinks:
         while self._owes() and wanted() and (left := give_up - loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, 0.1)):
-                    await _change(workers)
+                    await workers.changed.wait()
 
     def _owes(self) -> bool:
         workers = self._sender.workers
@@ -317,10 +316,6 @@ def retrieved(handle: SendHandle) -> SendHandle:
     """
     handle._future.add_done_callback(lambda future: future.cancelled() or future.exception())
     return handle
-
-
-async def _change(workers: Workers) -> None:
-    await workers.changed.wait()
 
 
 def _only(weights: Any, worker_ids: Iterable[int]) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from aiosync._tasks import Notifier
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, StaleVersion
 from aiosync.schemes._applying import Applying
 from aiosync.schemes._guard_hooks import takes_hooks
@@ -89,12 +90,8 @@ class Answering(Applying):
         # What the model does not have because it refused it, and since when there is such.
         self.refusing: Refusing | None = None
         self._passed_on: tuple[int | None, int] = (None, 0)
-        self._waited_for = False
+        self._changed = Notifier()
         self._transforming: Transforming | None = None
-
-    @abc.abstractmethod
-    def _notify(self) -> None:
-        """Let whoever waits look again."""
 
     # -- what the word of the link names -------------------------------------------------------
 
@@ -160,7 +157,12 @@ class Answering(Applying):
                 before.give_back()
             slots.leave_others()
         self._refused_unread = error if unread else None
-        wanted = self._waited_for or self.owed or self._wishes_wait or self.refusing is not None
+        wanted = (
+            self._changed.is_waited_for
+            or self.owed
+            or self._wishes_wait
+            or self.refusing is not None
+        )
         return bool(error is not None or not promised or wanted)
 
     @property
@@ -275,8 +277,7 @@ class Answering(Applying):
                 self._promise()
                 if self._wishes_wait:
                     self._has_come(epoch, version)
-        if self._waited_for:
-            self._notify()
+        self._changed.notify()
 
     def _answer(self, epoch: int, version: int, error: BaseException | None) -> None:
         if error is not None:
@@ -293,13 +294,13 @@ class Answering(Applying):
             self._answered = (staged.epoch, staged.version)
             self._answer(staged.epoch, staged.version, error)
         self._staging.retire(staged)
-        self._notify()
+        self._changed.notify()
 
     def _relayed(self, epoch: int, version: int, error: BaseException | None) -> None:
         if error is None:
             self._passed_on = (epoch, version)
         self._answer(epoch, version, error)
-        self._notify()
+        self._changed.notify()
 
     @property
     def held(self) -> tuple[int | None, int]:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aiosync._tasks import Notifier
 from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PartialSyncError
 from aiosync.schemes._liveness import Processes
 from aiosync.schemes._peer import Peer
@@ -32,8 +33,7 @@ class Joining(abc.ABC):
         self.unreported: set[int] = set()
         # Workers that do not come by themselves: what an error says while one is not there.
         self.dialled: dict[int, Callable[[], str]] = {}
-        self._changed = asyncio.Event()
-        self.is_waited_for: bool = False  # somebody looks again at the next notify()
+        self.changed: Notifier = Notifier()
         self._refused: list[str] = []
         self._failures: dict[int, AiosyncError] = {}
 
@@ -47,16 +47,7 @@ class Joining(abc.ABC):
 
     def notify(self) -> None:
         """Let everybody look again who waits for a change."""
-        if self.is_waited_for:
-            self.is_waited_for = False
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set by the next :meth:`notify`; take it before looking at what may change."""
-        self.is_waited_for = True
-        return self._changed
+        self.changed.notify()
 
     def not_let_in(self, error: OSError) -> None:
         """Somebody came, but there is no link; connect() says so if it waits in vain."""
@@ -94,13 +85,12 @@ class Joining(abc.ABC):
         try:
             watched.watch(loop, self.notify)
             while True:
-                changed = self.changed
                 self.check()
                 failures = self._failures_among(expected, watched)
                 joined = {idx for idx in expected if self._has_joined(idx, version)}
                 if len(joined | failures.keys()) == len(expected):
                     break
-                await changed.wait()
+                await self.changed.wait()
         finally:
             watched.close(loop)
         self._failures.clear()

@@ -102,10 +102,9 @@ class Progress:
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    changed = self._workers.changed
                     self._workers.check()
                     if condition():
                         return
-                    await changed.wait()
+                    await self._workers.changed.wait()
         except TimeoutError as exc:
             raise late from exc

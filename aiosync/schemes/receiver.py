@@ -118,8 +118,6 @@ class WeightReceiver(Answering):
         self.progress_at: float = 0.0  # when the last part came, on time.monotonic()'s clock
         self.wishes: Wishes = Wishes(self._outgoing)
         self._relink = relink
-        self._changed = asyncio.Event()
-        self._waited_for = False
         self._num_waiting = 0
         self._tasks = tasks
 
@@ -133,13 +131,7 @@ class WeightReceiver(Answering):
             self.error = without_frames(error)
             self._error_traceback = error.__traceback__
             self.transport.abort()  # the sender sees it at once
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._waited_for:
-            self._waited_for = False
-            self._changed.set()
-            self._changed = asyncio.Event()
+        self._changed.notify()
 
     # -- staging -------------------------------------------------------------------------------
 
@@ -274,8 +266,7 @@ class WeightReceiver(Answering):
             self.apply_soon()
         if self._answered != (epoch, version) and self.owed:
             self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
-        if self._waited_for:
-            self._notify()
+        self._changed.notify()
 
     def _stage(self, staged: Staged) -> None:
         self.cut_off = None
@@ -308,8 +299,7 @@ class WeightReceiver(Answering):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
             received = make_ack(staged.epoch, staged.version, AckStatus.RECEIVED, None)
             self._outgoing.say(received)
-        if self._waited_for:
-            self._notify()
+        self._changed.notify()
 
     def _take_transformed(self, staged: Staged) -> None:
         if staged.epoch == self.inbox.newest_epoch:
@@ -326,7 +316,7 @@ class WeightReceiver(Answering):
         self.wishes.has_come(epoch, version)
         if self._refusal is not None and self._refusal[:2] == (epoch, version):
             self._refuse(*self._refusal[1:])
-        self._notify()
+        self._changed.notify()
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -375,17 +365,19 @@ class WeightReceiver(Answering):
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
+
+        def rung() -> bool:
+            self._ring_me()
+            return condition()
+
         self._num_waiting += 1
         try:
             async with asyncio.timeout(timeout):
                 await asyncio.sleep(0)
                 while not condition():
                     self.check()
-                    self._waited_for = True
-                    changed = self._changed
-                    self._ring_me()
-                    if not condition():  # else another thread took it in between, and told nobody
-                        await changed.wait()
+                    # Another thread may have taken it in between, and told nobody.
+                    await self._changed.wait(unless=rung)
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
@@ -470,4 +462,4 @@ class WeightReceiver(Answering):
         self.guard.let_go()
         self._staging.close()
         self._target = self._target_of = None
-        self._notify()
+        self._changed.notify()

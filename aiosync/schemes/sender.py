@@ -376,7 +376,7 @@ class WeightSender:
         return (
             self._bell is None
             or bool(self.workers.waiting)
-            or self.workers.is_waited_for
+            or self.workers.changed.is_waited_for
             or any(peer.wants_bell for peer in self.peers.values())
         )
 
@@ -385,8 +385,7 @@ class WeightSender:
         workers = self.workers
         if workers.waiting:
             workers.answer_all()
-        if workers.is_waited_for:
-            workers.notify()
+        workers.notify()
         for peer in list(workers.peers.values()):
             if peer.wants_bell:
                 peer.ring()

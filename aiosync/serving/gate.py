@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, TypeAlias
 
+from aiosync._tasks import Notifier
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.protocol import validate_seconds
 from aiosync.schemes.handles import Ready
-from aiosync.serving._signal import Signal
 from aiosync.serving.admission import Admission, limit_of
 from aiosync.serving.swapping import Swap
 
@@ -80,8 +80,8 @@ class AdmissionGate:
         self._open: set[Admission] = set()  # requests that a switch does not wait for
         self._swap: Swap | None = None  # the one that waits, or is under way
         self._closed = False
-        self._changed = Signal()  # a version, the end of a switch, or of the gate
-        self._idle = Signal()  # nothing runs any more that a switch has to wait for
+        self._changed = Notifier()  # a version, the end of a switch, or of the gate
+        self._idle = Notifier()  # nothing runs any more that a switch has to wait for
 
     # -- looking -------------------------------------------------------------------------------
 
