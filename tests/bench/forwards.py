@@ -1,0 +1,182 @@
+"""Forwards beside sends without a pause, over streams and shared memory: not one mixes versions.
+
+``python -m tests.bench.forwards`` runs trainer and workers in processes of their own, for shared
+memory, pipe and TCP, the async API and the facade, and a model that is eager or compiled. Every
+value of version v is the number v, so that a forward that finds two numbers, or fewer than the
+forward before it, is wrong; with ``reading()`` also one whose number is not the scheme's version.
+Exits with 1 if there was any, or if hardly anything was sent meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import multiprocessing
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+
+PATIENCE = 300.0
+SCHEMES = {
+    "shm": lambda of: of.SharedMemWeightSyncScheme(),
+    "pipe": lambda of: of.MultiProcessWeightSyncScheme(),
+    "tcp": lambda of: of.TCPWeightSyncScheme("tcp://127.0.0.1:0"),
+}
+
+
+class Stack(nn.Module):
+    """Layers that all hold one number; a forward returns the mean of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One number a layer: sixteen weights by a sixteenth, and no bias."""
+        return torch.stack([(layer(inputs) - layer.bias).mean() for layer in self.layers])
+
+
+def fill(model: nn.Module, value: float) -> None:
+    """An optimizer's step."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def look(scheme: Any, model: Any, forwards: int) -> dict[str, int]:
+    """Compute, and count what is wrong and how many versions there were."""
+    found = {"forwards": 0, "mixed": 0, "older": 0, "mislabelled": 0, "versions": 0}
+    newest, inputs = 0.0, torch.full((16,), 1 / 16)
+    with torch.no_grad():
+        for number in range(forwards):
+            if number % 4:
+                numbers = model(inputs).tolist()
+            else:
+                with scheme.reading():
+                    numbers = model(inputs).tolist()
+                    found["mislabelled"] += numbers[0] != scheme.version
+            found["forwards"] += 1
+            found["mixed"] += len(set(numbers)) > 1
+            found["older"] += numbers[0] < newest
+            found["versions"] += numbers[0] > newest
+            newest = numbers[0]
+    return found
+
+
+def built(compiled: bool) -> tuple[nn.Module, Any]:
+    """A model, and what computes with it."""
+    model = Stack()
+    return model, torch.compile(model, backend="aot_eager") if compiled else model
+
+
+def work(scheme: Any, api: str, compiled: bool, idx: int, forwards: int, said: Any) -> None:
+    """A worker."""
+    torch.set_num_threads(1)
+    if api == "async":
+        said.put(aiosync.run(work_async(scheme, compiled, idx, forwards)))
+        return
+    model, computes = built(compiled)
+    with scheme:
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        scheme.connect(timeout=PATIENCE)
+        said.put(look(scheme, computes, forwards))
+
+
+async def work_async(scheme: Any, compiled: bool, idx: int, forwards: int) -> dict[str, int]:
+    """A worker with an event loop, that computes in a thread."""
+    model, computes = built(compiled)
+    async with scheme:
+        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        await scheme.connect(timeout=PATIENCE)
+        return await asyncio.to_thread(look, scheme, computes, forwards)
+
+
+def run(transport: str, api: str, compiled: bool, workers: int, forwards: int) -> dict[str, int]:
+    """One trainer that sends until its workers have computed all."""
+    context = multiprocessing.get_context("spawn")
+    model, said = Stack(), context.Queue()
+    of = aiosync if api == "async" else aiosync.sync
+    scheme = SCHEMES[transport](of)
+    fill(model, 1.0)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=workers)
+    processes = [
+        context.Process(target=work, args=(scheme, api, compiled, idx, forwards, said))
+        for idx in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    over, answers = threading.Event(), []
+
+    def collect() -> None:
+        answers.extend(said.get(timeout=PATIENCE) for _ in range(workers))
+        over.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    sends = (
+        aiosync.run(send_async(scheme, model, over))
+        if api == "async"
+        else send(scheme, model, over)
+    )
+    for process in processes:
+        process.join(PATIENCE)
+    total = {key: sum(answer[key] for answer in answers) for key in answers[0]}
+    return {**total, "sends": sends}
+
+
+async def send_async(scheme: Any, model: nn.Module, over: threading.Event) -> int:
+    """Send until it is over; how often."""
+    async with scheme:
+        await scheme.connect(timeout=PATIENCE)
+        while not over.is_set():
+            fill(model, float(scheme.version + 1))
+            try:
+                await scheme.send()
+            except aiosync.PartialSyncError:  # they leave when they are done
+                await asyncio.to_thread(over.wait, PATIENCE)
+        return int(scheme.version)
+
+
+def send(scheme: Any, model: nn.Module, over: threading.Event) -> int:
+    """The same by the blocking API."""
+    with scheme:
+        scheme.connect(timeout=PATIENCE)
+        while not over.is_set():
+            fill(model, float(scheme.version + 1))
+            try:
+                scheme.send()
+            except aiosync.PartialSyncError:
+                over.wait(PATIENCE)
+        return int(scheme.version)
+
+
+def main() -> None:
+    """Run all, or what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forwards", type=int, default=100_000, help="of all cases together")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    given = parser.parse_args()
+    cases = list(itertools.product(SCHEMES, ("async", "facade"), (False, True)))
+    each = -(-given.forwards // len(cases) // given.workers)
+    wrong = 0
+    for transport, api, compiled in cases:
+        name = f"{transport}, {api}, {'compiled' if compiled else 'eager'}"
+        if given.only not in name:
+            continue
+        found = run(transport, api, compiled, given.workers, each)
+        wrong += found["mixed"] + found["older"] + found["mislabelled"] + (found["versions"] < 20)
+        print(
+            f"{name:>24}: {', '.join(f'{value} {key}' for key, value in found.items())}", flush=True
+        )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
