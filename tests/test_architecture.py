@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
     {"protocol"},
     {"tensors", "transports"},
     {"strategy"},
+    {"sender"},
     {"schemes"},
     {"_run"},
     {"aiosync"},

@@ -30,11 +30,11 @@ from aiosync.transports.base import Transport
 from aiosync.types import Require
 
 if TYPE_CHECKING:
-    from aiosync.schemes._making import SnapshotMaker
     from aiosync.schemes._transforming import Transform
     from aiosync.schemes.receiver import WeightReceiver
     from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender
+    from aiosync.sender.snapshots import SnapshotCopier
     from aiosync.tensors.apply import LoadTarget
 
 __all__ = ["SchemeCore"]
@@ -108,7 +108,7 @@ class SchemeCore:
         self._links: dict[int, Transport] = {}
         self._pipe: Any = None
         self._clock = VersionClock()
-        self._maker: SnapshotMaker | None = None
+        self._maker: SnapshotCopier | None = None
         self._guard_object = Guard()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None

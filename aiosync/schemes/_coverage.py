@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiosync.protocol import Outbox
-    from aiosync.schemes._snapshots import Snapshot
+    from aiosync.sender.snapshots import Snapshot
     from aiosync.tensors import Layout
 
 __all__ = ["Coverage", "names_of"]

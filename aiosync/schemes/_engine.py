@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
 from aiosync.schemes._options import Option, flag
 from aiosync.schemes._same_host import SameHost, available, dial_here
-from aiosync.schemes._snapshots import ArenaStore, PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.listening import StreamListener
@@ -170,11 +169,11 @@ class EngineScheme(StreamReceiving):
         control = TCPTransport(sock, limits=self.limits, name=name)
         return self._linked(control, listened=self._role == "sender")
 
-    def _make_store(self) -> SnapshotStore:
+    def _make_arena(self) -> Arena | None:
         if self._same_host is None:
-            return PrivateStore()
+            return None
         self._same_host.arena = arena = Arena()
-        return ArenaStore(arena, self._ring_workers)
+        return arena
 
     # -- the sender ----------------------------------------------------------------------------
 

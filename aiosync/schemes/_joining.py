@@ -14,7 +14,7 @@ from aiosync._tasks import Notifier
 from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PartialSyncError
 from aiosync.schemes._liveness import Processes
 from aiosync.schemes._peer import Peer
-from aiosync.schemes._snapshots import Snapshot
+from aiosync.sender.snapshots import Snapshot
 
 __all__ = ["Joining"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aiosync.schemes._coverage import names_of
 
 if TYPE_CHECKING:
-    from aiosync.schemes._snapshots import Snapshot
+    from aiosync.sender.snapshots import Snapshot
 
 __all__ = ["Latest"]
 

@@ -6,7 +6,6 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -20,8 +19,8 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._coverage import Coverage
-from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming, StreamWriter
+from aiosync.sender.snapshots import FILLED, Snapshot
 from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
@@ -293,7 +292,7 @@ class Peer:
 
     def _write_now(self, snapshot: Snapshot) -> bool:
         publisher = self._publisher
-        if publisher and snapshot.copying is not None:
+        if publisher and snapshot.state is not FILLED:
             return False  # readers would see a slot that is half full
         if publisher and snapshot.slot is None and not snapshot.values:
             return False  # it is brought there first
@@ -346,7 +345,7 @@ class Peer:
     def can_see(self, snapshot: Snapshot) -> bool:
         """Whether nothing but naming this update is needed."""
         return (
-            snapshot.copying is None
+            snapshot.state is FILLED
             and not snapshot.values
             and self.looks_for(snapshot.layout.digest)
             and self.can_read(snapshot)
@@ -437,13 +436,9 @@ class Peer:
 
     async def _copied(self, snapshot: Snapshot) -> None:
         """Wait until the snapshot is made, unless the link sends only what is in place."""
-        copying = snapshot.copying
         above = self.transport.follows_copies_above
-        if copying is None or (above is not None and snapshot.nbytes > above):
-            return
-        await asyncio.wait({copying})
-        if copying.exception() is not None:
-            raise LocalProtocolError("the weights could not be copied") from copying.exception()
+        if above is None or snapshot.nbytes <= above:
+            await snapshot.copied()
 
     @staticmethod
     def _payload(snapshot: Snapshot) -> list[memoryview]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import SendTracker
-from aiosync.schemes._snapshots import Snapshot
+from aiosync.sender.snapshots import Snapshot
 from aiosync.types import SendReport
 
 __all__ = ["Deadlines", "Send"]

@@ -21,15 +21,15 @@ from aiosync.schemes._context import (
 )
 from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._indices import as_index
-from aiosync.schemes._making import Planned, SnapshotMaker
-from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
+from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
+from aiosync.transports._segment import Arena
 from aiosync.transports.base import Transport
 from aiosync.types import Limits, SendReport
 
@@ -39,18 +39,13 @@ __all__ = ["SendingScheme"]
 class SendingScheme(SchemeCore):
     """Methods of a sender; see :class:`aiosync.WeightSyncScheme`."""
 
-    def _make_store(self) -> SnapshotStore:
-        """Where the sender's snapshots are kept."""
-        raise LocalProtocolError(f"{type(self).__name__} makes no snapshots")
+    def _make_arena(self) -> Arena | None:
+        """The slots that workers read the sender's snapshots in; ``None`` for none."""
+        return None
 
     def _planning_limits(self) -> Limits | None:
         """Bounds that the receivers are expected to have; ``None`` for the defaults."""
         return None
-
-    def _ring_workers(self) -> None:
-        """Have the workers look that compute with an older version than they were named."""
-        if self._sender is not None:
-            self._sender.ring_late(at_once=True)
 
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
@@ -140,8 +135,8 @@ class SendingScheme(SchemeCore):
     async def _connect_sender(
         self, weights: Any, timeout: float | None, processes: Sequence[Any]
     ) -> None:
-        self._maker = SnapshotMaker(
-            self._make_store(),
+        self._maker = SnapshotCopier(
+            self._make_arena(),
             self._strategy.extract_as,
             check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
             self._planning_limits(),

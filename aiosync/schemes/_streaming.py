@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import ChunkPlan, validate_seconds
-from aiosync.schemes._snapshots import Snapshot
+from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Transport
 from aiosync.transports.stream import channel_of
 from aiosync.wire import Hello, RunningChecksum, Update, state_checksum

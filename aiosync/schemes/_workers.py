@@ -17,8 +17,8 @@ from aiosync.schemes._joining import Joining
 from aiosync.schemes._latest import Latest
 from aiosync.schemes._liveness import is_up, watch_process
 from aiosync.schemes._peer import Peer
-from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
+from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello
 

@@ -24,7 +24,6 @@ from aiosync.errors import (
 from aiosync.schemes._closing import ClosingScheme
 from aiosync.schemes._receiving import ReceivingScheme
 from aiosync.schemes._sending import SendingScheme
-from aiosync.schemes._snapshots import SnapshotStore
 from aiosync.schemes.handles import Ready
 from aiosync.transports.base import Transport
 
@@ -98,10 +97,6 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
-
-    @abc.abstractmethod
-    def _make_store(self) -> SnapshotStore:
-        """Where the sender's snapshots are kept."""
 
     # -- connecting ----------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports.base import Transport
 from aiosync.transports.pipe import MPTransport
@@ -44,6 +43,3 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         if not hasattr(pipe_or_context, "fileno"):
             raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
         return MPTransport(pipe_or_context)
-
-    def _make_store(self) -> SnapshotStore:
-        return PrivateStore()

@@ -15,7 +15,6 @@ from torch import nn
 from aiosync._tasks import running_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes._indices import as_index
-from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
@@ -228,6 +227,3 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         sock.close()
         raise LocalProtocolError(f"NoWeightSyncScheme has no transport for {name}")
-
-    def _make_store(self) -> SnapshotStore:
-        return PrivateStore()

@@ -10,7 +10,7 @@ import asyncio
 import select
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -22,14 +22,13 @@ from aiosync.errors import (
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
 from aiosync.schemes._awake import Awake
 from aiosync.schemes._indices import as_indices
-from aiosync.schemes._making import Planned, SnapshotMaker
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._progress import Progress
 from aiosync.schemes._send import Deadlines, Send
-from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
 from aiosync.schemes.handles import SendHandle
+from aiosync.sender.snapshots import Copying, Live, Planned, Snapshot, SnapshotCopier
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
@@ -68,7 +67,7 @@ class WeightSender:
         num_workers: int | None,
         expected: Sequence[int],
         require: Require,
-        maker: SnapshotMaker,
+        maker: SnapshotCopier,
         clock: VersionClock,
         parts: bool = False,
         streaming: Streaming | None = None,
@@ -95,6 +94,7 @@ class WeightSender:
         )
         self.progress: Progress = Progress(self.workers)
         self._loop = asyncio.get_running_loop()
+        maker.ring = lambda: self.ring_late(at_once=True)
         self._sends: dict[int, Send] = {}
         # What workers refused after its send had ended, as ``require`` asked for no more.
         self._untold: dict[int, tuple[Peer, AiosyncError]] = {}
@@ -270,15 +270,16 @@ class WeightSender:
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> Mapping[int | None, Snapshot]:
         snapshots = {}
-        peers, take = self.peers.values(), self.maker.take
+        peers = self.peers.values()
+        how: Literal["copy", "borrow", "copy ahead"] = "copy"
         if self._borrows and not any(peer.reads_slots for peer in peers):
             # Links that carry bytes take them from the tensors, which must not change meanwhile.
-            take = self.maker.borrow
+            how = "borrow"
         if self._copies_ahead and len(planned) == 1 and any(p.follows_copies for p in peers):
-            take = self.maker.copy_ahead
+            how = "copy ahead"
         try:
             for key, plan in planned.items():
-                snapshots[key] = await take(plan)
+                snapshots[key] = await self.maker.take(plan, how)
         except BaseException:  # goes on to the caller of send()
             for snapshot in snapshots.values():
                 snapshot.release()
@@ -389,7 +390,7 @@ class WeightSender:
         for peer in list(workers.peers.values()):
             if peer.wants_bell:
                 peer.ring()
-        if self._bell is None and self.maker.has_slots:
+        if self._bell is None and self.maker.arena is not None:
             self._ring_later()
 
     def _note_turn(self) -> None:
@@ -447,7 +448,9 @@ class WeightSender:
         future = self._loop.create_future()
         send = Send(SendTracker(version, targets, self.require), future, started, nbytes, lost)
         self._sends[version] = send
-        send.borrowed = [each.retain() for each in snapshots.values() if each.is_borrowed]
+        send.borrowed = [
+            each.retain() for each in snapshots.values() if isinstance(each.state, Live | Copying)
+        ]
         for idx in sorted(targets):
             peer = workers.peers.get(idx)
             snapshot_for = snapshots.get(idx) or snapshots.get(None)
@@ -526,7 +529,7 @@ class WeightSender:
         try:
             await self.workers.tasks.aclose()
         finally:
-            self.maker.close()
+            await self.maker.aclose()
 
     def abort(self) -> None:
         """The same from synchronous code, without waiting for the tasks."""

@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._snapshots import ArenaStore, SnapshotStore
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._segment import Arena
 from aiosync.transports.base import Transport
@@ -65,9 +64,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         pipe_or_context.close()
         return SharedMemTransport(sock, arena=self._arena)
 
-    def _make_store(self) -> SnapshotStore:
+    def _make_arena(self) -> Arena:
         self._arena = Arena()
-        return ArenaStore(self._arena, self._ring_workers)
+        return self._arena
 
     def _reset(self) -> None:
         super()._reset()

@@ -16,7 +16,6 @@ from aiosync.errors import AiosyncError, AuthError, ConfigError
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes._options import Fixed, Option, count, flag, seconds
-from aiosync.schemes._snapshots import PrivateStore, SnapshotStore
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
 from aiosync.schemes._streaming import Streaming
@@ -176,9 +175,6 @@ class TCPWeightSyncScheme(StreamReceiving):
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return TCPTransport(sock, limits=self.limits, name=name)
-
-    def _make_store(self) -> SnapshotStore:
-        return PrivateStore()
 
     def _streaming(self) -> Streaming:
         return Streaming(chunk_nbytes=self.chunk_nbytes, stall_timeout=self.stall_timeout)

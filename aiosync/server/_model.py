@@ -19,10 +19,10 @@ from aiosync.protocol import Inbox, Outcome, VersionClock
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._peer import Peer
-from aiosync.schemes._snapshots import Snapshot
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._workers import Workers
+from aiosync.sender.snapshots import Snapshot
 from aiosync.server._saving import Saver, Unsaved
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports.base import Received, make_ack
@@ -110,16 +110,14 @@ class ServedModel:
 
     def restore(self, stored: StoredUpdate) -> None:
         """Serve what an earlier process kept on disk."""
-        snapshot = Snapshot(stored.buffer, slot=None, release=_nothing)
-        self._describe(snapshot, stored)
+        snapshot = self._snapshot(stored, lambda: None)
         self._inbox.offer(stored.epoch, stored.version)
         self._publish(snapshot, stored)
         self.updated_at = stored.saved_at
 
-    def _describe(self, snapshot: Snapshot, update: StoredUpdate) -> None:
-        snapshot.layout, snapshot.version = update.layout, update.version
-        snapshot.nbytes = update.layout.nbytes
-        snapshot.values = dict(update.values)
+    @staticmethod
+    def _snapshot(update: StoredUpdate, free: Callable[[], None]) -> Snapshot:
+        return Snapshot(update.layout, update.buffer, free, update.values, update.version)
 
     def _publish(self, snapshot: Snapshot, update: StoredUpdate) -> None:
         """Serve a version; takes over a reference."""
@@ -239,11 +237,10 @@ class ServedModel:
             # The disk refused it, and the trainer offers it again.
         self.versions += 1
         self.received_nbytes += staged.layout.nbytes
-        snapshot = Snapshot(staged.flat, slot=None, release=staged.give_back)
         update = StoredUpdate(
             epoch, version, self._trainer_strategy, staged.layout, staged.flat, dict(staged.values)
         )
-        self._describe(snapshot, update)
+        snapshot = self._snapshot(update, staged.give_back)
         if self._saver is None:
             self._publish(snapshot, update)
             self._say(link, make_ack(epoch, version, AckStatus.APPLIED, None))
@@ -330,7 +327,3 @@ class ServedModel:
 
 def _ignore(peer: Peer, outcomes: Sequence[Outcome]) -> None:
     """Nobody waits for workers of a server; the status shows what became of versions."""
-
-
-def _nothing() -> None:
-    return None

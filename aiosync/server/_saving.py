@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError
-from aiosync.schemes._snapshots import Snapshot
+from aiosync.sender.snapshots import Snapshot
 from aiosync.server._merging import Part, merged
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports._link import without_frames

@@ -6,7 +6,10 @@ What holds for every scheme (reports, require, lost workers, late ones) is in th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 import aiosync
+from aiosync.tensors import Flattener
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -232,3 +236,27 @@ async def test_a_trainer_that_only_sends_lets_workers_come() -> None:
             while not joining.done():
                 await scheme.send()
         await joining
+
+
+async def test_closing_holds_no_loop_while_a_thread_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_into, begun = Flattener.copy_into, threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        time.sleep(0.5)
+        copy_into(*args, **kwargs)
+
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    async with harness.here(scheme, models.big(), sender={"model": models.big()}) as (sender, _):
+        monkeypatch.setattr(Flattener, "copy_into", slow)
+        sending = asyncio.ensure_future(sender.send())
+        await harness.until(begun.is_set)
+        closing = asyncio.ensure_future(sender.aclose())
+        longest, before = 0.0, time.perf_counter()
+        while not closing.done():
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        assert longest < 0.3
+        with contextlib.suppress(aiosync.AiosyncError):
+            await sending
