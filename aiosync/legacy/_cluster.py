@@ -185,7 +185,7 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
         """A transport to one actor, of which this is the handle."""
         return RayActorTransport(pipe_or_context, self.strategy)
 
-    def create_sender(self) -> RayModuleTransformSender:  # type: ignore[override]  # see the class
+    def create_sender(self) -> RayModuleTransformSender:  # type: ignore[misc, override]  # see the class
         """A sender for this scheme."""
         return RayModuleTransformSender(self)
 

@@ -222,9 +222,7 @@ class _NoTransport:
         return True
 
 
-class NoWeightSyncScheme(  # type: ignore[misc]  # the base's connect() suits both
-    WeightSyncScheme, sync.NoWeightSyncScheme
-):
+class NoWeightSyncScheme(WeightSyncScheme, sync.NoWeightSyncScheme):
     """A scheme that does nothing: pipes that it is given stay as they are."""
 
     _async_class: ClassVar[type[aio.NoWeightSyncScheme]] = aio.NoWeightSyncScheme

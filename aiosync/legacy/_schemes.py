@@ -21,7 +21,7 @@ from aiosync.legacy._sender import WeightSender
 from aiosync.schemes._context import resolve_model, resolve_path
 from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.strategy import get_strategy
-from aiosync.sync._schemes import _AsyncClass
+from aiosync.sync._schemes import AsyncClass
 
 __all__ = ["WeightSyncScheme"]
 
@@ -51,7 +51,7 @@ class WeightSyncScheme(Running):
         ConfigError: An option has an illegal value (a ``ValueError``).
     """
 
-    _async_class: ClassVar[_AsyncClass] = aio.NoWeightSyncScheme
+    _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
     _needs_pipes = False  # with the names of this generation
     _pipe_apply: Literal["auto", "manual"] = "auto"
 

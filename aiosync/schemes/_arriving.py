@@ -11,6 +11,7 @@ from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, TransportBroken
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.options import StreamOptions
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse
@@ -24,10 +25,9 @@ _SILENT_SECONDS = 60.0
 """How long a trainer may owe an answer where ``keepalive`` says nothing of it."""
 
 
-class TrainersArriving(WeightSyncScheme):
+class TrainersArriving(StreamOptions, WeightSyncScheme):
     """Methods of a receiver that listens: one trainer has it at a time."""
 
-    reconnect: object  # seconds, or None; an option of the subclass
     _keepalive: float | None
 
     def _reset(self) -> None:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
+from aiosync.protocol.indices import as_index
 from aiosync.schemes._context import NoWeakReference, as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
-from aiosync.schemes._indices import as_index
 from aiosync.schemes._moment import run_on_loop
-from aiosync.schemes._options import Option, check_require, flag, one_of, seconds
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
+from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.rendezvous import new_address
 from aiosync.strategy import WeightStrategy, get_strategy
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 
@@ -40,18 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["SchemeCore"]
 
 
-class SchemeCore:
+class SchemeCore(SchemeOptions):
     """Options and state of a scheme; see :class:`aiosync.WeightSyncScheme`."""
-
-    # Each is checked whenever it is assigned, here or by the user.
-    per_worker_weights: Option[bool] = Option(flag)
-    apply: Option[Literal["auto", "manual"]] = Option(one_of("auto", "manual"))
-    apply_copy: Option[bool] = Option(flag)
-    guard: Option[Literal["forward", "reading"]] = Option(one_of("forward", "reading"))
-    strict: Option[bool] = Option(flag)
-    require: Option[Require] = Option(check_require)
-    timeout: Option[float | None] = Option(seconds(endless=True, none=True))
-    wire_dtype: Option[Dtypes | None] = Option(lambda _, value: check_wire_dtype(value))
 
     def __init__(
         self,
@@ -68,7 +58,7 @@ class SchemeCore:
         wire_dtype: Dtypes | None = None,
     ) -> None:
         self._strategy = get_strategy(strategy)
-        self.strategy_str: str = self._strategy.extract_as
+        self.strategy_str = self._strategy.extract_as
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.apply = apply

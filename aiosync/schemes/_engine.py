@@ -16,11 +16,11 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
-from aiosync.schemes._options import Option, flag
 from aiosync.schemes._same_host import SameHost, available, dial_here
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.listening import StreamListener
+from aiosync.schemes.options import EngineOptions
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -49,7 +49,7 @@ _AGAIN_SECONDS = 0.2
 _ATTEMPT_SECONDS = 5.0  # at one address, before it is looked up again
 
 
-class EngineScheme(StreamReceiving):
+class EngineScheme(EngineOptions, StreamReceiving):
     """Messages over a control stream, large payloads beside it.
 
     Args:
@@ -63,8 +63,6 @@ class EngineScheme(StreamReceiving):
         wire_dtype: What the sender casts floating-point weights to on their way.
         shared_memory: Workers on the sender's host read updates from shared memory.
     """
-
-    shared_memory: Option[bool] = Option(flag)
 
     def __init__(
         self,

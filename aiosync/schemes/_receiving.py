@@ -21,11 +21,11 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
 )
+from aiosync.protocol.indices import as_index
 from aiosync.schemes._context import as_model_id
 from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._following import FollowingScheme, apply_error
 from aiosync.schemes._handshake import Refused, greet
-from aiosync.schemes._indices import as_index
 from aiosync.schemes._moment import between_reads, refuse_inside_read
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
+from aiosync.protocol.indices import as_index
 from aiosync.schemes._context import (
     as_model_id,
     resolve_model,
     resolve_path,
 )
 from aiosync.schemes._core import SchemeCore
-from aiosync.schemes._indices import as_index
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._indices import as_index, as_indices
+from aiosync.protocol.indices import as_index, as_indices
 from aiosync.tensors.tensordicts import is_tensordict
 
 __all__ = ["DeviceMap", "Sources", "is_per_worker", "resolve_sources"]

@@ -20,7 +20,6 @@ from aiosync.errors import (
 from aiosync.schemes._arriving import TrainersArriving
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS, Refused, greet
-from aiosync.schemes._options import Fixed, Option, check_limits, seconds
 from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
@@ -46,11 +45,6 @@ _ADVICE = {
 
 class StreamReceiving(TrainersArriving):
     """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
-
-    token: Fixed = Fixed()
-    reconnect: Option[float | None] = Option(seconds(zero=True, endless=True, none=True))
-    handshake_timeout: Option[float] = Option(seconds())
-    limits: Option[Limits | None] = Option(check_limits)
 
     _addresses: list[Address]
     _credentials: Credentials

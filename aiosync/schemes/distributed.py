@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._options import Fixed, Option, count, seconds
+from aiosync.schemes.options import Fixed, Option, count, seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiosync.types import SendReport
 
-__all__ = ["AppliedUpdate", "Ready", "SendHandle"]
+__all__ = ["AppliedUpdate", "Ready", "SendHandle", "has_failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,12 @@ class SendHandle:
     def __repr__(self) -> str:
         state = "done" if self._future.done() else "under way"
         return f"<SendHandle version {self.version}: {state}>"
+
+
+def has_failed(handle: SendHandle) -> bool:
+    """Whether a send is over and failed. Nobody has seen the failure by that."""
+    # exception() would count as somebody who has seen it.
+    return handle.done() and handle._future._exception is not None
 
 
 class Ready:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.protocol import validate_seconds
-from aiosync.schemes._indices import as_count
+from aiosync.protocol.indices import as_count
 from aiosync.transports._fork import close_in_child
 from aiosync.transports.address import Address, bind
 from aiosync.transports.credentials import Credentials

@@ -14,7 +14,7 @@ from torch import nn
 
 from aiosync._tasks import running_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.schemes._indices import as_index
+from aiosync.protocol.indices import as_index
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle

@@ -20,8 +20,8 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
+from aiosync.protocol.indices import as_indices
 from aiosync.schemes._awake import Awake
-from aiosync.schemes._indices import as_indices
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._progress import Progress
 from aiosync.schemes._send import Deadlines, Send

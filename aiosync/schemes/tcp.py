@@ -10,16 +10,16 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError
 from aiosync.schemes._dialling import Backoff, Dialler
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
-from aiosync.schemes._options import Fixed, Option, count, flag, seconds
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.listening import StreamListener
+from aiosync.schemes.options import TCPOptions
 from aiosync.schemes.rendezvous import AnyListener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
@@ -34,12 +34,7 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 
-def _check_streaming(name: str, value: Any) -> Any:
-    Streaming(**{name: value})
-    return value
-
-
-class TCPWeightSyncScheme(StreamReceiving):
+class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
     """Sends weights to workers on any host, over TCP or Unix sockets.
 
     The sender listens and workers dial its address at any time: before the first update, in the
@@ -87,14 +82,6 @@ class TCPWeightSyncScheme(StreamReceiving):
     Raises:
         ConfigError: An option has an illegal value.
     """
-
-    tls: Fixed = Fixed()
-    dial: Fixed = Fixed()
-    subscribe: Option[bool] = Option(flag)
-    stall_timeout: Option[float | None] = Option(_check_streaming)
-    chunk_nbytes: Option[int] = Option(_check_streaming)
-    keepalive: Option[float | None] = Option(seconds(none=True))
-    max_connections: Option[int] = Option(count(1))
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
+from aiosync.protocol.indices import as_count
 from aiosync.schemes._handshake import HANDSHAKE_SECONDS
-from aiosync.schemes._indices import as_count
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.listening import StreamListener
 from aiosync.server._model import ServedModel

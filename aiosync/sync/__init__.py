@@ -6,16 +6,17 @@ nothing; the first call that has to wait starts one background thread.
 
 from __future__ import annotations
 
-from aiosync.sync._distributed import DistributedWeightSyncScheme
-from aiosync.sync._local import (
+from aiosync.sync._schemes import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayModuleTransformScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    TCPWeightSyncScheme,
+    WeightSyncScheme,
 )
-from aiosync.sync._ray import RayModuleTransformScheme, RayWeightSyncScheme
-from aiosync.sync._rpc import RPCWeightSyncScheme
-from aiosync.sync._schemes import WeightSyncScheme
-from aiosync.sync._tcp import TCPWeightSyncScheme
 
 __all__ = [
     "DistributedWeightSyncScheme",

@@ -11,9 +11,29 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    overload,
+)
 
-__all__ = ["Facade", "blocking", "direct", "initialising", "on_loop", "option"]
+__all__ = [
+    "Facade",
+    "Twin",
+    "attribute",
+    "blocking",
+    "constructor",
+    "direct",
+    "initialising",
+    "on_loop",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,10 +44,12 @@ class Facade(Protocol):
     """What the descriptors need of the object that they are used on."""
 
     _scheme: Any
-    _owner: Any
 
     def _find_owner(self, context: Any) -> None:
         """See who calls the scheme, if it is a library that needs something special."""
+
+    def _through_owner(self, name: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``proceed``, or what the owner does instead."""
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the portal and wait for it."""
@@ -39,18 +61,27 @@ class Facade(Protocol):
         """Raise unless this thread may wait for the scheme."""
 
 
-class _Method(Generic[_P, _R]):
-    """Looks like the method of the async class; calls ``caller`` with the facade."""
+class Twin(Generic[_P, _R]):
+    """Looks like the method of the async class, and calls it its own way.
 
-    def __init__(self, method: Callable[..., Any], caller: Callable[..., Any]) -> None:
-        functools.update_wrapper(caller, method)
-        caller.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # known
-        self._caller = cast("types.FunctionType", caller)
+    Args:
+        method: Of the async class.
+        way: Calls it, given the facade and the arguments.
+    """
+
+    def __init__(self, method: Callable[..., Any], way: Callable[..., Any]) -> None:
+        def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+            return way(self, method, args, kwargs)
+
+        functools.update_wrapper(call, method)
+        call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # known
+        self.way = way
+        self._call = cast("types.FunctionType", call)
         self.__doc__ = method.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._caller.__module__ = owner.__module__
-        self._caller.__qualname__ = f"{owner.__qualname__}.{name}"
+        self._call.__module__ = owner.__module__
+        self._call.__qualname__ = f"{owner.__qualname__}.{name}"
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
@@ -59,102 +90,121 @@ class _Method(Generic[_P, _R]):
     def __get__(self, instance: Facade, owner: type) -> Callable[_P, _R]: ...
 
     def __get__(self, instance: Facade | None, owner: type) -> Callable[..., _R]:
-        if instance is None:
-            return self._caller
-        return types.MethodType(self._caller, instance)
+        return self._call if instance is None else types.MethodType(self._call, instance)
 
 
 def blocking(
-    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
-    *,
-    at_once: Callable[Concatenate[Any, _P], tuple[_R | None, Callable[[], None] | None]]
-    | None = None,
-) -> _Method[_P, _R]:
+    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]], *, at_once: str = ""
+) -> Twin[_P, _R]:
     """A method that runs the coroutine method of the async class and waits for its result.
 
     Args:
         method: The coroutine method.
-        at_once: Does the same where nobody has to be waited for, and is tried first.
+        at_once: Name of a method that does the same where nobody has to be waited for; it is
+            tried first.
     """
-    name = method.__name__
 
-    def proceed(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        self._check(name)
-        if at_once is not None and getattr(type(self._scheme), name) is method:
-            done = self._at_once(functools.partial(at_once, self._scheme, *args, **kwargs))
-            if done is not None:
-                return done
-        return self._call(getattr(self._scheme, name)(*args, **kwargs))
+    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = method.__name__
 
-    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        if self._owner is not None:
-            return self._owner.call(name, functools.partial(proceed, self), args, kwargs)
-        return proceed(self, *args, **kwargs)
+        def proceed(*args: Any, **kwargs: Any) -> Any:
+            self._check(name)
+            scheme = self._scheme
+            if at_once and getattr(type(scheme), name) is method:
+                function = functools.partial(getattr(scheme, at_once), *args, **kwargs)
+                done = self._at_once(function)
+                if done is not None:
+                    return done
+            return self._call(getattr(scheme, name)(*args, **kwargs))
 
-    return _Method(method, call)
+        return self._through_owner(name, proceed, args, kwargs)
+
+    return Twin(method, way)
 
 
-def initialising(method: Callable[Concatenate[Any, _P], _R]) -> _Method[_P, _R]:
+def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
-    name = method.__name__
 
-    def proceed(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._scheme, name)(*args, **kwargs)
-
-    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
-        if self._owner is not None:
-            return self._owner.call(name, functools.partial(proceed, self), args, kwargs)
-        return proceed(self, *args, **kwargs)
+        proceed = getattr(self._scheme, method.__name__)
+        return self._through_owner(method.__name__, proceed, args, kwargs)
 
-    return _Method(method, call)
+    return Twin(method, way)
 
 
-def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> _Method[_P, _R]:
+def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """A method that calls the plain method of the async class on the portal's loop."""
-    name = method.__name__
 
-    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        self._check(name)
+    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._check(method.__name__)
 
         async def run() -> Any:
-            return getattr(self._scheme, name)(*args, **kwargs)
+            return getattr(self._scheme, method.__name__)(*args, **kwargs)
 
         return self._call(run())
 
-    return _Method(method, call)
+    return Twin(method, way)
 
 
-def direct(method: Callable[Concatenate[Any, _P], _R]) -> _Method[_P, _R]:
+def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """A method that calls the plain method of the async class, on the caller's thread."""
-    name = method.__name__
 
-    def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._scheme, name)(*args, **kwargs)
+    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return getattr(self._scheme, method.__name__)(*args, **kwargs)
 
-    return _Method(method, call)
+    return Twin(method, way)
 
 
-class option(Generic[_T]):
-    """An option of the async scheme, under the same name."""
+def constructor(
+    cls: Callable[_P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _P], None]]:
+    """An ``__init__`` with the options of the async class."""
 
-    def __init__(self, doc: str) -> None:
-        self.__doc__ = doc
+    def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, _P], None]:
+        original: Any = cls
+        function.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined]  # known
+        return function
+
+    return decorate
+
+
+class attribute(property, Generic[_T]):
+    """An option or a property of the async scheme, under the same name.
+
+    Args:
+        original: The property of the async class; or the description of an option.
+    """
+
+    def __init__(self, original: object) -> None:
+        self._original = original
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        def read(facade: Facade) -> Any:
+            return getattr(facade._scheme, name)
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
+        def write(facade: Facade, value: Any) -> None:
+            setattr(facade._scheme, name, value)
 
-    @overload
-    def __get__(self, instance: Facade, owner: type) -> _T: ...
+        original = self._original
+        if isinstance(original, property):
+            read.__annotations__ = original.fget.__annotations__
+        elif isinstance(original, str):
+            own = owner.__annotations__[name].removeprefix("attribute[").removesuffix("]")
+            read.__annotations__ = {"return": own}
+        else:  # an option of both classes
+            read.__annotations__ = {"return": getattr(original, "annotation", Any)}
+        super().__init__(read, None if getattr(original, "fset", write) is None else write)
+        self.__doc__ = original if isinstance(original, str) else original.__doc__
 
-    def __get__(self, instance: Facade | None, owner: type) -> Self | _T:
-        if instance is None:
-            return self
-        value: _T = getattr(instance._scheme, self._name)
-        return value
+    if TYPE_CHECKING:
 
-    def __set__(self, instance: Facade, value: _T) -> None:
-        setattr(instance._scheme, self._name, value)
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type) -> Self: ...
+
+        @overload
+        def __get__(self, instance: object, owner: type) -> _T: ...
+
+        def __get__(self, instance: object, owner: type | None = None) -> Self | _T: ...
+
+        def __set__(self, instance: Any, value: _T) -> None: ...

@@ -54,7 +54,7 @@ class _Call(Generic[_T]):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._task = loop.create_task(self._run())
-        self._task.add_done_callback(self._end)
+        self._task.add_done_callback(self.give_up)
 
     async def _run(self) -> None:
         try:
@@ -63,21 +63,14 @@ class _Call(Generic[_T]):
             self.error = exc
         self._finish()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # before its first step
-            self._coroutine.close()
-            self.error = asyncio.CancelledError()
-            self._finish()
-
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         else:  # interrupted before it was started
-            self._coroutine.close()
-            self._finish()
+            self.give_up()
 
-    def give_up(self) -> None:
-        """Wake the caller, as the loop has ended and will not."""
+    def give_up(self, _: object = None) -> None:
+        """Wake the caller if nothing else will: its task never began, or the loop has ended."""
         if not self.over:
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
                 self._coroutine.close()
@@ -124,7 +117,7 @@ class _Portal:
         self._selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
         self.stopping = False
-        self._serving = False
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
 
     def start(self) -> None:
@@ -144,10 +137,7 @@ class _Portal:
         loop = self.loop
         self._selector.turn.acquire()
         try:
-            while not self.stopping:
-                self._serving = True
-                loop.run_forever()
-            self._serving = False
+            loop.run_until_complete(self._stop.wait())
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -167,14 +157,7 @@ class _Portal:
             _leaving.add(self)
         self.stopping = True
         with contextlib.suppress(RuntimeError):  # it ended already
-            self.loop.call_soon_threadsafe(self._leave)
-
-    def _leave(self) -> None:
-        # stop() may be called twice, and before the thread's first step: a second stop of the
-        # loop would end the clean-up that comes after the first.
-        if self._serving:
-            self._serving = False
-            self.loop.stop()
+            self.loop.call_soon_threadsafe(self._stop.set)
 
     def _close(self) -> None:
         self.loop.close()

@@ -6,6 +6,7 @@ Must not import torch.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import threading
 import warnings
@@ -13,26 +14,57 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import aiosync.schemes as aio
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
 from aiosync.schemes._reading import on_behalf_of_reader
+from aiosync.schemes.handles import has_failed
+from aiosync.schemes.options import (
+    EngineOptions,
+    Fixed,
+    Option,
+    SchemeOptions,
+    StreamOptions,
+    TCPOptions,
+)
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._attributes import Attributes
-from aiosync.sync._blocking import blocking, direct, initialising, on_loop, option
+from aiosync.sync._blocking import (
+    Facade,
+    Twin,
+    attribute,
+    blocking,
+    constructor,
+    direct,
+    initialising,
+    on_loop,
+)
 from aiosync.sync._discovery import Owner, discover, owner_of, rpc_runs
-from aiosync.sync._handles import Ready
-from aiosync.sync._pending import PendingSends
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
-from aiosync.tensors import Dtypes
-from aiosync.types import Require, SendReport
+from aiosync.transports.base import Transport
+from aiosync.types import SendReport
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["WeightSyncScheme"]
+__all__ = [
+    "AsyncClass",
+    "DistributedWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
+    "Ready",
+    "SharedMemWeightSyncScheme",
+    "TCPWeightSyncScheme",
+    "WeightSyncScheme",
+    "twin_of",
+]
 
 _T = TypeVar("_T")
-_AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
+AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
+_Outcome: TypeAlias = tuple[SendReport | None, list[Exception]]
+_TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
+_FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
 
 
 class _Tenant:
@@ -61,7 +93,46 @@ def _has_runtime(scheme: aio.WeightSyncScheme) -> bool:
     return scheme._sender is not None or scheme._receiver is not None
 
 
-class WeightSyncScheme(Attributes):
+class Ready:
+    """The condition that there is a complete version: ``if scheme.ready``, or :meth:`wait`.
+
+    See :class:`aiosync.Ready`.
+    """
+
+    def __init__(self, facade: Facade, ready: Callable[[], aio.Ready]) -> None:
+        self._facade = facade
+        self._ready = ready
+
+    def is_set(self) -> bool:
+        """Whether the condition holds now."""
+        return self._ready().is_set()
+
+    def __bool__(self) -> bool:
+        return self.is_set()
+
+    def wait(self, *, timeout: float | None = None) -> None:
+        """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""
+        self._facade._check("ready.wait")
+        self._facade._call(self._ready().wait(timeout=timeout))
+
+    def __repr__(self) -> str:
+        return repr(self._ready())
+
+
+def _name(cls: type, name: str, member: Any) -> None:
+    member.__set_name__(cls, name)
+    setattr(cls, name, member)
+
+
+def _mirror_options(cls: type) -> None:
+    """Have what a class inherits as options be those of the async scheme."""
+    for name in dir(cls):
+        option = inspect.getattr_static(cls, name)
+        if isinstance(option, Option):
+            _name(cls, name, attribute(option))
+
+
+class WeightSyncScheme(SchemeOptions):
     """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.
 
     The event loop runs in one background thread of the process, which all schemes share; it is
@@ -87,41 +158,27 @@ class WeightSyncScheme(Attributes):
         ConfigError: An option has an illegal value.
     """
 
-    wire_dtype: option[Dtypes | None] = option("What weights are cast to on their way.")
-
     # Abstract, as this class is: calling it raises.
-    _async_class: ClassVar[_AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
+    _async_class: ClassVar[AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
 
-    def __init__(
-        self,
-        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
-        sync: bool = True,
-        per_worker_weights: bool = False,
-        *,
-        apply: Literal["auto", "manual"] = "auto",
-        apply_copy: bool = False,
-        guard: Literal["forward", "reading"] = "forward",
-        strict: bool = True,
-        require: Require = "all",
-        timeout: float | None = 120.0,
-        wire_dtype: Dtypes | None = None,
-    ) -> None:
-        self._adopt(
-            self._async_class(
-                strategy,
-                sync=sync,
-                per_worker_weights=per_worker_weights,
-                apply=apply,
-                apply_copy=apply_copy,
-                guard=guard,
-                strict=strict,
-                require=require,
-                timeout=timeout,
-                wire_dtype=wire_dtype,
-            )
-        )
+    def __init_subclass__(cls, twin_of: AsyncClass | None = None) -> None:
+        """Have the methods of the async class, also where it overrides those of its base."""
+        super().__init_subclass__()
+        _mirror_options(cls)
+        if twin_of is not None:
+            before, cls._async_class, _TWINS[twin_of] = cls._async_class, twin_of, cls
+            for name, member in vars(WeightSyncScheme).items():
+                if isinstance(member, Twin) and name not in vars(cls):
+                    original = getattr(twin_of, name)
+                    if original is not getattr(before, name):
+                        again: Twin[..., Any] = Twin(original, member.way)
+                        _name(cls, name, again)
 
-    _is_copy = False
+    @constructor(aio.WeightSyncScheme)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._adopt(self._async_class(*args, **options))
+
+    _is_copy = False  # made by unpickling
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -130,7 +187,7 @@ class WeightSyncScheme(Attributes):
         self._lock = threading.RLock()  # for _lease and _calls
         self._calls = 0
         self._closing = threading.RLock()
-        self._sends = PendingSends()
+        self._handles: list[aio.SendHandle] = []  # that wait_async() is going to wait for
         self._pid = os.getpid()
         self._owner: Owner | None = None
         discover()
@@ -141,6 +198,11 @@ class WeightSyncScheme(Attributes):
             self._owner = owner_of(context, self)
             if self._tenant is not None:
                 self._tenant.owner = self._owner
+
+    def _through_owner(self, name: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._owner is None:
+            return proceed(*args, **kwargs)
+        return self._owner.call(name, proceed, args, kwargs)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -197,9 +259,7 @@ class WeightSyncScheme(Attributes):
     def _at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T | None:
         """What a function returns that is called while the portal's loop waits, if it is there."""
         held = self._lease
-        if held is None or not held.valid:
-            return None
-        return held.at_once(function)
+        return held.at_once(function) if held is not None and held.valid else None
 
     def _enter(self) -> Lease:
         with self._lock:
@@ -231,10 +291,55 @@ class WeightSyncScheme(Attributes):
         scheme = self._scheme
         return not scheme._closed and (scheme._connected or _has_runtime(scheme))
 
+    # -- properties ----------------------------------------------------------------------------
+
+    model_id: attribute[str | None] = attribute(aio.WeightSyncScheme.model_id)
+    worker_idx: attribute[int | None] = attribute(aio.WeightSyncScheme.worker_idx)
+    model: attribute[Any] = attribute(aio.WeightSyncScheme.model)
+    weights: attribute[Any] = attribute(aio.WeightSyncScheme.weights)
+    initialized_on_receiver: Final = attribute[bool](aio.WeightSyncScheme.initialized_on_receiver)
+    synchronized_on_sender: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_sender)
+    synchronized_on_receiver: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_receiver)
+    version: Final = attribute[int](aio.WeightSyncScheme.version)
+    lag: Final = attribute[int](aio.WeightSyncScheme.lag)
+    staged_version: Final = attribute[int](aio.WeightSyncScheme.staged_version)
+    worker_versions: Final = attribute[dict[int, int]](aio.WeightSyncScheme.worker_versions)
+    link_lost: Final = attribute[AiosyncError | None](aio.WeightSyncScheme.link_lost)
+    sender_transports: Final = attribute[dict[int, Transport]](
+        aio.WeightSyncScheme.sender_transports
+    )
+    shared_transport: Final = attribute[Transport | None](aio.WeightSyncScheme.shared_transport)
+    receiver_transport: Final = attribute[Transport | None](aio.WeightSyncScheme.receiver_transport)
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied."""
+        return self._scheme.strategy
+
+    @strategy.setter
+    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
+        self._scheme.strategy = value
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return self._scheme.context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        self._find_owner(value)
+        self._scheme.context = value
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object is a sender."""
+        discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
+        return self._scheme.initialized_on_sender
+
     # -- the same methods, waiting -------------------------------------------------------------
 
     connect: Final = blocking(aio.WeightSyncScheme.connect)
-    send: Final = blocking(aio.WeightSyncScheme.send, at_once=aio.WeightSyncScheme._send_at_once)
+    send: Final = blocking(aio.WeightSyncScheme.send, at_once="_send_at_once")
     receive: Final = blocking(aio.WeightSyncScheme.receive)
     pull: Final = blocking(aio.WeightSyncScheme.pull)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
@@ -272,7 +377,10 @@ class WeightSyncScheme(Attributes):
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())
-        self._sends.add(handle)
+        with self._lock:
+            failed = [each for each in self._handles if has_failed(each)][-_FAILURES_KEPT:]
+            kept = [each for each in self._handles if not each.done() or each in failed]
+            self._handles = [*kept, handle]
         return handle.version
 
     def wait_async(self) -> SendReport:
@@ -288,7 +396,33 @@ class WeightSyncScheme(Attributes):
                 one that failed since the last call; its notes tell of older ones.
         """
         self._check("wait_async", "await handle")
-        return self._sends.wait(self._call)
+        handles = list(self._handles)
+        if not handles:
+            raise LocalProtocolError("No async send is pending: call send_async() first.")
+
+        async def settle() -> _Outcome:
+            report, failures = None, []
+            for handle in handles:
+                try:
+                    report = await handle
+                except Exception as exc:  # noqa: BLE001 - raised in the thread that waits
+                    failures.append(exc)
+            return report, failures
+
+        report, failures = self._call(settle())  # if Ctrl-C ends the wait, the sends go on
+        with self._lock:
+            self._handles = [each for each in self._handles if each not in handles]
+        if not failures:
+            assert report is not None
+            return report
+        newest = failures.pop()
+        for older in failures:
+            newest.add_note(f"before it failed: {type(older).__name__}: {older}")
+        failures.clear()
+        try:
+            raise newest
+        finally:
+            del newest  # the traceback refers to this frame: leave no cycle
 
     @property
     def ready(self) -> Ready:
@@ -364,10 +498,97 @@ class WeightSyncScheme(Attributes):
         return f"<aiosync.sync twin of {self._scheme!r}>"
 
 
-def twin_of(cls: _AsyncClass) -> type[WeightSyncScheme]:
+def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
     """The blocking class of an async one; the base class where it has none of its own."""
-    twins = {twin._async_class: twin for twin in _TWINS}
-    return twins.get(cls, WeightSyncScheme)
+    return _TWINS.get(cls, WeightSyncScheme)
 
 
-_TWINS: list[type[WeightSyncScheme]] = []
+_mirror_options(WeightSyncScheme)
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme, twin_of=aio.SharedMemWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`."""
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme, twin_of=aio.MultiProcessWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`."""
+
+
+class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.NoWeightSyncScheme`."""
+
+    carry: Final = direct(aio.NoWeightSyncScheme.carry)
+
+
+class _StreamTwin(StreamOptions, WeightSyncScheme):
+    """What the twins of the schemes over streams have in common."""
+
+    address: Final = attribute[str](aio.TCPWeightSyncScheme.address)
+    reconnects: Final = attribute[int](aio.TCPWeightSyncScheme.reconnects)
+
+
+class TCPWeightSyncScheme(TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.TCPWeightSyncScheme`; same arguments."""
+
+    refused: Final = attribute[dict[str, int]](aio.TCPWeightSyncScheme.refused)
+
+    @constructor(aio.TCPWeightSyncScheme)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class DistributedWeightSyncScheme(
+    EngineOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
+):
+    """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
+
+    group: Fixed = Fixed()
+    store: Fixed = Fixed()
+    backend: attribute[Literal["gloo", "nccl"]] = attribute("What moves large updates.")
+    patience: attribute[float] = attribute("Seconds that a transfer may stall.")
+    inline_nbytes: attribute[int] = attribute(
+        "Updates up to this size travel in the control stream."
+    )
+
+    @constructor(aio.DistributedWeightSyncScheme)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class RPCWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.RPCWeightSyncScheme`; same arguments."""
+
+    patience: attribute[float] = attribute("Seconds without progress until a drop.")
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
+        aio.RPCWeightSyncScheme.init_on_sender
+    )
+
+    @constructor(aio.RPCWeightSyncScheme)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class RayWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
+    """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
+
+    backend: attribute[str] = attribute("Kept for TorchRL's signature.")
+    inline_nbytes: attribute[int] = attribute(
+        "Updates up to this size travel in the control stream."
+    )
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
+        aio.RayWeightSyncScheme.init_on_sender
+    )
+
+    @constructor(aio.RayWeightSyncScheme)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme, twin_of=aio.RayModuleTransformScheme):
+    """Blocking twin of :class:`aiosync.RayModuleTransformScheme`; same arguments."""
+
+    init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
+        aio.RayModuleTransformScheme.init_on_sender
+    )
+    create_sender: Final = direct(aio.RayModuleTransformScheme.create_sender)
+    _set_transform: Final = direct(aio.RayModuleTransformScheme._set_transform)

@@ -16,7 +16,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.integrations.torchrl._policies import find_model
-from aiosync.schemes._indices import as_index, as_indices
+from aiosync.protocol.indices import as_index, as_indices
 from aiosync.schemes._sources import is_per_worker
 from aiosync.schemes.guard import Guard
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme

@@ -1,0 +1,209 @@
+"""Options of schemes, async and blocking; checked when they are assigned as when they are given.
+
+The classes name the options of each kind of scheme, once for both. The defaults are those of the
+async constructors, which the blocking ones have, too. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
+
+from aiosync.errors import ConfigError
+from aiosync.protocol import ChunkPlan, validate_require, validate_seconds
+from aiosync.protocol.indices import as_count
+from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.types import Limits, Require
+
+__all__ = [
+    "EngineOptions",
+    "Fixed",
+    "Option",
+    "SchemeOptions",
+    "StreamOptions",
+    "TCPOptions",
+    "count",
+    "flag",
+    "one_of",
+    "seconds",
+]
+
+_T = TypeVar("_T")
+
+
+class Option(Generic[_T]):
+    """An option that may be assigned.
+
+    It is kept in the object's own dict, under the same name, where pickles find it.
+
+    Args:
+        check: Called with the name and the value; returns what is kept, or raises.
+        doc: What it is.
+    """
+
+    def __init__(self, check: Callable[[str, Any], _T], doc: str = "") -> None:
+        self._check = check
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        # The blocking twin of the scheme has a property of the same type.
+        self.annotation: str = owner.__annotations__[name].removeprefix("Option[").removesuffix("]")
+
+    if TYPE_CHECKING:
+        # Left out otherwise: Python then reads the object's dict itself, and a send reads options.
+        @overload
+        def __get__(self, instance: None, owner: type) -> Self: ...
+
+        @overload
+        def __get__(self, instance: object, owner: type) -> _T: ...
+
+        def __get__(self, instance: object, owner: type) -> Self | _T: ...
+
+    def __set__(self, instance: object, value: _T) -> None:
+        vars(instance)[self._name] = self._check(self._name, value)
+
+
+class Fixed:
+    """An option that only the constructor takes: a later one would count for nothing.
+
+    It cannot be read either: some are secrets.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise AttributeError(
+            f"{self._name} cannot be read back: it is only passed to {owner.__name__}()"
+        )
+
+    def __set__(self, instance: object, value: Any) -> None:
+        raise ConfigError(
+            f"{self._name} cannot be assigned: pass it to {type(instance).__name__}()"
+        )
+
+
+def _anything(name: str, value: Any) -> Any:
+    del name
+    return value
+
+
+def one_of(*values: _T) -> Callable[[str, Any], _T]:
+    """One of these values."""
+    listed = " or ".join(map(repr, values))
+
+    def check(name: str, value: Any) -> _T:
+        if value not in values:
+            raise ConfigError(f"{name} must be {listed}, got {value!r}")
+        return cast("_T", value)
+
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """A truth value: 0, 1 and numpy's are, ``"no"`` and ``None`` are not."""
+    if isinstance(value, str) or value not in (True, False):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def seconds(
+    *, zero: bool = False, endless: bool = False, none: bool = False
+) -> Callable[[str, Any], Any]:
+    """A time; see :func:`aiosync.protocol.validate_seconds`."""
+
+    def check(name: str, value: Any) -> Any:
+        validate_seconds(name, value, zero=zero, endless=endless, none=none)
+        return value
+
+    return check
+
+
+def count(least: int) -> Callable[[str, Any], int]:
+    """An integer of at least ``least``."""
+    return lambda name, value: as_count(name, value, least)
+
+
+def _limits(name: str, value: Any) -> Limits | None:
+    if value is None or isinstance(value, Limits):
+        return value
+    raise ConfigError(f"{name} must be aiosync.Limits(...) or None, got {value!r}")
+
+
+def _require(name: str, value: Any) -> Require:
+    del name
+    validate_require(value)
+    return cast("Require", value)
+
+
+def _chunk_nbytes(name: str, value: Any) -> int:
+    del name
+    return ChunkPlan(0, value).chunk_nbytes
+
+
+class SchemeOptions:
+    """Options of every scheme; see :class:`aiosync.WeightSyncScheme`."""
+
+    sync: Option[bool] = Option(_anything, "Kept for TorchRL's signature.")
+    per_worker_weights: Option[bool] = Option(flag, "Whether each worker gets its own weights.")
+    apply: Option[Literal["auto", "manual"]] = Option(
+        one_of("auto", "manual"), "When a receiver applies updates."
+    )
+    apply_copy: Option[bool] = Option(
+        flag, "Whether updates are copied into the parameters' memory."
+    )
+    guard: Option[Literal["forward", "reading"]] = Option(
+        one_of("forward", "reading"), "What keeps updates out of reads."
+    )
+    strict: Option[bool] = Option(flag, "Whether every name and dtype must match.")
+    require: Option[Require] = Option(_require, "How many workers must apply an update.")
+    strategy_str: Option[str] = Option(_anything, "Name of the strategy.")
+    timeout: Option[float | None] = Option(
+        seconds(endless=True, none=True), "Default timeout of calls in seconds."
+    )
+    wire_dtype: Option[Dtypes | None] = Option(
+        lambda _, value: check_wire_dtype(value), "What weights are cast to on their way."
+    )
+
+
+class StreamOptions(SchemeOptions):
+    """Options of schemes over streams."""
+
+    token: Fixed = Fixed()
+    reconnect: Option[float | None] = Option(
+        seconds(zero=True, endless=True, none=True),
+        "Seconds to keep trying to restore a link.",
+    )
+    handshake_timeout: Option[float] = Option(
+        seconds(), "Seconds that a peer has to prove its identity."
+    )
+    limits: Option[Limits | None] = Option(_limits, "What a peer may announce.")
+
+
+class TCPOptions(StreamOptions):
+    """Options of :class:`aiosync.TCPWeightSyncScheme`."""
+
+    tls: Fixed = Fixed()
+    dial: Fixed = Fixed()
+    subscribe: Option[bool] = Option(flag, "Whether a worker gets every update.")
+    stall_timeout: Option[float | None] = Option(
+        seconds(endless=True, none=True), "Seconds without progress until a drop."
+    )
+    chunk_nbytes: Option[int] = Option(_chunk_nbytes, "Bytes that share one checksum.")
+    keepalive: Option[float | None] = Option(
+        seconds(none=True), "Seconds after which a silent peer is probed."
+    )
+    max_connections: Option[int] = Option(
+        count(1), "Links that a listening side accepts at a time."
+    )
+
+
+class EngineOptions(StreamOptions):
+    """Options of schemes with a control stream and payloads beside it."""
+
+    shared_memory: Option[bool] = Option(
+        flag, "Whether workers on the sender's host read shared memory."
+    )
