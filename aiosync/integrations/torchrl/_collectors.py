@@ -173,10 +173,13 @@ class CollectorOwner:
                 raise
         finally:
             self._counted = scheme.version
-            sender = scheme._scheme._sender
+            core = scheme._scheme
+            sender = core._sender
             if sender is not None:
                 owned = (self._collector, self._scheme)
-                sender.workers.on_empty = functools.partial(_close_after, owned)
+                close = sender.workers.on_empty = functools.partial(_close_after, owned)
+                if core._connected and core._loop is not None and acts_itself(scheme, collector):
+                    core._loop.call_soon_threadsafe(close)  # it may never have a worker to lose
 
     def _send(
         self,
