@@ -31,7 +31,7 @@ from aiosync.errors import (
     PartialSyncError,
     TransportError,
 )
-from aiosync.schemes._handshake import ANY_STRATEGY
+from aiosync.rendezvous.handshake import ANY_STRATEGY
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.server import WeightClient
 from aiosync.tensors import Layout, collect

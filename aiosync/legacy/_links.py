@@ -28,7 +28,7 @@ from aiosync.legacy._endpoint import naming
 from aiosync.legacy._greeting import Greeting, ask_who_writes, greet, hear
 from aiosync.legacy._pipes import has_ended, say_goodbye
 from aiosync.legacy._relay import link_over
-from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
+from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
 from aiosync.schemes._liveness import watch_process
 from aiosync.schemes._sources import is_per_worker
 from aiosync.schemes.handles import SendHandle

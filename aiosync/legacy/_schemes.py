@@ -18,8 +18,8 @@ from aiosync.legacy._pipes import of_old_context, take_socket, take_sockets
 from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._running import Running
 from aiosync.legacy._sender import WeightSender
+from aiosync.rendezvous.handshake import ANY_STRATEGY
 from aiosync.schemes._context import resolve_model, resolve_path
-from aiosync.schemes._handshake import ANY_STRATEGY
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 

@@ -9,7 +9,7 @@ import asyncio
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, TransportBroken
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.options import StreamOptions
 from aiosync.transports.base import Transport

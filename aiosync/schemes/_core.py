@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.protocol.indices import as_index
+from aiosync.rendezvous.unix import new_address
 from aiosync.schemes._context import NoWeakReference, as_model_id, resolve_model
 from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
 from aiosync.schemes._moment import run_on_loop
@@ -23,16 +24,15 @@ from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
 from aiosync.schemes.guard import Guard
 from aiosync.schemes.options import SchemeOptions
-from aiosync.schemes.rendezvous import new_address
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 
 if TYPE_CHECKING:
+    from aiosync.rendezvous.listener import AnyListener
     from aiosync.schemes._transforming import Transform
     from aiosync.schemes.receiver import WeightReceiver
-    from aiosync.schemes.rendezvous import AnyListener
     from aiosync.schemes.sender import WeightSender
     from aiosync.sender.snapshots import SnapshotCopier
     from aiosync.tensors.apply import LoadTarget

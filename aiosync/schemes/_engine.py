@@ -16,12 +16,11 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
-from aiosync.schemes._same_host import SameHost, available, dial_here
+from aiosync.rendezvous.listener import AnyListener, StreamListener
+from aiosync.rendezvous.same_host import SameHost, available, dial_here
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
-from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.options import EngineOptions
-from aiosync.schemes.rendezvous import AnyListener
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._segment import Arena
@@ -252,7 +251,7 @@ class EngineScheme(EngineOptions, StreamReceiving):
                 )
             return here or await dialler.dial(again=self._greeted is not None)
 
-        link = await dialler.retry(attempt, timeout)
+        link = await dialler.until(attempt, timeout)
         return link if isinstance(link, SharedMemTransport) else self._linked(link, listened=False)
 
     # -- closing -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import socket
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,15 +23,15 @@ from aiosync.errors import (
     LocalProtocolError,
 )
 from aiosync.protocol.indices import as_index
+from aiosync.rendezvous.dialer import Backoff, retry
+from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.rendezvous.unix import NobodyListens, connect
 from aiosync.schemes._context import as_model_id
-from aiosync.schemes._dialling import Backoff
 from aiosync.schemes._following import FollowingScheme, apply_error
-from aiosync.schemes._handshake import Refused, greet
 from aiosync.schemes._moment import between_reads, refuse_inside_read
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.rendezvous import dial
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
@@ -251,7 +252,21 @@ class ReceivingScheme(FollowingScheme):
             return self._pipe
         if self._pipe is not None:
             return self.create_transport(self._pipe)
-        sock = await dial(self._address, sender_pid=self._sender_pid, timeout=timeout)
+
+        async def attempt() -> socket.socket:
+            return connect(self._address, listener_pid=self._sender_pid)[0]
+
+        def late(why: str) -> ConnectTimeout:
+            return ConnectTimeout(
+                f"no trainer listened within {timeout:g} s: call init_on_sender() and connect() on "
+                f"the trainer's copy of this scheme{why}"
+            )
+
+        def final(error: AiosyncError) -> bool:
+            return not isinstance(error, NobodyListens)
+
+        pauses = Backoff(0.005, 0.1)
+        sock = await retry(attempt, timeout, late=late, final=final, backoff=pauses)
         return self._transport_over(sock, "the trainer")
 
     @property

@@ -15,6 +15,8 @@ from typing import Any
 
 from aiosync.errors import ConfigError, ConnectError, LocalProtocolError
 from aiosync.protocol.indices import as_index
+from aiosync.rendezvous.listener import AnyListener
+from aiosync.rendezvous.unix import UnixListener
 from aiosync.schemes._context import (
     as_model_id,
     resolve_model,
@@ -24,7 +26,6 @@ from aiosync.schemes._core import SchemeCore
 from aiosync.schemes._sources import DeviceMap, Sources, is_per_worker, resolve_sources
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.handles import SendHandle
-from aiosync.schemes.rendezvous import AnyListener, Listener
 from aiosync.schemes.sender import WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy
@@ -50,11 +51,11 @@ class SendingScheme(SchemeCore):
     def _make_listener(self, sources: Sources) -> AnyListener | None:
         """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
         del sources
-        return Listener(self._address)
+        return UnixListener(self._address)
 
     def _start_listening(self, sender: WeightSender) -> None:
         """Let workers in from now on. Called on the loop."""
-        if isinstance(self._listener, Listener):
+        if isinstance(self._listener, UnixListener):
             self._listener.start(self._on_connection, sender.workers.not_let_in)
 
     # Whether what carries large payloads takes them from the tensors at once.

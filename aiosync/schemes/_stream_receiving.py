@@ -17,10 +17,10 @@ from aiosync.errors import (
     ConnectTimeout,
     PeerClosed,
 )
+from aiosync.rendezvous.dialer import Backoff, Dialer
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, Refused, greet
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.schemes._arriving import TrainersArriving
-from aiosync.schemes._dialling import Backoff, Dialler
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS, Refused, greet
-from aiosync.schemes.listening import StreamListener
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -108,7 +108,7 @@ class StreamReceiving(TrainersArriving):
         """What to bind early; ``None`` where copies find the sender by other means."""
         return None
 
-    def _dialler(self, address: Address, name: str) -> Dialler:
+    def _dialler(self, address: Address, name: str) -> Dialer:
         if address.scheme == "tcp" and address.port == 0:
             advice = (
                 "choose one: with dial='sender' a worker binds it, and this side has to know it"
@@ -117,8 +117,8 @@ class StreamReceiving(TrainersArriving):
                 "choose a port"
             )
             raise ConfigError(f"{address} has no port to dial: {advice}")
-        return Dialler(
-            address,
+        return Dialer(
+            address=address,
             credentials=self._credentials,
             limits=self.limits,
             keepalive=self._keepalive,
@@ -177,7 +177,8 @@ class StreamReceiving(TrainersArriving):
             return await self._next_arrival(timeout)
         name = "the weight server" if self._dial == "both" else "the trainer"
         again = self._greeted is not None
-        return await self._dialler(self._addresses[0], name).reach(timeout, again=again)
+        dialer = self._dialler(self._addresses[0], name)
+        return await dialer.until(lambda: dialer.dial(again=again), timeout)
 
     _tries_again = AiosyncError
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, TransportClosed
 from aiosync.protocol import Outcome, OutcomeKind, VersionClock
-from aiosync.schemes._handshake import admit
+from aiosync.rendezvous.handshake import admit
 from aiosync.schemes._joining import Joining
 from aiosync.schemes._latest import Latest
 from aiosync.schemes._liveness import is_up, watch_process

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
-from aiosync.schemes._dialling import Backoff
+from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes._engine import EngineScheme
 from aiosync.schemes._sources import DeviceMap
 from aiosync.schemes._stream_receiving import StreamReceiving

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError
-from aiosync.schemes._dialling import Backoff, Dialler
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.dialer import Backoff, Dialer
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
 from aiosync.schemes._streaming import Streaming
-from aiosync.schemes.listening import StreamListener
 from aiosync.schemes.options import TCPOptions
-from aiosync.schemes.rendezvous import AnyListener
 from aiosync.schemes.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -204,16 +203,40 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
                 dialler = self._dialler(address, name)
-                sender.workers.dialled[idx] = dialler.not_joined
                 keep = self._keep_dialling(sender, idx, dialler)
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 
-    async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialler) -> None:
+    async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialer) -> None:
         """Reach one worker whenever it comes, and again if its link is lost, for ``reconnect``."""
         loop = asyncio.get_running_loop()
         backoff = Backoff()
         applied = 0  # newest version that the worker has said it applied
         reached = joined = False
+
+        last = ""  # why the last attempt failed
+
+        def not_joined() -> str:
+            if last or not reached:
+                return dialler.not_reached(why=last)
+            where = f"{dialler.name} at {dialler.address}"
+            return f"{where} was reached, but has not let this trainer in"
+
+        async def attempt() -> TCPTransport:
+            nonlocal last
+            try:
+                link = await dialler.dial(again=reached)
+                try:
+                    await introduce(link)
+                except BaseException:  # raised again: cancelled, or what until() looks at
+                    link.abort()
+                    raise
+            except AiosyncError as exc:
+                last = f"; the last attempt: {exc}"
+                raise
+            last = ""
+            return link
+
+        sender.workers.dialled[idx] = not_joined
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
@@ -231,9 +254,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
             # connect() says how long it waits for a worker; who comes later is welcome as well.
             patience = self.reconnect if joined else None
             try:
-                link = await dialler.reach(
-                    patience, greet=introduce, backoff=backoff, again=reached
-                )
+                link = await dialler.until(attempt, patience, backoff=backoff)
             except AiosyncError as exc:
                 sender.workers.not_reached(idx, exc)
                 return

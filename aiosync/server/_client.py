@@ -21,8 +21,8 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.protocol import validate_timeout
+from aiosync.rendezvous.dialer import Dialer
 from aiosync.schemes._context import as_model_id
-from aiosync.schemes._dialling import Dialler
 from aiosync.server._pulling import ATTEMPT_SECONDS, Pull, PulledWeights, PullProgress
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials, Secret
@@ -62,8 +62,8 @@ class WeightClient:
         if self._address.scheme == "tcp" and not self._address.port:
             raise ConfigError(f"{self._address} has no port to dial")
         self._limits = limits or DEFAULT_LIMITS
-        self._dialler = Dialler(
-            self._address,
+        self._dialler = Dialer(
+            address=self._address,
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=30.0,

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, StaleVersion
 from aiosync.protocol import Inbox, Outcome, VersionClock
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS, greet
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._peer import Peer
 from aiosync.schemes._staging import Staged, Staging

@@ -21,8 +21,8 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from aiosync.schemes._dialling import Backoff, Dialler
-from aiosync.schemes._handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
+from aiosync.rendezvous.dialer import Backoff, Dialer
+from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.server._merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
@@ -108,7 +108,7 @@ class Pull:
 
     def __init__(
         self,
-        dialler: Dialler,
+        dialler: Dialer,
         model_id: str,
         least: int,
         progress: PullProgress | None,

@@ -24,9 +24,9 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol.indices import as_count
-from aiosync.schemes._handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.schemes._streaming import Streaming
-from aiosync.schemes.listening import StreamListener
 from aiosync.server._model import ServedModel
 from aiosync.server._store import WeightStore
 from aiosync.transports.credentials import TLS, Credentials

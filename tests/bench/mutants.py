@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "a worker of another model is let in",
-        "schemes/_handshake.py",
+        "rendezvous/handshake.py",
         "if message.model_id != model_id:",
         "if False:",
         contract("other_model"),
@@ -305,9 +305,9 @@ MUTANTS = [
     ),
     Mutant(
         "the first attempt to dial is the last",
-        "schemes/_dialling.py",
-        "self._last, self._reached = exc, False",
-        "raise",
+        "rendezvous/dialer.py",
+        "if final(exc):",
+        "if True:",
         contract("worker_before_trainer"),
     ),
     Mutant(

@@ -25,7 +25,7 @@ import pytest
 from torch import nn
 
 import aiosync
-from aiosync.schemes.listening import StreamListener
+from aiosync.rendezvous import StreamListener
 from aiosync.server import WeightServer
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport

@@ -283,7 +283,7 @@ async def test_a_second_trainer_is_refused_while_the_first_one_joins() -> None:
 async def answering(answer: Any) -> AsyncIterator[tuple[str, list[int]]]:
     """A worker by hand, and a list that grows with each link of the trainer."""
     count: list[int] = []
-    served = aiosync.schemes.listening.StreamListener("tcp://127.0.0.1:0")
+    served = aiosync.rendezvous.StreamListener("tcp://127.0.0.1:0")
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(link: TCPTransport) -> None:

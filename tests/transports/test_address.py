@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiosync.errors import ConfigError
-from aiosync.schemes.listening import StreamListener
+from aiosync.rendezvous import StreamListener
 from aiosync.transports.address import Address, any_port_of, bind, own_host
 
 

@@ -20,7 +20,7 @@ from aiosync.errors import (
     ConnectTimeout,
     TransportError,
 )
-from aiosync.schemes.listening import StreamListener
+from aiosync.rendezvous import StreamListener
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.pipe import MPTransport

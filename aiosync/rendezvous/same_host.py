@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import os
 import socket
 import sys
 from collections.abc import Callable
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtocolError
-from aiosync.schemes.rendezvous import Listener, peer_pid
+from aiosync.rendezvous.listener import Strangers
+from aiosync.rendezvous.unix import UnixListener, connect
 from aiosync.transports._anonymous import has_memory
 from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
@@ -31,7 +31,7 @@ from aiosync.transports.handshake import (
 )
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Message, Setup
+from aiosync.wire import DEFAULT_LIMITS, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
@@ -56,6 +56,15 @@ def _name(address: Address) -> str:
     return f"\0aiosync-{digest.hexdigest()[:32]}"
 
 
+def _link(sock: socket.socket, pid: int, name: str, arena: Arena | None) -> SharedMemTransport:
+    """A link to somebody who has proved nothing yet."""
+    link = SharedMemTransport(sock, arena=arena, limits=STRANGER_LIMITS, name=name)
+    link.takes_segments = False
+    with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
+        link.channel.watch_process(pid)
+    return link
+
+
 class SameHost:
     """The sender's end, bound at once.
 
@@ -78,10 +87,9 @@ class SameHost:
         self._credentials = credentials
         self._handshake_timeout = handshake_timeout
         self._limits = limits
-        self._num_strangers = 0
-        self._listener: Listener | None = None
+        self._listener: UnixListener | None = None
         with contextlib.suppress(ConfigError):  # taken: workers then come the other way
-            self._listener = Listener(_name(address))
+            self._listener = UnixListener(_name(address))
 
     def start(self, welcome: Callable[[SharedMemTransport], None], tasks: TaskOwner) -> None:
         """Let workers in on the running loop.
@@ -91,27 +99,17 @@ class SameHost:
                 Links read from :attr:`arena`.
             tasks: Owner of the handshakes' tasks.
         """
+        strangers = Strangers(tasks)
 
         def on_connection(sock: socket.socket, pid: int) -> None:
-            # In a process namespace of its own its end could not be seen.
-            if pid <= 0 or self._num_strangers >= _MAX_STRANGERS:
+            if not pid:  # in a process namespace of its own its end could not be seen
                 sock.close()
                 return
-            link = self._link(sock, pid)
-            self._num_strangers += 1
-            task = tasks.start(self._let_in(link, welcome), "aiosync handshake of a stranger")
-            task.add_done_callback(functools.partial(self._end_stranger, link))
+            link = _link(sock, pid, f"worker process {pid}", self.arena)
+            strangers.let_in(self._let_in(link, welcome), link.abort, _MAX_STRANGERS)
 
         if self._listener is not None:
             self._listener.start(on_connection)
-
-    def _link(self, sock: socket.socket, pid: int) -> SharedMemTransport:
-        name = f"worker process {pid}"
-        link = SharedMemTransport(sock, arena=self.arena, limits=STRANGER_LIMITS, name=name)
-        link.takes_segments = False
-        with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
-            link.channel.watch_process(pid)
-        return link
 
     async def _let_in(
         self, link: SharedMemTransport, welcome: Callable[[SharedMemTransport], None]
@@ -119,30 +117,21 @@ class SameHost:
         try:
             async with asyncio.timeout(self._handshake_timeout):
                 await prove_as_listener(link, self._credentials)
-                _hear_name(link, (await link.recv()).message)
+                said = (await link.recv()).message
+            if not isinstance(said, Setup) or (said.kind, said.key) != (_KIND, _CALLED):
+                raise RemoteProtocolError(f"{type(said).__name__} instead of a name")
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
             return
+        if called := name_from(said.value):
+            link.channel.name = f"{called}, {link.channel.name}"
         link.channel.set_limits(self._limits or DEFAULT_LIMITS)
         welcome(link)
-
-    def _end_stranger(self, link: SharedMemTransport, task: asyncio.Task[None]) -> None:
-        self._num_strangers -= 1
-        if task.cancelled() or task.exception() is not None:
-            link.abort()  # also where the task never ran
 
     def close(self) -> None:
         """Stop accepting. Idempotent; links stay open."""
         if self._listener is not None:
             self._listener.close()
-
-
-def _hear_name(link: SharedMemTransport, message: Message) -> None:
-    if not isinstance(message, Setup) or (message.kind, message.key) != (_KIND, _CALLED):
-        raise RemoteProtocolError(f"{type(message).__name__} instead of a name")
-    called = name_from(message.value)
-    if called:
-        link.channel.name = f"{called}, {link.channel.name}"
 
 
 async def dial_here(
@@ -169,23 +158,11 @@ async def dial_here(
         Class A.
     """
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError:  # no descriptors: the other way says so
+        sock, pid = connect(_name(address))
+    except ConnectError:
         return None
-    sock.setblocking(False)
+    link = _link(sock, pid, f"the trainer at {address}", None)
     try:
-        sock.connect(_name(address))
-        pid, uid = peer_pid(sock)
-    except OSError:
-        sock.close()
-        return None
-    if pid <= 0 or uid != os.geteuid():
-        sock.close()
-        return None
-    link = SharedMemTransport(sock, limits=STRANGER_LIMITS, name=f"the trainer at {address}")
-    link.takes_segments = False
-    try:
-        link.channel.watch_process(pid)
         await prove_as_dialer(link, credentials)
         await link.send(Setup(_KIND, _CALLED, called.encode("ascii", "replace")))
     except AiosyncError:

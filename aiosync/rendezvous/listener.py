@@ -1,0 +1,315 @@
+"""The side that listens: accepts, lets strangers prove their identity, hands on links.
+
+Strangers cost little and never for long: a deadline, 64 KiB, and a bounded number of them; when
+there are too many, the one that has taken longest is dropped. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiosync._tasks import TaskOwner
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.protocol import validate_seconds
+from aiosync.protocol.indices import as_count
+from aiosync.transports._fork import close_in_child
+from aiosync.transports.address import Address, bind
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+
+__all__ = ["AcceptLoop", "AnyListener", "ListenerCounts", "Strangers", "StreamListener"]
+
+_MAX_STRANGERS = 256
+_PAUSE_SECONDS = 0.1  # with no descriptors left, accepting again at once would only spin
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class AnyListener(Protocol):
+    """Where workers arrive, whatever it listens on."""
+
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+
+
+class AcceptLoop:
+    """Accepts on a socket that listens, from :meth:`start` to :meth:`close`. Owns the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        close_in_child(self)
+
+    def start(
+        self,
+        on_connection: Callable[[socket.socket], None],
+        on_trouble: Callable[[OSError], None],
+    ) -> None:
+        """Accept on the running loop.
+
+        Args:
+            on_connection: Called with each socket; owns it once it returns.
+            on_trouble: Called when a connection could not be accepted, repeatedly if need be.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_connection, self._on_trouble = on_connection, on_trouble
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            try:
+                sock, _address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                self._pause()
+                self._on_trouble(exc)
+                return
+            try:
+                self._on_connection(sock)
+            except OSError as exc:
+                sock.close()  # who dialled sees it at once
+                self._on_trouble(exc)
+            except BaseException:  # a bug, for the loop's exception handler
+                sock.close()
+                raise
+
+    def _pause(self) -> None:
+        loop = self._loop
+        assert loop is not None
+        loop.remove_reader(self._sock.fileno())
+
+        def go_on() -> None:
+            if self._sock.fileno() >= 0:
+                loop.add_reader(self._sock.fileno(), self._accept)
+
+        loop.call_later(_PAUSE_SECONDS, go_on)
+
+    def close(self) -> bool:
+        """Stop accepting; whether it had not stopped before."""
+        if self._sock.fileno() < 0:
+            return False
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        return True
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close this copy; the parent goes on listening."""
+        self._sock.close()
+
+
+class Strangers:
+    """Handshakes that go on, of those who have proved nothing yet."""
+
+    def __init__(self, tasks: TaskOwner) -> None:
+        self._tasks = tasks
+        self._going: dict[asyncio.Task[None], None] = {}
+
+    def let_in(
+        self, handshake: Coroutine[Any, Any, None], close: Callable[[], None], most: int
+    ) -> bool:
+        """Begin a handshake.
+
+        Args:
+            handshake: Ends the link itself if it fails.
+            close: Ends the link where the handshake was cancelled, or had a bug.
+            most: How many may go on.
+
+        Returns:
+            Whether the oldest had to make room.
+        """
+        crowded = len(self._going) >= most
+        if crowded:  # forgotten at once: its task ends later, and the next one has to go, too
+            oldest = next(iter(self._going))
+            del self._going[oldest]
+            self._tasks.cancel(oldest)
+        task = self._tasks.start(handshake, "aiosync handshake of a stranger")
+        self._going[task] = None
+        task.add_done_callback(functools.partial(self._ended, close))
+        return crowded
+
+    def _ended(self, close: Callable[[], None], task: asyncio.Task[None]) -> None:
+        self._going.pop(task, None)
+        if task.cancelled() or task.exception() is not None:
+            close()  # also where it never ran
+
+
+@dataclass(slots=True)
+class ListenerCounts:
+    """What came to a listener.
+
+    Attributes:
+        accepted: Links that were handed on.
+        refused: Connections that were not, by the name of the error; ``"full"`` when there were
+            too many connections, ``"crowded out"`` when there were too many strangers.
+        ended: Links that ended with an error, by its name, where the owner counts them.
+        last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
+            was admitted after it.
+    """
+
+    accepted: int = 0
+    ended: Counter[str] = field(default_factory=Counter[str])
+    refused: Counter[str] = field(default_factory=Counter[str])
+    last_refusal: str | None = None
+
+
+class StreamListener:
+    """Binds at once, accepts once :meth:`start` is called.
+
+    Args:
+        url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
+        credentials: Token and TLS that peers need.
+        limits: What peers may announce once they proved their identity.
+        max_connections: Links that may be open at a time, strangers included; at least 1.
+        handshake_timeout: Seconds that a stranger has to prove its identity.
+        keepalive: See :meth:`TCPTransport.connect`.
+        untaken: See :meth:`TCPTransport.connect`.
+
+    Raises:
+        ConfigError: The address cannot be bound, a certificate file cannot be used, or other
+            hosts could connect without proving anything.
+    """
+
+    def __init__(
+        self,
+        url: str | Address,
+        *,
+        credentials: Credentials | None = None,
+        limits: Limits | None = None,
+        max_connections: int = 1024,
+        handshake_timeout: float = 10.0,
+        keepalive: float | None = 30.0,
+        untaken: float | None = None,
+    ) -> None:
+        address = Address.parse(url)
+        validate_seconds("handshake_timeout", handshake_timeout)
+        credentials = credentials or Credentials()
+        if not (address.is_local or credentials.token is not None or credentials.tls is not None):
+            raise ConfigError(
+                f"listening on {address} would let any host that reaches it receive and send "
+                "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
+                "listen on tcp://127.0.0.1:port or unix:///path"
+            )
+        self._prove = functools.partial(
+            TCPTransport.accept,
+            credentials=credentials,
+            context=credentials.listening_context(),
+            limits=limits,
+            payloads=False,
+            keepalive=keepalive,
+            untaken=untaken,
+            timeout=handshake_timeout,
+        )
+        self._max_connections = as_count("max_connections", max_connections, 1)
+        self.counts: ListenerCounts = ListenerCounts()
+        self._open: set[TCPTransport] = set()
+        self._tasks: TaskOwner | None = None
+        sock, self._address = bind(address)
+        self._accepting = AcceptLoop(sock)
+        self._inode = self._own_inode()
+
+    @property
+    def url(self) -> str:
+        """Where this listens, with the port that was bound."""
+        return str(self._address)
+
+    @property
+    def num_open(self) -> int:
+        """Links that are open."""
+        return len(self._open)
+
+    def start(
+        self, on_link: Callable[[TCPTransport], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Accept on the running loop.
+
+        Args:
+            on_link: Called with each link whose peer proved its identity; owns it from then on.
+                The link takes no payloads before ``link.channel.allow_payloads()``.
+            on_crash: Called if a handshake ends with an error that is no
+                :class:`~aiosync.errors.AiosyncError`: a bug.
+        """
+        self._tasks = TaskOwner(on_crash)
+        strangers = Strangers(self._tasks)
+        refused = self.counts.refused
+
+        def on_connection(sock: socket.socket) -> None:
+            room = min(self._max_connections - len(self._open), _MAX_STRANGERS)
+            if room == 0:
+                refused["full"] += 1
+                sock.close()
+            elif strangers.let_in(self._let_in(sock, on_link), sock.close, room):
+                refused["crowded out"] += 1
+
+        def on_trouble(exc: OSError) -> None:
+            # Of the network below (one connection had a fault already), or no descriptors.
+            refused["no room" if exc.errno in _NO_ROOM else "ConnectError"] += 1
+
+        self._accepting.start(on_connection, on_trouble)
+
+    async def _let_in(self, sock: socket.socket, on_link: Callable[[TCPTransport], None]) -> None:
+        try:
+            link = await self._prove(sock, name=_name_of(sock))
+        except AiosyncError as exc:
+            self.counts.refused[type(exc).__name__] += 1
+            self.counts.last_refusal = f"{type(exc).__name__}: {exc}"
+            return
+        except OSError:
+            self.counts.refused["ConnectError"] += 1  # it had gone before anything was set up
+            sock.close()
+            return
+        self.counts.accepted += 1
+        self.counts.last_refusal = None
+        self._open.add(link)
+        link.channel.call_on_end(lambda: self._open.discard(link))
+        on_link(link)
+
+    def close(self) -> None:
+        """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""
+        if not self._accepting.close():
+            return
+        if self._tasks is not None:
+            self._tasks.abort()
+        if self._inode is not None and self._inode == self._own_inode():
+            with contextlib.suppress(OSError):
+                os.unlink(self._address.path)
+
+    async def aclose(self) -> None:
+        """The same, and wait until nothing of it runs any more."""
+        self.close()
+        if self._tasks is not None:
+            await self._tasks.aclose()
+
+    def _own_inode(self) -> tuple[int, int] | None:
+        if self._address.scheme != "unix":
+            return None
+        try:
+            found = os.stat(self._address.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+def _name_of(sock: socket.socket) -> str:
+    try:
+        peer = sock.getpeername()
+    except OSError:
+        return "a peer"
+    if not isinstance(peer, tuple):
+        return "a peer on this host"
+    host, port = peer[:2]
+    if ":" not in host:
+        return f"{host}:{port}"
+    mapped = ipaddress.IPv6Address(host).ipv4_mapped  # of a listener for both families
+    return f"[{host}]:{port}" if mapped is None else f"{mapped}:{port}"
