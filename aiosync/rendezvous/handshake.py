@@ -16,7 +16,6 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.transports.base import Transport
-from aiosync.transports.stream import channel_of
 from aiosync.wire import Hello, Refuse, Welcome
 
 __all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "admit", "greet"]
@@ -149,7 +148,7 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         raise _refusal("the trainer refused this worker", message)
     if not isinstance(message, Welcome):
         raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
-    channel = channel_of(transport)
+    channel = transport.channel
     if channel is not None:  # before anything else is read: updates may follow at once
         channel.allow_payloads()
     return message

@@ -59,7 +59,7 @@ def _name(address: Address) -> str:
 def _link(sock: socket.socket, pid: int, name: str, arena: Arena | None) -> SharedMemTransport:
     """A link to somebody who has proved nothing yet."""
     link = SharedMemTransport(sock, arena=arena, limits=STRANGER_LIMITS, name=name)
-    link.takes_segments = False
+    link.take_segments(False)
     with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
         link.channel.watch_process(pid)
     return link
@@ -171,6 +171,6 @@ async def dial_here(
     except BaseException:  # cancelled, or a bug: raised again
         link.abort()
         raise
-    link.takes_segments = True
+    link.take_segments(True)
     link.channel.set_limits(limits or DEFAULT_LIMITS)
     return link

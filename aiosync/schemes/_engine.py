@@ -28,7 +28,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.stream import FramedChannel
+from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 
@@ -148,7 +148,7 @@ class EngineScheme(EngineOptions, StreamReceiving):
         """Worker: how the sender's errors may call this process, if it has a name."""
         return ""
 
-    def _joined_here(self, channel: FramedChannel) -> None:
+    def _joined_here(self, channel: FramedTransport) -> None:
         """Sender: a worker on this host opened a link through shared memory."""
 
     # -- links ---------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def is_up(transport: Transport) -> bool:
 
     A link without a stream below, in one process, counts as up.
     """
-    channel = getattr(transport, "channel", None)
+    channel = transport.channel
     if channel is None:
         return True
     if channel.ended or (channel.pidfd >= 0 and has_ended(channel.pidfd)):
@@ -40,7 +40,7 @@ def is_up(transport: Transport) -> bool:
 
 def watch_process(transport: Transport, pid: int) -> None:
     """Notice the worker's death even if another process holds a copy of its end of a pipe."""
-    channel = getattr(transport, "channel", None)
+    channel = transport.channel
     if transport.capabilities.cross_host:
         return  # the number may be that of a process of another host
     if channel is not None and channel.pidfd < 0:

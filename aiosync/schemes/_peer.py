@@ -26,8 +26,6 @@ from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Received, Transport
-from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.stream import channel_of
 from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,
@@ -91,7 +89,7 @@ class Peer:
         self.received_version: int = self.outbox.applied
         self._on_fetch = on_fetch
         self.stream: StreamWriter | None = None
-        if streaming is not None and not isinstance(transport, SharedMemTransport):
+        if streaming is not None and transport.slots is None:
             self.stream = StreamWriter(transport, streaming, epoch, hello, on_stall=self.lose)
         self._tasks = tasks
         self._on_outcomes = on_outcomes
@@ -102,9 +100,9 @@ class Peer:
         self._writing = False
         self._lost = False
         self._publisher: SlotPublisher | None = None
-        if isinstance(transport, SharedMemTransport) and hello.slots and can_lock():
+        if hello.slots and can_lock():
             self._publisher = transport.publisher
-        self._channel = channel_of(transport)
+        self._channel = transport.channel
         self._rung_at = 0.0  # when to ring it next
         self._rung_for = 0  # what it held when it was rung
         self._ring_pause = 0.0  # between the last two; 0.0: it is not behind
@@ -115,8 +113,7 @@ class Peer:
         channel = self._channel
         if channel is not None and self.transport.capabilities.cross_host:
             channel.refuse_payloads()  # a worker has little to say
-        if isinstance(self.transport, SharedMemTransport):
-            self.transport.takes_segments = False
+        self.transport.take_segments(False)
         self._tasks.start(self._read(), f"aiosync acks of worker {self.worker_idx}")
 
     @property
@@ -174,11 +171,6 @@ class Peer:
         self._snapshots[snapshot.version] = snapshot.retain()
         self._settle(self.outbox.offer(snapshot.version))
         self._pump()
-
-    def keep_rest(self) -> None:
-        """Copy what the link has not taken of the chunk on its way: the tensors may change."""
-        if self._channel is not None:
-            self._channel.keep_rest()
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""

@@ -36,7 +36,6 @@ from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports._link import without_frames
 from aiosync.transports._page import can_lock
 from aiosync.transports.base import Transport
-from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]
@@ -210,7 +209,7 @@ class ReceivingScheme(FollowingScheme):
 
     def _hello_on(self, link: Transport) -> Hello:
         hello = self._hello()
-        if isinstance(link, SharedMemTransport):
+        if link.slots is not None:
             hello = dataclasses.replace(hello, slots=can_lock())
         return hello
 

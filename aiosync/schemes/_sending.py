@@ -165,7 +165,7 @@ class SendingScheme(SchemeCore):
 
     def _on_connection(self, sock: socket.socket, pid: int) -> None:
         transport = self._transport_over(sock, f"worker process {pid}")
-        channel = getattr(transport, "channel", None)
+        channel = transport.channel
         if channel is not None:
             with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
                 channel.watch_process(pid)

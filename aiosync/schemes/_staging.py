@@ -17,7 +17,6 @@ from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports._incoming import NamedSlot, SlotReader
 from aiosync.transports.base import Received, Transport
-from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Manifest, Message, RunningChecksum, Update
 
 __all__ = ["Staged", "Staging"]
@@ -269,10 +268,9 @@ class Staging:
 
 
 def _slots_of(transport: Transport) -> SlotReader | None:
-    if not isinstance(transport, SharedMemTransport):
-        return None
-    # What was named last before the link ended is still to be read.
-    transport.slots.outlives_link = True
+    if transport.slots is not None:
+        # What was named last before the link ended is still to be read.
+        transport.slots.outlives_link = True
     return transport.slots
 
 

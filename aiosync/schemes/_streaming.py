@@ -13,7 +13,6 @@ from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Transport
-from aiosync.transports.stream import channel_of
 from aiosync.wire import Hello, RunningChecksum, Update, state_checksum
 
 __all__ = ["StreamWriter", "Streaming"]
@@ -159,7 +158,7 @@ class StreamWriter:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _progress_now(self) -> tuple[int, int]:
-        channel = channel_of(self._transport)
+        channel = self._transport.channel
         return 0 if channel is None else channel.written_nbytes, self._owed
 
     def _look(self) -> None:

@@ -26,7 +26,7 @@ from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.rpc import RPCTransport, check_rpc
-from aiosync.transports.stream import FramedChannel
+from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 
@@ -145,7 +145,7 @@ class RPCWeightSyncScheme(EngineScheme):
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return RPCTransport(sock, limits=self.limits, name=name)
 
-    def _joined_here(self, channel: FramedChannel) -> None:
+    def _joined_here(self, channel: FramedTransport) -> None:
         channel.call_on_end(self._link_lost.set)
 
     def _default_address(self) -> Address:

@@ -54,7 +54,7 @@ class WeightSender:
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
         borrows: Large payloads go out from the tensors themselves, which stay as they are until
-            ``send()`` returns; otherwise from a snapshot. Links with ``streaming`` always do.
+            ``send()`` returns; otherwise from a snapshot.
             Not while a worker reads slots, which have to be filled for it anyway.
         copies_ahead: Large payloads go out from a snapshot that is still being made.
     """
@@ -75,7 +75,7 @@ class WeightSender:
         copies_ahead: bool = False,
     ) -> None:
         self._copies_ahead = copies_ahead
-        self._borrows = borrows or streaming is not None
+        self._borrows = borrows
         self.require: Require = require
         self.maker = maker
         self.clock = clock
@@ -263,8 +263,6 @@ class WeightSender:
             except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
                 first = first or exc
             snapshot.release()
-        for peer in self.peers.values():
-            peer.keep_rest()
         if first is not None:
             raise first
 

@@ -27,7 +27,7 @@ from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._carrier import Carrier, SharedPayload
 from aiosync.transports._link import LinkError, again, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
-from aiosync.transports.stream import FramedChannel, FramedTransport
+from aiosync.transports.stream import FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 __all__ = ["INLINE_NBYTES", "BesideTransport"]
@@ -65,14 +65,15 @@ class BesideTransport(Transport):
         self._sending = self._receiving = self._told = False
         # Sticky, and before what the control stream may still have in hand.
         self._broken: LinkError | None = None
-        carrier.control = control.channel
-        control.divert(self._hear)
-        control.channel.call_on_end(carrier.end)
+        self._handler: Handler | None = None
+        carrier.control = control
+        control.subscribe(self._deliver)
+        control.call_on_end(carrier.end)
 
     @property
-    def channel(self) -> FramedChannel:
-        """The framed control stream, for schemes that watch the peer's process."""
-        return self._control.channel
+    def channel(self) -> FramedTransport:
+        """See :attr:`Transport.channel`: the control stream."""
+        return self._control
 
     @property
     def follows_copies_above(self) -> int | None:
@@ -80,26 +81,15 @@ class BesideTransport(Transport):
         return self._inline_nbytes if self._carrier.follows_copies else None
 
     def _check(self) -> None:
-        if self._broken is not None and not self.channel.closed:
+        if self._broken is not None and not self._control.closed:
             raise again(self._broken)
-        self.channel.check()
-
-    def _hear(self, message: Message, ext: Mapping[str, ExtValue] | None = None) -> bool:
-        if not isinstance(message, Setup):
-            return False
-        if message.kind != self._carrier.kind:
-            raise RemoteProtocolError(
-                f"the peer moves payloads by {message.kind[:40]!a}, this side by "
-                f"{self._carrier.kind!r}: construct both schemes with the same back-end"
-            )
-        self._carrier.hear(message)
-        return True
+        self._control.check()
 
     # -- sending -------------------------------------------------------------------------------
 
     def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
         """See :meth:`Transport.send_nowait`; payloads beside the stream are always refused."""
-        if self._sending or sum(map(_nbytes, payload)) > self._inline_nbytes:
+        if self._sending or sum([flat_view(each).nbytes for each in payload]) > self._inline_nbytes:
             self._check()
             return False
         return self._control.send_nowait(message, payload)
@@ -117,7 +107,7 @@ class BesideTransport(Transport):
         any more.
         """
         if self._sending:
-            raise TransportBusy(f"another send() is running on the link to {self.channel.name}")
+            raise TransportBusy(f"another send() is running on the link to {self._control.name}")
         if self._broken is not None:
             self._check()
         views = [view for view in map(flat_view, payload) if view.nbytes]
@@ -127,9 +117,8 @@ class BesideTransport(Transport):
             if nbytes <= self._inline_nbytes:
                 await self._control.send(message, views, timeout=timeout)
                 return
-            limits = self.channel.limits
-            encode_frame(message, nbytes, limits=limits)  # the same checks as in the stream
-            what = f"the payload of a {type(message).__name__} to {self.channel.name}"
+            encode_frame(message, nbytes, limits=self._control.limits)  # the checks of a stream
+            what = f"the payload of a {type(message).__name__} to {self._control.name}"
             late = SendTimeout(f"{what} was not taken within {timeout or 0:g} s")
             memo = payload.memo if isinstance(payload, SharedPayload) else {}
             send = functools.partial(self._send_beside, message, views, nbytes, memo)
@@ -143,14 +132,12 @@ class BesideTransport(Transport):
         self._told = False  # until then a cut harms nothing
         await asyncio.sleep(0)  # a checkpoint, before the first byte
         self._check()
-        ext = dict(await self._carrier.offer(views, nbytes, memo))
-        ext[_NBYTES] = nbytes
-        frame = encode_frame(message, 0, ext=ext, limits=self.channel.limits)
+        ext = {**await self._carrier.offer(views, nbytes, memo), _NBYTES: nbytes}
         self._told = True
-        if not self.channel.send_now(frame):
-            await self.channel.send(frame, [], None)
+        if not self._control.send_nowait(message, ext=ext):
+            await self._control.send(message, ext=ext)
         await self._carrier.push(views, nbytes)
-        self.channel.check()
+        self._control.check()
 
     async def _within(
         self,
@@ -160,52 +147,54 @@ class BesideTransport(Transport):
         transfer: Callable[[], Awaitable[_T]],
         begun: Callable[[], bool] = lambda: True,
     ) -> _T:
-        """Run a transfer that ends the link when it is cut after it has begun."""
+        """Run a transfer that ends the link when it is cut after it has begun, or fails."""
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as deadline:
                 return await transfer()
-        except TimeoutError as exc:
-            if isinstance(exc, AiosyncError):
+        except BaseException as exc:  # raised again, or what it comes from
+            ours = isinstance(exc, AiosyncError)
+            if begun() or (ours and not isinstance(exc, LocalProtocolError)):
                 self._fail(exc, what)
-                raise
-            if begun():
-                self._fail(TransportBroken(f"{what} was cut by a deadline"), what)
-            raise late from exc
-        except ProtocolError as exc:
-            if begun() or not isinstance(exc, LocalProtocolError):
-                self._fail(exc, what)
-            raise
-        except AiosyncError as exc:
-            self._fail(exc, what)
-            self._check()
-            raise
-        except BaseException:  # cancelled, or a bug: raised again
-            if begun():
-                self._fail(TransportBroken(f"{what} was cut in the middle"), what)
+            if deadline.expired() and not ours and isinstance(exc, TimeoutError):
+                raise late from exc
+            if ours and not isinstance(exc, ProtocolError):
+                self._check()
             raise
 
-    def _fail(self, error: AiosyncError, what: str) -> None:
-        if self.channel.closed:
+    def _fail(self, error: BaseException, what: str) -> None:
+        if self._control.closed:
             return
-        lost = self.channel.error
-        if isinstance(lost, PeerClosed):
-            # Its end came between two messages, as the stream sees it, but within this payload.
-            error = TransportBroken(f"the link was lost in the middle of {what}")
-            error.__cause__ = lost
-        elif lost is not None:
-            error = lost
-        elif not isinstance(error, LinkError) or isinstance(error, LocalProtocolError):
-            broken = TransportBroken(f"{what} failed: {error}")
-            broken.__cause__ = error
-            error = broken
-        self._broken = self._broken or without_frames(error)
-        self.channel.fail(error)
+        lost = self._control.error
+        if lost is None and isinstance(error, LinkError):
+            lost = error
+        if lost is None or isinstance(lost, PeerClosed | LocalProtocolError):
+            # The end of a stream between two messages may be one within this payload.
+            broken = TransportBroken(f"the link was lost in the middle of {what}: {error}")
+            broken.__cause__ = lost or (error if isinstance(error, AiosyncError) else None)
+            lost = broken
+        self._broken = self._broken or without_frames(lost)
+        self._control.fail(lost)
 
     # -- receiving -----------------------------------------------------------------------------
 
     def subscribe(self, handler: Handler) -> bool:
         """See :meth:`Transport.subscribe`; for messages without payload."""
-        return self._control.subscribe(handler)
+        self._handler = handler
+        return True
+
+    def _deliver(self, received: Received) -> bool:
+        message = received.message
+        if isinstance(message, Setup):
+            if message.kind != self._carrier.kind:
+                raise RemoteProtocolError(
+                    f"the peer moves payloads by {message.kind[:40]!a}, this side by "
+                    f"{self._carrier.kind!r}: construct both schemes with the same back-end"
+                )
+            self._carrier.hear(message)
+            return True
+        if self._handler is None or (received.ext and _NBYTES in received.ext):
+            return False  # its payload is fetched by recv()
+        return self._handler(received) is not False
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`. Cancellation: class B; idle it is safe.
@@ -214,7 +203,7 @@ class BesideTransport(Transport):
         the lent buffers any more.
         """
         if self._receiving:
-            raise TransportBusy(f"another recv() is waiting on the link to {self.channel.name}")
+            raise TransportBusy(f"another recv() is waiting on the link to {self._control.name}")
         if self._broken is not None:
             self._check()
         self._receiving = True
@@ -223,31 +212,30 @@ class BesideTransport(Transport):
         try:
             while True:
                 left = None if timeout is None else max(0.0, timeout + started - loop.time())
-                message, ext, buffers, nbytes = await self._next(into, left)
-                if isinstance(message, Setup):  # came before divert()
+                received = await self._next(into, left)
+                if isinstance(received.message, Setup):  # came before this object was made
                     try:
-                        self._hear(message)
+                        self._deliver(received)
                     except RemoteProtocolError as exc:
-                        self.channel.fail(exc)
+                        self._control.fail(exc)
                         raise
                     continue
-                if not ext or _NBYTES not in ext:
-                    return Received(message, [flat_view(each) for each in buffers], nbytes)
+                if not received.ext or _NBYTES not in received.ext:
+                    return received
                 # A payload that is announced takes its time, also where recv() only looks.
                 least = _POLL_SECONDS if timeout is not None and timeout <= 0 else 0.0
                 left = None if timeout is None else max(least, timeout + started - loop.time())
-                what = f"the payload of a {type(message).__name__} from {self.channel.name}"
+                message, ext = received.message, received.ext
+                what = f"the payload of a {type(message).__name__} from {self._control.name}"
                 late = RecvTimeout(f"{what} was not complete within {timeout or 0:g} s")
                 fetch = functools.partial(self._fetch, message, ext, into)
                 return await self._within(left, late, what, fetch)
         finally:
             self._receiving = False
 
-    async def _next(
-        self, into: Lender | None, timeout: float | None
-    ) -> tuple[Message, Mapping[str, ExtValue] | None, list[Any], int]:
+    async def _next(self, into: Lender | None, timeout: float | None) -> Received:
         try:
-            return await self.channel.recv(into, timeout)
+            return await self._control.recv(into=into, timeout=timeout)
         except PeerClosed as exc:
             hint = self._carrier.hint()
             if not hint:
@@ -257,11 +245,10 @@ class BesideTransport(Transport):
     async def _fetch(
         self, message: Message, ext: Mapping[str, ExtValue], into: Lender | None
     ) -> Received:
-        limits = self.channel.limits
-        nbytes = ext[_NBYTES]
+        limits, nbytes = self._control.limits, ext[_NBYTES]
         if type(nbytes) is not int or nbytes < 1:
             raise RemoteProtocolError("a payload beside the stream has no valid size")
-        if not self.channel.takes_payloads:
+        if not self._control.takes_payloads:
             raise RemoteProtocolError("the peer sent a payload before it was allowed to")
         if nbytes > limits.max_payload_nbytes:
             raise RemoteProtocolError(
@@ -271,12 +258,10 @@ class BesideTransport(Transport):
 
         def lend() -> list[memoryview]:
             try:
-                lent = take_buffers(into, message, nbytes, limits)
-                buffers = [flat_view(buffer) for buffer in lent]
+                return [flat_view(each) for each in take_buffers(into, message, nbytes, limits)]
             except BaseException:  # raised again, to the caller of recv()
-                self.channel.fail(TransportBroken("no buffer was lent for a payload"))
+                self._control.fail(TransportBroken("no buffer was lent for a payload"))
                 raise
-            return buffers
 
         own = into is None and self.capabilities.zero_copy_recv
         fetched = await self._carrier.fetch(ext, nbytes, None if own else lend)
@@ -301,9 +286,4 @@ class BesideTransport(Transport):
         self._carrier.end()
 
     def __repr__(self) -> str:
-        state = self.channel.describe()
-        return f"<{type(self).__name__} to {self.channel.name}: {state}>"
-
-
-def _nbytes(buffer: object) -> int:
-    return flat_view(buffer).nbytes
+        return repr(self._control).replace(type(self._control).__name__, type(self).__name__, 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from aiosync.errors import LocalProtocolError, RemoteProtocolError
-from aiosync.transports.stream import FramedChannel
+from aiosync.transports.stream import FramedTransport
 from aiosync.wire import ExtValue, Setup, encode_frame
 
 __all__ = [
@@ -154,7 +154,7 @@ class Carrier(abc.ABC):
     follows_copies: ClassVar[bool] = False
     """Whether :meth:`push` waits for the parts of a payload that are not in place yet."""
 
-    control: FramedChannel
+    control: FramedTransport
     """The control stream; set before anything else is called."""
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
-from aiosync.transports._io import SocketIo
+from aiosync.transports._io import DescriptorStream
 from aiosync.transports._page import BELL, HOLDS, WANT, Page
 from aiosync.transports._segment import HEADER, HEADER_NBYTES
 from aiosync.transports._segment_view import SegmentView
@@ -56,7 +56,7 @@ class SlotReader:
         io: Brings their descriptors.
     """
 
-    def __init__(self, io: SocketIo) -> None:
+    def __init__(self, io: DescriptorStream) -> None:
         self._io = io
         self._views: dict[int, SegmentView] = {}
         self._page: Page | None = None

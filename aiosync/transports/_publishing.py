@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 
-from aiosync.errors import TransportBroken
-from aiosync.transports._io import SocketIo
+from aiosync.errors import TransportBroken, TransportClosed
+from aiosync.transports._io import DescriptorStream
 from aiosync.transports._page import BELL, HOLDS, WANT, Page
 from aiosync.transports._segment import Arena, Slot
-from aiosync.transports.stream import FramedChannel
-from aiosync.wire import Message, PageMessage, Segment, encode_frame
+from aiosync.transports.stream import FramedTransport
+from aiosync.wire import Message, PageMessage, Segment
 
 __all__ = ["SlotPublisher"]
 
@@ -33,8 +33,8 @@ class SlotPublisher:
         version: Version that the word names; 0 for none.
     """
 
-    def __init__(self, channel: FramedChannel, io: SocketIo, arena: Arena) -> None:
-        self._channel = channel
+    def __init__(self, channel: FramedTransport, io: DescriptorStream, arena: Arena) -> None:
+        self._channel: FramedTransport | None = channel
         self._io = io
         self._page: Page | None = None
         self._page_fd = -1  # until it was sent
@@ -55,9 +55,10 @@ class SlotPublisher:
         """
         if slot.segment.segment_id in self.announced:
             return True
-        for fd, message in self._missing(slot):
+        channel = self._open_channel()
+        for fd, message in self._missing(slot, channel):
             self._io.attach(fd)
-            if not self._channel.send_now(encode_frame(message, limits=self._channel.limits)):
+            if not channel.send_nowait(message):
                 self._io.attach(None)
                 return False
             self._sent(message)
@@ -65,23 +66,28 @@ class SlotPublisher:
 
     async def announce(self, slot: Slot) -> None:
         """The same, waiting for the link."""
-        for fd, message in self._missing(slot):
+        channel = self._open_channel()
+        for fd, message in self._missing(slot, channel):
             self._io.attach(fd)
-            frame = encode_frame(message, limits=self._channel.limits)
-            await self._channel.send(frame, [], None)
+            await channel.send(message)
             self._sent(message)
 
-    def _missing(self, slot: Slot) -> list[tuple[int, Message]]:
+    def _open_channel(self) -> FramedTransport:
+        if self._channel is None:
+            raise TransportClosed("this end of a link was closed")
+        self._channel.check()
+        return self._channel
+
+    def _missing(self, slot: Slot, channel: FramedTransport) -> list[tuple[int, Message]]:
         messages: list[tuple[int, Message]] = []
         if slot.segment.segment_id in self.announced:
             return messages
-        self._channel.check()
         if self._page is None:
             try:
                 self._page, self._page_fd = Page.make()
             except OSError as exc:
                 raise TransportBroken(
-                    f"no page of shared memory for {self._channel.name}: {exc.strerror}"
+                    f"no page of shared memory for {channel.name}: {exc.strerror}"
                 ) from exc
         if self._page_fd >= 0:
             messages.append((self._page_fd, PageMessage()))
@@ -137,7 +143,7 @@ class SlotPublisher:
         """The link has ended: its word names nothing any more. Idempotent."""
         if self._ended:
             return
-        self._ended = True
+        self._ended, self._channel = True, None  # which knows this object
         self.promised = None
         page, self._page = self._page, None
         if page is not None:

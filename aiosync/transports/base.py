@@ -9,18 +9,22 @@ suite in :mod:`aiosync.testing` checks every statement made here; see
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from aiosync.types import AckStatus, Capabilities
-from aiosync.wire import Ack, Message
+from aiosync.wire import Ack, ExtValue, Message
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
     from typing_extensions import Buffer
+
+    from aiosync.transports._incoming import SlotReader
+    from aiosync.transports._publishing import SlotPublisher
+    from aiosync.transports.stream import FramedTransport
 
 __all__ = [
     "Handler",
@@ -61,6 +65,7 @@ class Received:
             Idempotent; does nothing when the buffers were lent.
         key: Names the transport's own memory that the payload lies in, if it does: equal keys
             on one link are the same memory. ``None`` when the buffers were lent.
+        ext: What the peer's transport added for this one.
     """
 
     message: Message
@@ -68,10 +73,11 @@ class Received:
     nbytes: int = 0
     release: Callable[[], None] = field(default=_no_release)
     key: Hashable | None = None
+    ext: Mapping[str, ExtValue] | None = None
 
 
-Handler: TypeAlias = "Callable[[Received], None]"
-"""Handles a message; see :meth:`Transport.subscribe`."""
+Handler: TypeAlias = "Callable[[Received], bool | None]"
+"""Handles a message, or returns False to leave it; see :meth:`Transport.subscribe`."""
 
 
 @runtime_checkable
@@ -120,6 +126,21 @@ class Transport(abc.ABC):
     """
 
     capabilities: ClassVar[Capabilities]
+
+    publisher: SlotPublisher | None = None
+    """Names slots of shared memory to the peer, where that can read them."""
+
+    slots: SlotReader | None = None
+    """Reads the slots of shared memory that the peer names."""
+
+    def take_segments(self, wanted: bool) -> None:
+        """Whether the peer may announce memory to be read in place, where this link has that."""
+        del wanted
+
+    @property
+    def channel(self) -> FramedTransport | None:
+        """The framed stream below, which watches the peer's process; ``None`` without one."""
+        return None
 
     @property
     def follows_copies_above(self) -> int | None:
@@ -225,7 +246,8 @@ class Transport(abc.ABC):
         always waiting.
 
         Args:
-            handler: Called on the loop. An :class:`~aiosync.errors.TransportError` or
+            handler: Called on the loop; a message for which it returns False comes through
+                :meth:`recv` after all. An :class:`~aiosync.errors.TransportError` or
                 :class:`~aiosync.errors.ProtocolError` that it raises ends the link; it must
                 raise nothing else.
 

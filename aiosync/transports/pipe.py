@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from typing import ClassVar
 
 from aiosync.errors import ConfigError
-from aiosync.transports._io import PipeIo, widen_socket
-from aiosync.transports.stream import FramedTransport
+from aiosync.transports.stream import ByteStream, FramedTransport, widen_socket
 from aiosync.types import Cancellation, Capabilities, Limits
 
 __all__ = ["MPTransport"]
@@ -53,9 +52,9 @@ class MPTransport(FramedTransport):
         name: str = "the peer",
     ) -> None:
         if pipe is not None and reader is None and writer is None:
-            io = PipeIo(pipe, pipe)
+            io = ByteStream(pipe)
         elif pipe is None and reader is not None and writer is not None:
-            io = PipeIo(reader, writer)
+            io = ByteStream(reader, writer)
         else:
             raise ConfigError(
                 "pass either one two-way pipe, MPTransport(conn), or both one-way ends, "

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator
+from typing import ClassVar
 
 from aiosync.transports._incoming import SlotReader
-from aiosync.transports._io import SocketIo, widen_socket
+from aiosync.transports._io import DescriptorStream
 from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports._segment import Arena
-from aiosync.transports.stream import FramedTransport
+from aiosync.transports.base import Received
+from aiosync.transports.stream import FramedTransport, widen_socket
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Message, PageMessage, Segment
+from aiosync.wire import PageMessage, Segment
 
 __all__ = ["SharedMemTransport"]
 
@@ -54,15 +55,15 @@ class SharedMemTransport(FramedTransport):
         limits: Limits | None = None,
         name: str = "the peer",
     ) -> None:
-        io = SocketIo(sock)
+        io = DescriptorStream(sock)
         widen_socket(io.read_fd)
-        self._io = io
         super().__init__(io, limits=limits, name=name)
+        self._fds = io
         self.slots: SlotReader = SlotReader(io)
         self.publisher: SlotPublisher | None = None
         if arena is not None:
-            self.publisher = SlotPublisher(self._channel, io, arena)
-            self._channel.call_on_end(self.publisher.end)
+            self.publisher = SlotPublisher(self, io, arena)
+            self.call_on_end(self.publisher.end)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -77,27 +78,19 @@ class SharedMemTransport(FramedTransport):
         ):
             yield one, two
 
-    @property
-    def takes_segments(self) -> bool:
+    def take_segments(self, wanted: bool) -> None:
         """Whether the peer may announce segments. To take no descriptors saves system time."""
-        return self._io.takes_fds
+        self._fds.take_fds(wanted)
 
-    @takes_segments.setter
-    def takes_segments(self, value: bool) -> None:
-        self._io.takes_fds = value
-
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
-        if isinstance(message, Segment | PageMessage):
-            self.slots.announce(message)
+    def deliver(self, received: Received) -> bool:
+        """See :meth:`FramedTransport.deliver`; segments are for the slots alone."""
+        if isinstance(received.message, Segment | PageMessage):
+            self.slots.announce(received.message)
             return True
-        return super()._intercept(message, ext)
+        return super().deliver(received)
 
     def abort(self) -> None:
         """See :meth:`FramedTransport.abort`."""
-        if self._channel.closed:
-            return
-        if self.publisher is not None:
-            self.publisher.end()
-        self._channel.close()
+        super().abort()
         if not self.slots.outlives_link:
             self.slots.close()

@@ -1,7 +1,7 @@
 """Frames over a non-blocking byte stream, driven by the event loop: no thread, no polling.
 
-:class:`FramedChannel` reads and writes the frames of one link, watches the peer's process, and
-knows how the link ended; :class:`FramedTransport` is the transport over it. Payload bytes are
+:class:`ByteStream` reads and writes descriptors; :class:`FramedTransport` is the link over one: it
+reads and writes frames, watches the peer's process, and knows how the link ended. Payload bytes are
 written straight from the sender's buffers, and read straight into those that the receiver lends.
 Must not import torch, anyio, schemes, or a concrete transport.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 from aiosync.errors import (
     AiosyncError,
@@ -31,13 +34,13 @@ from aiosync.errors import (
 )
 from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._io import ByteIo, local_host
 from aiosync.transports._link import LinkError, again, wake, without_frames
 from aiosync.transports._processes import open_pidfd
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
+    ExtValue,
     Failed,
     FrameDecoder,
     FrameEnd,
@@ -47,10 +50,7 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["Divert", "FramedChannel", "FramedTransport", "channel_of"]
-
-Divert: TypeAlias = "Callable[[Message, Mapping[str, Any] | None], bool]"
-"""Sees each message without payload as it is read; returns True to keep it from ``recv()``."""
+__all__ = ["ByteStream", "FramedTransport", "socket_of", "widen_socket"]
 
 # No message of a worker is longer, with the text of an error and all.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
@@ -65,19 +65,120 @@ _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
 _POLL_PAYLOAD_SECONDS = 1.0
 _MAX_REASON = 1000  # characters
+_BUFFER_NBYTES = 4 * 2**20
 
 
-class FramedChannel:
-    """One framed link over ``io``. Belongs to the loop that runs when it is made.
+class ByteStream:
+    """A non-blocking stream over a socket, a two-way pipe, or two one-way pipes. Owns them.
 
-    The descriptor stays registered with the loop; it is taken out only while a message waits that
-    nobody asked for yet and the read-ahead is full, which is what makes the peer block.
+    Args:
+        reader: What to read from.
+        writer: What to write to, if that is another one.
+
+    Attributes:
+        reads_out: Whether to read on until nothing is left, although that takes one more call.
+            Where data and an error of the socket come together, uvloop calls back once and never
+            again: who stops at the data would wait for the error for ever.
+        has_unsent: Bytes that were taken are not with the kernel yet; :meth:`flush` goes on.
+        read_fd: The descriptor to watch for reading.
+        write_fd: The one to watch for writing.
+        readv: Reads some bytes; 0 at the end of the stream. This and the next two raise
+            ``BlockingIOError`` where they would wait.
+        write: Writes some bytes of one buffer.
+        writev: Writes some bytes of several.
+    """
+
+    reads_out: ClassVar[bool] = True
+
+    def __init__(
+        self, reader: Connection | socket.socket, writer: Connection | socket.socket | None = None
+    ) -> None:
+        self.read_fd: int = reader.fileno()
+        self.write_fd: int = (writer or reader).fileno()
+        self._ends = (reader, writer or reader)
+        for fd in (self.read_fd, self.write_fd):
+            os.set_blocking(fd, False)
+        # The system's own functions: no call of ours for each read and write.
+        self.use(
+            functools.partial(os.readv, self.read_fd),
+            functools.partial(os.write, self.write_fd),
+            functools.partial(os.writev, self.write_fd),
+        )
+
+    def use(
+        self,
+        readv: Callable[[Sequence[memoryview]], int],
+        write: Callable[[bytes], int],
+        writev: Callable[[Sequence[memoryview]], int],
+    ) -> None:
+        """Have these read and write from now on."""
+        self.readv: Callable[[Sequence[memoryview]], int] = readv
+        self.write: Callable[[bytes], int] = write
+        self.writev: Callable[[Sequence[memoryview]], int] = writev
+
+    @property
+    def has_unsent(self) -> bool:
+        """See above; a kernel keeps what it took."""
+        return False
+
+    def flush(self) -> None:
+        """Hand what is unsent to the kernel, as much as it takes; never blocks."""
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Close the descriptors. Idempotent.
+
+        Args:
+            farewell: Tell the peer, where the stream has words for that; not in a forked child,
+                whose parent goes on.
+        """
+        del farewell
+        self.use(_closed, _closed, _closed)  # the numbers may soon be another file's
+        for end in self._ends:
+            end.close()
+
+
+def _closed(_: object) -> int:
+    raise OSError("the stream was closed")
+
+
+@contextlib.contextmanager
+def socket_of(fd: int) -> Iterator[socket.socket]:
+    """Another object for the socket that a descriptor stands for; the descriptor stays open.
+
+    Raises:
+        OSError: It is not a socket, or was closed; or there is no descriptor left.
+    """
+    copy = os.dup(fd)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with sock:
+        yield sock
+
+
+def widen_socket(fd: int) -> None:
+    """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
+
+    The kernel grants what its limits allow; a pipe is left as it is.
+    """
+    with contextlib.suppress(OSError), socket_of(fd) as sock:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+
+
+class FramedTransport(Transport):
+    """Frames of :mod:`aiosync.wire` over ``io``, payloads in the stream.
+
+    Belongs to the loop that runs when it is made. The descriptor stays registered with the loop;
+    it is taken out only while a message waits that nobody asked for yet and the read-ahead is full,
+    which is what makes the peer block.
 
     Args:
         io: The byte stream; owned from now on.
         limits: What the peer may announce.
         name: How errors call the peer.
-        intercept: Gets each message without payload first.
 
     Attributes:
         io: As given.
@@ -91,14 +192,7 @@ class FramedChannel:
         written_nbytes: Bytes that the stream took so far; grows while a write makes progress.
     """
 
-    def __init__(
-        self,
-        io: ByteIo,
-        *,
-        limits: Limits | None = None,
-        name: str = "peer",
-        intercept: Divert | None = None,
-    ) -> None:
+    def __init__(self, io: ByteStream, *, limits: Limits | None = None, name: str = "peer") -> None:
         self.io = io
         self.limits: Limits = limits or DEFAULT_LIMITS
         self.name = name
@@ -110,10 +204,9 @@ class FramedChannel:
         self.written_nbytes: int = 0
         self._loop = asyncio.get_running_loop()
         self._on_end: list[Callable[[], None]] = []
-        self._told_peer = False
 
         self._decoder = FrameDecoder(self.limits)
-        self._intercept = intercept
+        self._handler: Handler | None = None
         self._event: FrameStart | FrameEnd | None = None  # what waits for recv()
         self._arrival: asyncio.Future[None] | None = None
         self._landed: Callable[[], None] | None = None
@@ -121,7 +214,6 @@ class FramedChannel:
         self._receiving = self._reading = self._read_again = False
 
         self._out: list[memoryview] = []  # what is left of the frame being written
-        self._next: list[memoryview] = []  # the frame that comes after it
         self._started = False  # some of its bytes are with the kernel
         self._queue: deque[bytes] = deque()  # control frames that go out between two others
         self._room: asyncio.Future[None] | None = None
@@ -129,6 +221,11 @@ class FramedChannel:
 
         self._resume()
         close_in_child(self)
+
+    @property
+    def channel(self) -> FramedTransport:
+        """See :attr:`Transport.channel`: this one."""
+        return self
 
     # -- how it ends -----------------------------------------------------------------------------
 
@@ -139,73 +236,59 @@ class FramedChannel:
         if self.error is not None:
             raise again(self.error)
 
-    def describe(self) -> str:
-        """One word for a repr."""
-        if self.closed:
-            return "closed"
-        return type(self.error).__name__ if self.error else "open"
-
     def call_on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called once the link has ended, however it ends."""
         self._on_end.append(callback)
 
     def fail(self, error: LinkError) -> None:
         """End the link with ``error``; every waiter and every later operation raises it."""
-        if self.ended:
-            return
-        self.ended = True
-        self.error = without_frames(error)
-        self._stop()
-        # A broken stream cannot be used again; its end tells the peer so without delay.
-        if not isinstance(error, PeerClosed):
-            self._tell_peer(error)
-            self.io.close()
-        self._call_back()
+        if not self.ended:
+            self.error = without_frames(error)
+            self._end(error)
 
-    def close(self) -> None:
-        """Close the descriptors and wake every waiter. Idempotent, never waits."""
-        if self.closed:
-            return
-        self.closed = self.ended = True
+    def abort(self) -> None:
+        """Close at once, and wake every waiter. Idempotent, never waits."""
+        self.closed = True
+        self._handler = None  # it may know this object
+        if not self.ended:
+            self._end(None)
+
+    async def aclose(self) -> None:
+        """Close both directions at once; waiters see ``TransportClosed``."""
+        self.abort()
+
+    def _end(self, error: LinkError | None) -> None:
+        self.ended = True
         # The loop may be gone when a destructor calls this: then nobody waits any more.
         with contextlib.suppress(RuntimeError):
             if not self._loop.is_closed():
-                self._stop()
-                self._call_back()
-        self._tell_peer(None)
-        self._intercept = None  # it knows this object
-        self._close_descriptors()
-
-    def _stop(self) -> None:
-        self._pause()
-        self._unwatch()
-        wake(self._arrival)
-        wake(self._room)
-        self._forget_process()
-
-    def _call_back(self) -> None:
+                self._pause()
+                self._unwatch()
+                wake(self._arrival)
+                wake(self._room)
+                if self.pidfd >= 0:
+                    self._loop.remove_reader(self.pidfd)
+        self._take_leave(error)
+        self._close_descriptors(farewell=True)
         while self._on_end:
             self._on_end.pop(0)()
 
-    def _tell_peer(self, error: LinkError | None) -> None:
-        if self._told_peer:
-            return
-        self._told_peer = True
+    def _take_leave(self, error: LinkError | None) -> None:
         # Unread bytes would turn our orderly end of the stream into a reset at the peer.
         scratch = memoryview(bytearray(65536))
         with contextlib.suppress(OSError):
             for _ in range(64):
-                if not self.io.recv_into(scratch):
+                if not self.io.readv([scratch]):
                     break
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
         if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
             # What the kernel does not take at once is left out: nobody waits for the rude.
             refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
             with contextlib.suppress(OSError, AiosyncError):  # or longer than a header may be
-                self.io.send(encode_frame(refuse, 0, limits=self.limits))
+                self.io.write(encode_frame(refuse, 0, limits=self.limits))
 
-    def _close_descriptors(self) -> None:
-        self.io.close()
+    def _close_descriptors(self, *, farewell: bool) -> None:
+        self.io.close(farewell=farewell)
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -213,8 +296,7 @@ class FramedChannel:
     def close_after_fork(self) -> None:
         """In a forked child: close this copy; the parent's link goes on."""
         self.closed = self.ended = True
-        self.io.close_copy()
-        self._close_descriptors()
+        self._close_descriptors(farewell=False)
 
     # -- who is at the other end -----------------------------------------------------------------
 
@@ -238,7 +320,10 @@ class FramedChannel:
     @property
     def local_host(self) -> str:
         """Address of this host as the peer sees it; that of the loopback for local links."""
-        return local_host(self.io.read_fd)
+        with contextlib.suppress(OSError), socket_of(self.io.read_fd) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                return str(sock.getsockname()[0])
+        return "127.0.0.1"
 
     def watch_process(self, pid: int) -> None:
         """Notice the death of the peer's process even when somebody else holds its descriptors.
@@ -246,7 +331,7 @@ class FramedChannel:
         Raises:
             ConnectError: The process is gone already.
         """
-        if pid <= 0 or pid == os.getpid():
+        if pid <= 0 or pid == os.getpid() or self.ended:
             return
         try:
             pidfd = open_pidfd(pid)
@@ -257,7 +342,7 @@ class FramedChannel:
             self._loop.add_reader(pidfd, self._on_process_end)
 
     def _on_process_end(self) -> None:
-        self._forget_process()
+        self._loop.remove_reader(self.pidfd)
         error = PeerClosed(f"the process of {self.name} ended")
         self._read_again = False
         self._read()
@@ -266,16 +351,19 @@ class FramedChannel:
         else:
             self.fail(error)
 
-    def _forget_process(self) -> None:
-        if self.pidfd >= 0:
-            self._loop.remove_reader(self.pidfd)
-
     # -- receiving -------------------------------------------------------------------------------
 
-    async def recv(
-        self, into: Lender | None, timeout: float | None
-    ) -> tuple[Message, Mapping[str, Any] | None, list[Any], int]:
-        """Wait for a message; returns it with its ext map, its buffers and its payload size."""
+    def subscribe(self, handler: Handler) -> bool:
+        """See :meth:`Transport.subscribe`; for messages without payload."""
+        self._handler = handler
+        return True
+
+    def deliver(self, received: Received) -> bool:
+        """Hand on a message without payload as it is read; False leaves it to :meth:`recv`."""
+        return self._handler is not None and self._handler(received) is not False
+
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """See :meth:`Transport.recv`. Cancellation: class B."""
         if self._receiving:
             raise TransportBusy(f"another recv() is waiting on the link to {self.name}")
         self._receiving = True
@@ -288,35 +376,33 @@ class FramedChannel:
                 await asyncio.sleep(0)  # a checkpoint; the message still waits if cancelled here
             async with asyncio.timeout(None if poll else timeout) as deadline:
                 while self._event is None or self.closed:
-                    if self.ended:
-                        self.check()
+                    self.check()
                     if poll:
                         raise RecvTimeout(f"no message from {self.name} within {timeout:g} s")
                     await self._wait_for_event()
                 start, self._event = self._event, None
                 assert isinstance(start, FrameStart)
-                buffers: list[Any] = []
+                received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
                 if start.payload_nbytes:
                     if poll:  # it found the head of a message: its payload gets a moment to follow
                         deadline.reschedule(self._loop.time() + _POLL_PAYLOAD_SECONDS)
                     buffers = await self._recv_payload(start, into)
-                # The caller gets its message before the next one is looked at: an intercept
-                # may take that one at once, and would overtake it.
+                    received.payload = [flat_view(buffer) for buffer in buffers]
+                # The caller gets its message before the next one is looked at: a handler may take
+                # that one at once, and would overtake it.
                 self._loop.call_soon(self._advance)
-                return start.message, start.ext, buffers, start.payload_nbytes
+                return received
         except TimeoutError as exc:
             if not deadline.expired():
                 raise
-            if self.error is None:
-                raise RecvTimeout(f"no message from {self.name} within {timeout:g} s") from exc
+            broken = "" if self.error is None else "; the link is broken, open a new one"
             raise RecvTimeout(
-                f"a payload from {self.name} did not arrive in time; the link is broken, open a "
-                "new one"
+                f"no whole message from {self.name} within {timeout:g} s{broken}"
             ) from exc
         finally:
             self._receiving = False
 
-    async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[Any]:
+    async def _recv_payload(self, start: FrameStart, into: Lender | None) -> Sequence[Any]:
         decoder, nbytes = self._decoder, start.payload_nbytes
         try:
             buffers = take_buffers(into, start.message, nbytes, decoder.limits)
@@ -331,8 +417,7 @@ class FramedChannel:
         try:
             self._advance()
             while not isinstance(self._event, FrameEnd):
-                if self.ended:
-                    self.check()
+                self.check()
                 await self._wait_for_event()
         except PeerClosed as exc:
             raise TransportBroken(f"{self.name} went away in mid-message") from exc
@@ -368,7 +453,7 @@ class FramedChannel:
         if not self._reading:
             self._reading = True
             self._loop.add_reader(self.io.read_fd, self._read)
-        if self.io.reads_out or self.io.has_unread:
+        if self.io.reads_out:
             self._read_soon()
 
     def _pause(self) -> None:
@@ -395,17 +480,14 @@ class FramedChannel:
         budget, until = _WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
         while not self.ended:
             buffer = decoder.get_buffer()
-            room = len(buffer)
-            if not room:
+            if not buffer:
                 self._pull()
                 if self._event is not None:
                     self._pause()
                 break
-            most = min(budget, _READ_NBYTES)
-            if room > most:
-                buffer, room = buffer[:most], most
+            buffer = buffer[: min(budget, _READ_NBYTES)]
             try:
-                nbytes = io.recv_into(buffer)
+                nbytes = io.readv([buffer])
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as exc:
@@ -419,14 +501,12 @@ class FramedChannel:
                 decoder.feed_eof()
                 self._pause()
             self._pull()
-            if not nbytes or self._event is not None or (nbytes < room and not io.reads_out):
+            if not (nbytes and self._event is None and (nbytes == len(buffer) or io.reads_out)):
                 break
             budget -= nbytes
             if budget <= 0 or perf_counter() >= until:
                 self._read_soon()
                 break
-        if self._reading and io.has_unread:
-            self._read_soon()
         if self._event is not None or self.error is not None:
             wake(self._arrival)
 
@@ -437,32 +517,28 @@ class FramedChannel:
             if event is None:
                 return
             if isinstance(event, FrameStart):
-                if event.payload_nbytes or self._intercept is None:
+                if event.payload_nbytes:
                     self._event = event
                     return
                 try:
-                    if not self._intercept(event.message, event.ext):
+                    if not self.deliver(Received(event.message, ext=event.ext)):
                         self._event = event
+                    continue
                 except (ProtocolError, TransportError) as exc:
                     self.fail(exc)
-                    return
                 except Exception as exc:  # noqa: BLE001 - a bug above, told to whoever uses the link
                     error = TransportBroken(f"a message from {self.name} could not be handled")
                     error.__cause__ = exc
                     self.fail(error)
-                    return
             elif isinstance(event, FrameEnd):
                 self._event = event
             elif isinstance(event, Failed):
                 self.fail(event.error)
-                return
+            elif event.clean:
+                self.fail(PeerClosed(f"{self.name} closed the link"))
             else:
-                self.fail(
-                    PeerClosed(f"{self.name} closed the link")
-                    if event.clean
-                    else TransportBroken(f"the link to {self.name} was cut in mid-message")
-                )
-                return
+                self.fail(TransportBroken(f"the link to {self.name} was cut in mid-message"))
+            return
 
     def _lost(self, exc: OSError, *, cut: bool) -> None:
         error: TransportError = PeerClosed(f"{self.name} closed the link")
@@ -473,28 +549,58 @@ class FramedChannel:
 
     # -- sending ---------------------------------------------------------------------------------
 
-    def send_now(self, frame: bytes, payload: Sequence[memoryview] = ()) -> bool:
-        """Write a small frame without waiting; False when nothing was written.
+    def _frame(
+        self, message: Message, payload: Payload, ext: Mapping[str, ExtValue] | None
+    ) -> tuple[bytes, list[memoryview], int]:
+        if not payload:
+            return encode_frame(message, 0, ext=ext, limits=self.limits), [], 0
+        views = [view for view in map(flat_view, payload) if view.nbytes]
+        nbytes = sum([view.nbytes for view in views])
+        return encode_frame(message, nbytes, ext=ext, limits=self.limits), views, nbytes
+
+    def send_nowait(
+        self,
+        message: Message,
+        payload: Payload = (),
+        *,
+        ext: Mapping[str, ExtValue] | None = None,
+    ) -> bool:
+        """See :meth:`Transport.send_nowait`; payloads above 64 KiB are always refused.
 
         A frame that the kernel took only in part is copied and flushed by the loop, and counts
         as sent.
         """
+        frame, views, nbytes = self._frame(message, payload, ext)
+        if nbytes > _NOWAIT_NBYTES:
+            self.check()
+            return False
+        return self.write_nowait(frame, views)
+
+    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
+        """See :meth:`Transport.send_batch_nowait`."""
+        return self.write_nowait(
+            b"".join([encode_frame(message, 0, limits=self.limits) for message in messages])
+        )
+
+    def write_nowait(self, frame: bytes, payload: Sequence[memoryview] = ()) -> bool:
+        """Write a small frame without waiting; False when nothing was written."""
         if self.ended:
             self.check()
         if self._sending or self._out:
             return False
-        self._started = False
-        views = [memoryview(frame), *payload]
         try:
-            nbytes = self.io.sendv(views) if payload else self.io.send(frame)
-            if not payload and nbytes == len(frame) and not self.io.has_unsent:
-                return True
+            if payload:
+                nbytes = self.io.writev([memoryview(frame), *payload])
+            else:
+                nbytes = self.io.write(frame)
+                if nbytes == len(frame) and not self.io.has_unsent:
+                    return True
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
             self._lost(exc, cut=False)
             self.check()
-        rest = _after(views, nbytes)
+        rest = _after([memoryview(frame), *payload], nbytes)
         if rest:
             self._out, self._started = [memoryview(b"".join(rest))], True
         if rest or self.io.has_unsent:
@@ -507,27 +613,39 @@ class FramedChannel:
         For frames whose number is bounded by something else, such as the steps of a set-up.
         """
         with contextlib.suppress(TransportError, ProtocolError):  # the next operation raises it
-            if not self.send_now(frame):
+            if not self.write_nowait(frame):
                 self._queue.append(frame)
                 if not self._sending:
                     self._watch()
 
     async def send(
-        self, frame: bytes, payload: Sequence[memoryview], timeout: float | None
+        self,
+        message: Message,
+        payload: Payload = (),
+        *,
+        timeout: float | None = None,
+        ext: Mapping[str, ExtValue] | None = None,
     ) -> None:
-        """Write a frame and its payload; the contract of ``Transport.send``."""
+        """See :meth:`Transport.send`. Cancellation: class B.
+
+        Args:
+            message: What to send.
+            payload: Its payload.
+            timeout: Seconds for the whole call.
+            ext: Entries for the transport at the other end.
+        """
+        frame, views, _ = self._frame(message, payload, ext)
         if self._sending:
             raise TransportBusy(f"another send() is running on the link to {self.name}")
         self._sending = True
-        self._next = [memoryview(frame), *payload]
         taken = False
         try:
             await asyncio.sleep(0)  # a checkpoint, before the first byte
             async with asyncio.timeout(timeout) as deadline:
-                while self._out:  # the tail of an earlier send_now(): not ours to cut
+                while self._out:  # the tail of an earlier send_nowait(): not ours to cut
                     await self._wait_for_room()
                 self.check()
-                self._out, self._next, self._started = self._next, [], False
+                self._out, self._started = [memoryview(frame), *views], False
                 try:
                     self._write()
                     while self._out or self.io.has_unsent:
@@ -541,20 +659,14 @@ class FramedChannel:
             if not deadline.expired():
                 raise
             if not taken:
+                broken = "" if self.error is None else "; the link is broken, open a new one"
                 raise SendTimeout(
-                    f"{self.name} did not take the message within {timeout:g} s"
-                    + ("" if self.error is None else "; the link is broken, open a new one")
+                    f"{self.name} did not take the message within {timeout:g} s{broken}"
                 ) from exc
         finally:
-            self._sending, self._next = False, []
+            self._sending = False
             if self._queue:
                 self._watch()
-
-    def keep_rest(self) -> None:
-        """Copy what the stream has not taken yet: its buffers are about to change."""
-        self._out, self._next = (
-            [memoryview(b"".join(views))] if views else [] for views in (self._out, self._next)
-        )
 
     async def _wait_for_room(self) -> None:
         self.check()
@@ -600,21 +712,22 @@ class FramedChannel:
     def _write(self) -> None:
         budget = _WINDOW_NBYTES
         try:
-            if self.io.has_unsent and not self._out:
-                self.io.flush()
             while self._out and budget > 0:
-                window = _window(self._out, budget)
-                nbytes = self.io.sendv(window)
+                nbytes = self.io.writev(_window(self._out, budget))
                 self._started = True
                 self.written_nbytes += nbytes
                 self._out = _after(self._out, nbytes)
                 budget -= nbytes
-                if self.io.is_full and nbytes < sum(map(len, window)):
-                    return  # another call would only say so
+            if not self._out:
+                self.io.flush()
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
             self._lost(exc, cut=self._started)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else type(self.error).__name__ if self.error else "open"
+        return f"<{type(self).__name__} to {self.name}: {state}>"
 
 
 def _window(views: list[memoryview], budget: int) -> list[memoryview]:
@@ -635,86 +748,3 @@ def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[index + 1 :]]
         nbytes -= view.nbytes
     return []
-
-
-def channel_of(link: object) -> FramedChannel | None:
-    """The framed stream below a link, if it has one."""
-    stream: FramedChannel | None = getattr(link, "channel", None)
-    return stream
-
-
-class FramedTransport(Transport):
-    """Frames of :mod:`aiosync.wire` over ``io``, payloads in the stream."""
-
-    def __init__(self, io: ByteIo, *, limits: Limits | None, name: str) -> None:
-        self._handler: Handler | None = None
-        self._divert: Divert | None = None
-        self._channel = FramedChannel(io, limits=limits, name=name, intercept=self._intercept)
-
-    @property
-    def channel(self) -> FramedChannel:
-        """The framed byte stream below, for schemes that watch the peer's process."""
-        return self._channel
-
-    async def send(
-        self, message: Message, payload: Payload = (), *, timeout: float | None = None
-    ) -> None:
-        """See :meth:`Transport.send`. Cancellation: class B."""
-        views = [view for view in map(flat_view, payload) if view.nbytes]
-        nbytes = sum(view.nbytes for view in views)
-        frame = encode_frame(message, nbytes, limits=self._channel.limits)
-        await self._channel.send(frame, views, timeout)
-
-    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
-        """See :meth:`Transport.send_nowait`; payloads above 64 KiB are always refused."""
-        stream = self._channel
-        views = [view for view in map(flat_view, payload) if view.nbytes] if payload else ()
-        nbytes = sum([view.nbytes for view in views])
-        if nbytes > _NOWAIT_NBYTES:
-            stream.check()
-            return False
-        return stream.send_now(encode_frame(message, nbytes, limits=stream.limits), views)
-
-    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
-        """See :meth:`Transport.send_batch_nowait`."""
-        limits = self._channel.limits
-        return self._channel.send_now(
-            b"".join([encode_frame(message, 0, limits=limits) for message in messages])
-        )
-
-    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
-        """See :meth:`Transport.recv`. Cancellation: class B."""
-        message, _ext, buffers, nbytes = await self._channel.recv(into, timeout)
-        return Received(message, [flat_view(buffer) for buffer in buffers], nbytes)
-
-    def subscribe(self, handler: Handler) -> bool:
-        """See :meth:`Transport.subscribe`; for messages without payload."""
-        self._handler = handler
-        return True
-
-    def divert(self, take: Divert) -> None:
-        """Show each message without payload to ``take`` first, as it is read.
-
-        ``take`` gets the message and its extension map, and returns True for those that it keeps
-        from everybody else. What it raises ends the link, as for :meth:`subscribe`.
-        """
-        self._divert = take
-
-    def _intercept(self, message: Message, ext: Mapping[str, Any] | None) -> bool:
-        if self._divert is not None and self._divert(message, ext):
-            return True
-        if self._handler is None or ext:
-            return False  # only recv() looks at extensions
-        self._handler(Received(message))
-        return True
-
-    async def aclose(self) -> None:
-        """Close both directions at once; waiters see ``TransportClosed``."""
-        self.abort()
-
-    def abort(self) -> None:
-        """The same as :meth:`aclose`, from synchronous code."""
-        self._channel.close()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} to {self._channel.name}: {self._channel.describe()}>"

@@ -10,24 +10,18 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Self
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
-from aiosync.errors import (
-    ConfigError,
-    ConnectError,
-    ConnectTimeout,
-)
-from aiosync.transports._io import ByteIo, StreamIo, socket_of, widen_socket
+from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.handshake import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
-from aiosync.transports.stream import FramedTransport
-from aiosync.transports.tls import PlainPeer, TlsIo
+from aiosync.transports.stream import ByteStream, FramedTransport, socket_of, widen_socket
+from aiosync.transports.tls import TlsStream
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import Refuse, encode_frame
 
 __all__ = ["TCP_LIMITS", "TCPTransport"]
 
@@ -62,12 +56,12 @@ class TCPTransport(FramedTransport):
 
     def __init__(
         self,
-        io: socket.socket | ByteIo,
+        io: socket.socket | ByteStream,
         *,
         limits: Limits | None = None,
         name: str = "the peer",
     ) -> None:
-        stream = StreamIo(io) if isinstance(io, socket.socket) else io
+        stream = ByteStream(io) if isinstance(io, socket.socket) else io
         super().__init__(stream, limits=limits or TCP_LIMITS, name=name)
 
     @classmethod
@@ -140,10 +134,10 @@ class TCPTransport(FramedTransport):
         try:
             async with asyncio.timeout(timeout):
                 sock = await _open(address, keepalive, untaken)
-                io = await _secured(sock, context, server_side=False, hostname=hostname)
-                return await cls._proved(io, name, prove_as_dialer, credentials, limits, payloads)
+                link = await cls._proved(sock, credentials, context, hostname, name)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
+        return link._admitted(limits, payloads)
 
     @classmethod
     async def accept(
@@ -194,40 +188,49 @@ class TCPTransport(FramedTransport):
             raise
         try:
             async with asyncio.timeout(timeout):
-                io = await _secured(sock, context, server_side=True)
-                return await cls._proved(io, name, prove_as_listener, credentials, limits, payloads)
+                link = await cls._proved(sock, credentials, context, None, name)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
+        return link._admitted(limits, payloads)
 
     @classmethod
     async def _proved(
         cls,
-        io: ByteIo,
-        name: str,
-        prove: Callable[[FramedTransport, Credentials], Awaitable[None]],
+        sock: socket.socket,
         credentials: Credentials,
-        limits: Limits | None,
-        payloads: bool,
+        context: ssl.SSLContext | None,
+        hostname: str | None,
+        name: str,
     ) -> Self:
-        transport = cls(io, limits=STRANGER_LIMITS, name=name)
-        try:
-            await prove(transport, credentials)
-        except BaseException:  # raised again: the caller sees it
-            transport.abort()
-            raise
-        transport.channel.set_limits(limits or TCP_LIMITS)
-        if not payloads:
-            transport.channel.refuse_payloads()
+        """A link over ``sock``, which it owns; who dialled has a ``hostname`` in mind."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            io = ByteStream(sock)
+            if context is not None:
+                server_side = not hostname
+                io = tls = TlsStream(sock, context, server_side=server_side, hostname=hostname)
+                undo.callback(tls.close)
+                await tls.handshake()
+            transport = cls(io, limits=STRANGER_LIMITS, name=name)
+            undo.callback(transport.abort)
+            await (prove_as_dialer if hostname else prove_as_listener)(transport, credentials)
+            undo.pop_all()
         return transport
+
+    def _admitted(self, limits: Limits | None, payloads: bool) -> Self:
+        self.set_limits(limits or TCP_LIMITS)
+        if not payloads:
+            self.refuse_payloads()
+        return self
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
         option = getattr(socket, "TCP_USER_TIMEOUT", None)
-        if option is None or self.channel.ended:
+        if option is None or self.ended:
             return
         with (
             contextlib.suppress(OSError),  # whoever reads from it hears how it ended
-            socket_of(self.channel.io.read_fd) as sock,
+            socket_of(self.io.read_fd) as sock,
         ):
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, option, _untaken_option(seconds))
@@ -290,41 +293,3 @@ def _untaken_option(seconds: float) -> int:
 
 def _seconds(value: float) -> int:
     return max(1, round(min(value, _MAX_KEEPALIVE_SECONDS)))
-
-
-# -- handshakes -------------------------------------------------------------------------------
-
-
-async def _secured(
-    sock: socket.socket,
-    context: ssl.SSLContext | None,
-    *,
-    server_side: bool,
-    hostname: str | None = None,
-) -> ByteIo:
-    """The byte stream over ``sock``, with TLS if there is a context. Owns the socket."""
-    if context is None:
-        return StreamIo(sock)
-    try:
-        io = TlsIo(sock, context, server_side=server_side, hostname=hostname)
-    except (ssl.SSLError, ValueError) as exc:
-        sock.close()
-        raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
-    try:
-        await io.handshake()
-    except PlainPeer as exc:
-        if not server_side:
-            io.close()
-            raise ConfigError(
-                "the listener does not use TLS: pass tls= on both sides or on neither"
-            ) from exc
-        # It can be told in words that it understands.
-        refuse = Refuse("ConfigError", "this address uses TLS: pass tls= on this side as well")
-        with contextlib.suppress(OSError):
-            sock.send(encode_frame(refuse))
-        io.close()
-        raise
-    except BaseException:  # raised again: the caller sees it
-        io.close()
-        raise
-    return io

@@ -136,7 +136,7 @@ MUTANTS = [
         "schemes/sender.py",
         "            if send.borrowed:\n",
         "            if False:\n",
-        contract("late_joiner_gets_what_was_sent"),
+        "tests/contract/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
     ),
     # -- slots of shared memory
     Mutant(

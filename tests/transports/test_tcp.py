@@ -142,20 +142,20 @@ async def test_a_context_that_cannot_be_made_closes_the_socket(tmp_path: Path) -
 async def test_options_of_the_socket() -> None:
     async with linked("tcp://127.0.0.1:0", keepalive=12.0, untaken=24.0) as ends:
         for end in ends:
-            sock = end.channel.io.sock
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            if hasattr(socket, "TCP_KEEPIDLE"):
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 12
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 4
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
-            assert os.get_inheritable(sock.fileno()) is False
+            assert os.get_inheritable(end.channel.io.read_fd) is False
+            with socket.socket(fileno=os.dup(end.channel.io.read_fd)) as sock:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                if hasattr(socket, "TCP_KEEPIDLE"):
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 12
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 4
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
     async with linked("tcp://127.0.0.1:0", keepalive=None, untaken=None) as ends:
         for end in ends:
-            sock = end.channel.io.sock
-            assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            with socket.socket(fileno=os.dup(end.channel.io.read_fd)) as sock:
+                assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 async def test_limits_for_one_thing_leave_the_others_as_they_are() -> None:
