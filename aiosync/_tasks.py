@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 
-__all__ = ["Notifier", "TaskOwner", "current_task", "running_loop"]
+__all__ = ["Notifier", "TaskOwner", "current_task", "run_on_loop", "running_loop"]
 
 _CLOSE_SECONDS = 5.0
+_PATIENCE_SECONDS = 30.0  # of a thread that waits for a loop
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -38,6 +40,37 @@ def running_loop() -> asyncio.AbstractEventLoop:
 def current_task() -> asyncio.Task[Any] | None:
     """The task that runs in this thread; ``None`` also where no loop does."""
     return asyncio.current_task() if asyncio._get_running_loop() is not None else None
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
+    """Call here if nobody else runs the loop, otherwise there, and wait for it.
+
+    Raises:
+        SyncTimeout: The loop, in another thread, did not run; it will not call any more.
+    """
+    if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
+        call()
+        return
+    done: Future[None] = Future()
+
+    def run() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                call()
+            except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
+
+    loop.call_soon_threadsafe(run)
+    try:
+        done.result(_PATIENCE_SECONDS)
+    except TimeoutError as exc:
+        raise SyncTimeout(
+            f"the event loop of this scheme did not run within {_PATIENCE_SECONDS:g} s"
+        ) from exc
+    finally:
+        done.cancel()  # if it has not begun, it never will
 
 
 class Notifier:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from aiosync.receiver.guard import Guard, Reading
 from aiosync.schemes._sources import DeviceMap
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
-from aiosync.schemes.guard import Guard, Reading
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme

@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 from aiosync._tasks import Notifier
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, StaleVersion
+from aiosync.receiver.guard import Guard, takes_hooks
 from aiosync.schemes._applying import Applying
-from aiosync.schemes._guard_hooks import takes_hooks
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._transforming import Transforming
-from aiosync.schemes.guard import Guard
 from aiosync.tensors import Target
 from aiosync.tensors.apply import LoadTarget
 from aiosync.transports._link import without_frames

@@ -10,23 +10,19 @@ import abc
 import asyncio
 import contextlib
 import functools
+import inspect
+import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from aiosync._tasks import run_on_loop
 from aiosync.errors import ApplyError, ConfigError
 from aiosync.protocol import Inbox
-from aiosync.schemes._guard_hooks import in_transform, takes_hooks
-from aiosync.schemes._moment import (
-    PATIENCE_SECONDS,
-    between_reads,
-    is_interrupt,
-    refuse_inside_read,
-    run_on_loop,
-)
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, takes_hooks
 from aiosync.schemes._staging import Staged
-from aiosync.schemes.guard import Guard
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import LoadTarget
 from aiosync.transports._fork import FORKING
@@ -36,7 +32,6 @@ __all__ = ["Applying"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _MAX_TRIES = 10
-_HOLD_SECONDS = 0.1
 
 
 class Applying(abc.ABC):
@@ -57,6 +52,7 @@ class Applying(abc.ABC):
         flipped: Callable[[int, int], None] | None = None,
     ) -> None:
         self.guard = guard
+        guard.elsewhere = lambda: self._call_soon(guard.retry)
         self._flipped = flipped
         self.inbox: Inbox = Inbox()
         self.refused: tuple[int, BaseException] | None = None
@@ -170,10 +166,8 @@ class Applying(abc.ABC):
         Raises:
             ApplyError: This read, which promised to see the newest version, cannot have it.
         """
-        if self._taking is not None or not (self.guard.at_read and in_transform()):
+        if self._taking is not None or self.guard.fit:
             self._apply_staged()
-        elif not self.looks:
-            self._leave_to_loop(self._apply_from_loop)
         else:
             # Under torch.func the model is not what it seems: the loop applies, and this waits.
             self._call_soon(self.withdraw_promise)
@@ -183,16 +177,6 @@ class Applying(abc.ABC):
                     "event loop's thread runs: put `async with scheme.reading():` around it"
                 )
             run_on_loop(self._loop, self._apply_staged)
-
-    def _leave_to_loop(self, apply: Callable[[], object]) -> None:
-        """Have the loop do what must not be done in a transform; new reads wait for a moment."""
-        self.guard.hold(_HOLD_SECONDS)
-        self._call_soon(apply)
-
-    def _apply_from_loop(self) -> None:
-        if not self._closed and (not self._manual or self._askers):
-            self.apply_soon()
-        self.guard.let_go()
 
     @abc.abstractmethod
     def _look(self) -> Staged | None:
@@ -268,7 +252,7 @@ class Applying(abc.ABC):
                 with FORKING if isinstance(target, Target) else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self._copy)
             except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
-                if is_interrupt(exc):
+                if _is_interrupt(exc):
                     raise
                 error = exc  # whatever the model raised travels in the NACK
         # Nobody waits for an answer: the read has to say it.
@@ -331,12 +315,12 @@ class Applying(abc.ABC):
             LocalProtocolError: Called inside a read.
             SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
         """
-        refuse_inside_read(self.guard, "apply_pending")
+        self.guard.refuse_inside_read("apply_pending")
         if not self.has_staged:
             return None
         advice = "use `await scheme.receive()` there, or call apply_pending() again"
         try:
-            between_reads(self.guard, self._apply_staged, advice=advice, patience=patience)
+            self.guard.between_reads(self._apply_staged, advice=advice, patience=patience)
         finally:
             if self._taking is not None:  # it was cut short, and is done again by the next read
                 self.guard.put_back(self._apply_when_fit)
@@ -481,9 +465,6 @@ class Applying(abc.ABC):
 
     def _adopt_late(self) -> None:
         """The same, as the last reader leaves. Never raises: the weights were found to fit."""
-        if self.guard.at_read and in_transform():
-            self._leave_to_loop(lambda: self.guard.submit(self._adopt_late))
-            return
         if self._adopts_late:
             model = self._late_model
             self._forget_late()
@@ -538,6 +519,22 @@ class Applying(abc.ABC):
         """Give the model memory of its own; its values stay the same."""
         if isinstance(self._target, Target) and self._current is not None and not self._copy:
             self._target.detach_(self._current.flat)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is that of a signal's handler, not of the code that it came up in."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        if callable(handler):
+            handler = inspect.unwrap(getattr(handler, "func", handler))
+            if not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+                handler = type(handler).__call__
+            codes.add(getattr(getattr(handler, "__func__", handler), "__code__", None))
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
 
 
 def _raise(error: BaseException) -> None:

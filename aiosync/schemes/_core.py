@@ -13,16 +13,15 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from aiosync._tasks import run_on_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import VersionClock, validate_timeout
 from aiosync.protocol.indices import as_index
+from aiosync.receiver.guard import Guard, has_own_call, why_unguarded
 from aiosync.rendezvous.unix import new_address
 from aiosync.schemes._context import NoWeakReference, as_model_id, resolve_model
-from aiosync.schemes._guard_hooks import has_own_call, why_unguarded
-from aiosync.schemes._moment import run_on_loop
 from aiosync.schemes._relaying import Relay
 from aiosync.schemes._sources import Sources
-from aiosync.schemes.guard import Guard
 from aiosync.schemes.options import SchemeOptions
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError, RecvTimeout
 from aiosync.protocol import validate_timeout
+from aiosync.receiver.guard import is_held_by_caller
 from aiosync.schemes._core import SchemeCore
-from aiosync.schemes._reading import is_held_by_caller
 from aiosync.schemes.handles import AppliedUpdate
 from aiosync.schemes.receiver import WeightReceiver
 

@@ -23,14 +23,13 @@ from aiosync.errors import (
     LocalProtocolError,
 )
 from aiosync.protocol.indices import as_index
+from aiosync.receiver.guard import Reading
 from aiosync.rendezvous.dialer import Backoff, retry
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.unix import NobodyListens, connect
 from aiosync.schemes._context import as_model_id
 from aiosync.schemes._following import FollowingScheme, apply_error
-from aiosync.schemes._moment import between_reads, refuse_inside_read
 from aiosync.schemes._transforming import Transform
-from aiosync.schemes.guard import Reading
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports._link import without_frames
@@ -156,10 +155,10 @@ class ReceivingScheme(FollowingScheme):
             relink=self._relink,
             promises=self._promises,
         )
-        receiver.prepare_target()
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
         welcome = await self._introduce(receiver, left)
         self._worker_idx = welcome.worker_idx
+        receiver.prepare_target()
         receiver.start()
         if welcome.version == 0 or not self._subscribes or not self._waits_for_first:
             return
@@ -353,13 +352,13 @@ class ReceivingScheme(FollowingScheme):
         if target is None:
             raise ConfigError("No model registered")
 
-        refuse_inside_read(self._guard_object, "apply_weights")
+        self._guard_object.refuse_inside_read("apply_weights")
 
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)
 
         advice = "call apply_weights() again, or in a thread"
-        between_reads(self._guard_object, apply, advice=advice)
+        self._guard_object.between_reads(apply, advice=advice)
 
 
 def _worker_idx_of(context: Any) -> int | None:

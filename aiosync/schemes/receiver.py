@@ -22,14 +22,13 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.receiver.guard import Guard
 from aiosync.schemes._answering import Answering
-from aiosync.schemes._moment import keep_for_readers, wait_for_readers
 from aiosync.schemes._outgoing import Outgoing
 from aiosync.schemes._relaying import Relay, Relaying
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.schemes._transforming import Transform, Transforming
 from aiosync.schemes._wishes import Wishes
-from aiosync.schemes.guard import Guard
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
@@ -162,9 +161,8 @@ class WeightReceiver(Answering):
         """Take what the last link named before it was lost: its trainer counts on that."""
         slots = self._staging.slots
         if slots is not None and slots.is_behind and self.looks:
-            await wait_for_readers(self.guard, _CLOSE_SECONDS)
+            await self.guard.wait_free(_CLOSE_SECONDS)
             self.guard.exclusively(self._apply_staged, timeout=0.0)
-            self.guard.let_go()
 
     def use_link(self, transport: Transport) -> None:
         """Go on with another link, after its handshake."""
@@ -414,7 +412,7 @@ class WeightReceiver(Answering):
         if self._closed:
             return
         try:
-            await wait_for_readers(self.guard, _CLOSE_SECONDS)
+            await self.guard.wait_free(_CLOSE_SECONDS)
         except BaseException:  # goes on to the caller
             self.abort()
             raise
@@ -455,11 +453,10 @@ class WeightReceiver(Answering):
             else:
                 self._detach()
                 self._staging.keep(self._current)
-                keep_for_readers(self.guard, self._current)
+                self.guard.submit([self._current].clear)  # once the reads that there are end
         self._current = None
         self.guard.uninstall()
         self.guard.ignore_word()
-        self.guard.let_go()
         self._staging.close()
         self._target = self._target_of = None
         self._changed.notify()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 import aiosync.schemes as aio
 from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
-from aiosync.schemes._reading import on_behalf_of_reader
+from aiosync.receiver.guard import on_behalf_of_reader
 from aiosync.schemes.handles import has_failed
 from aiosync.schemes.options import (
     EngineOptions,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import aiosync
-from aiosync.schemes.guard import Guard, Reading
+from aiosync.schemes import Guard, Reading
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -35,7 +35,7 @@ def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
         ending.submit(next, steps, None).result()
     assert applied == [1]
     assert not guard.reading_here
-    assert not guard.tasks
+    assert guard.is_free()
 
 
 @pytest.mark.asyncio

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import aiosync
-from aiosync.schemes.guard import Guard, Reading
+from aiosync.schemes import Guard, Reading
 from tests.sync import _tools as tools
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from aiosync.schemes.guard import Guard
+from aiosync.receiver.guard import Guard
 
 __all__ = ["Labels"]
 

@@ -1,0 +1,1 @@
+"""The worker's runtime: what receives updates of one model, and puts them into it."""

@@ -1,0 +1,789 @@
+"""The guard between reads and updates: nobody ever computes on two versions.
+
+Readers (forward passes, ``reading()`` blocks) share it; applying an update excludes them. An
+update that arrives while nobody reads is applied at once by whoever brings it; one that arrives
+during a forward is applied by the thread of that forward as soon as it ends. So nothing waits
+for a busy loop, and the loop never waits for a forward.
+
+A forward that Ctrl-C ended, or any exception under ``torch.compile``, never says that it is
+over: forward hooks do not see it. Such reads are known by their frames, which are on no stack.
+
+Must not import transports; used from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from aiosync._tasks import current_task
+from aiosync.errors import LocalProtocolError, SyncTimeout
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "PATIENCE_SECONDS",
+    "Guard",
+    "Reading",
+    "has_own_call",
+    "is_held_by_caller",
+    "on_behalf_of_reader",
+    "takes_hooks",
+    "why_unguarded",
+]
+
+PATIENCE_SECONDS = 30.0
+"""How long a call in one thread waits for another one."""
+
+_LOOK_SECONDS = 0.05
+_PAUSE_SECONDS = 0.001
+# A read that begins lets an update go first that waits for other reads: for so long at first, then
+# not for three times as long, and so on; the last turn takes 64 times as long.
+_FIRST_TURN_SECONDS = 0.08
+_LAST_TURN = 6
+
+# Private API; without it updates are applied inside of transforms, too, and refused there by torch.
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_interpreter: Callable[[], Any] = getattr(
+    torch._C._functorch, "peek_interpreter_stack", lambda: None
+)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _in_transform() -> bool:
+    """Whether torch operations of this thread may do something else than they say.
+
+    Inside ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
+    """
+    return _num_modes() > 0 or _interpreter() is not None
+
+
+def never_traced(function: _F) -> _F:
+    """Have ``torch.compile`` call a function instead of tracing into it.
+
+    ``torch.compiler.disable`` does the same, but importing it takes seconds. Where torch keeps
+    this elsewhere, forwards of a compiled module are guarded all the same, with warnings.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by torch.compile
+    with contextlib.suppress(AttributeError):
+        frames = torch._C._dynamo.eval_frame
+        if hasattr(frames, "skip_code"):
+            frames.skip_code(function.__code__)
+        else:
+            skip = frames._FrameAction.SKIP
+            strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+class Guard:
+    """Many readers or one apply. Thread-safe; a reader may enter again in its own thread.
+
+    Attributes:
+        at_read: What is applied now is applied by a read that begins or ends.
+        fit: It may change the model: torch operations of this thread are what they say.
+        seen: The word that was dealt with, see :meth:`watch_word`.
+        before_next_read: Called under the lock when the next read starts, before it sees anything.
+        elsewhere: Called when a read of a thread that is not fit leaves an update behind: to have
+            another thread :meth:`retry`.
+    """
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
+        self.elsewhere: Callable[[], None] = _nothing
+        self.reset()
+        _guards.add(self)
+
+    def reset(self) -> None:
+        """Forget every read; also in a forked child, where the parent's threads are not."""
+        # Re-entrant: a destructor or a signal handler may close a scheme inside any call.
+        self._lock = threading.RLock()
+        # Of threads that wait until something has changed. Not a condition: while one of those
+        # waits, Ctrl-C may come between giving its lock back and taking it again.
+        self._waiters: list[threading.Lock] = []
+        # Open reads of each thread: the frame of a forward; of a block its task, or None.
+        self._open: dict[int, list[_Read]] = {}
+        # Thread and frame that apply, and what they took from _pending.
+        self._applying: tuple[int, FrameType, Callable[[], None] | None] | None = None
+        self._pending: Callable[[], None] | None = None
+        self._claims = 0  # calls that wait for the readers
+        self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
+        self.at_read: bool = False
+        self.fit: bool = True
+        self.before_next_read: Callable[[], None] | None = None
+        self._words: memoryview | None = None
+        self._on_word: Callable[[], None] = _nothing
+        self._on_overlap: Callable[[], None] = _nothing
+        self.seen: int = 0
+
+    # -- a word that others write --------------------------------------------------------------
+
+    def watch_word(
+        self, words: memoryview, on_word: Callable[[], None], on_overlap: Callable[[], None]
+    ) -> None:
+        """Look at a word whenever an outermost read begins or ends while no other is open.
+
+        Args:
+            words: The first of these is the word.
+            on_word: Runs, as what :meth:`submit` is given does, if it is not :attr:`seen`; what
+                it raises ends the read that is about to begin.
+            on_overlap: Called when reads overlap, which then all use what the first one has.
+        """
+        with self._lock:
+            self._on_word, self._on_overlap, self._words = on_word, on_overlap, words
+
+    def ignore_word(self) -> None:
+        """Do not look at a word any more. Idempotent."""
+        with self._lock:
+            self._words, self._on_word, self._on_overlap = None, _nothing, _nothing
+
+    def note_overlap(self) -> None:
+        """Another task of this thread is about to begin a read while one of them is in one."""
+        if self._open.get(threading.get_ident()):
+            self._on_overlap()
+
+    # -- readers -------------------------------------------------------------------------------
+
+    @never_traced
+    def enter(self, read: _Read = None) -> None:
+        """Start reading.
+
+        The outermost read of a thread waits for an apply in progress and, outside an event
+        loop, lets an update go first that waits for other readers.
+
+        Args:
+            read: The frame that lives as long as the read, if an exception could end the read
+                without :meth:`leave`. Where that is certain, the task that reads, if any.
+        """
+        thread = threading.get_ident()
+        while True:
+            pause, todo = 0.0, None
+            with self._lock:
+                reads, words = self._open.get(thread), self._words
+                if reads:
+                    reads = self._drop_ended(thread)
+                elif words is not None and self._open:
+                    self._sweep()
+                waits = self._pending is not None or self._claims
+                if not reads and (waits or self._applying is not None):
+                    pause = self._pause_before(thread, forward=isinstance(read, FrameType))
+                if pause > 0:
+                    waiter = self._new_waiter()
+                elif not self._open and self._applying is None:
+                    if self._pending is not None or (words and words[0] != self.seen):
+                        todo = self._begin(sys._getframe(), at_read=True)
+                    elif not waits:
+                        self._waits_since = 0.0
+                if todo is None and pause <= 0:
+                    if self.before_next_read is not None:
+                        call, self.before_next_read = self.before_next_read, None
+                        call()
+                    if self._words is not None and not reads and self._open:
+                        self._on_overlap()
+                    self._open.setdefault(thread, []).append(read)
+                    return
+            if todo is not None:
+                self._run(todo, at_read=True)
+            else:
+                waiter.acquire(timeout=pause)
+
+    @never_traced
+    def leave(self, read: _Read = None, *, thread: int | None = None) -> None:
+        """End a read of a thread, this one by default; applies what waited for it.
+
+        Args:
+            read: What :meth:`enter` got.
+            thread: Where it was entered.
+        """
+        thread = threading.get_ident() if thread is None else thread
+        with self._lock:
+            reads, todo, words = self._open.get(thread), None, self._words
+            if reads and len(reads) == 1 and reads[0] is read:
+                del self._open[thread]
+            else:
+                self._end_read(thread, read)
+            if not self._open and self._applying is None:
+                if self._pending is not None or (words and words[0] != self.seen):
+                    todo = self._begin(sys._getframe(), at_read=True)
+            if self._waiters:
+                self._wake()
+        if todo is not None:
+            self._run(todo, at_read=True)
+
+    def _end_read(self, thread: int, read: _Read) -> None:
+        num_reads = len(self._open.get(thread, ()))
+        reads = self._drop_ended(thread)
+        found = [index for index, each in enumerate(reads) if each is read]
+        if not found and len(reads) == num_reads and isinstance(read, FrameType):
+            # torch calls the hook after a forward also where the one before it raised, and then
+            # there is no read to end; but compiled ones may name other frames.
+            if read.f_code is not _CALL:
+                found = [i for i, each in enumerate(reads) if isinstance(each, FrameType)]
+        if found:
+            del reads[found[-1]]
+        if not reads:
+            self._open.pop(thread, None)
+
+    def _pause_before(self, thread: int, *, forward: bool) -> float:
+        """Seconds for which an outermost read should wait now, and look again then; 0 for none."""
+        self._sweep()
+        if self._applying is not None and self._applying[0] != thread:
+            return _LOOK_SECONDS
+        if asyncio._get_running_loop() is not None:
+            return 0.0
+        if not (self._open or self._claims or _in_transform()):
+            return 0.0
+        if forward and any(
+            not isinstance(read, FrameType) for reads in self._open.values() for read in reads
+        ):
+            # It may be what the reading() block of another thread waits for: holding it back would
+            # hold the update back. New blocks wait, so that those there are end.
+            return 0.0
+        return min(self._turn_left(), _LOOK_SECONDS)
+
+    def _turn_left(self) -> float:
+        """Seconds that a new reader should let an update go first."""
+        if self._pending is None and not self._claims:
+            return 0.0
+        now = time.monotonic()
+        self._waits_since = self._waits_since or now
+        waited = now - self._waits_since
+        turn = int(math.log2(waited / _FIRST_TURN_SECONDS + 1))
+        ends = _FIRST_TURN_SECONDS * (2 ** (turn + 1) - 1)
+        return 0.0 if turn % 2 or turn > _LAST_TURN else ends - waited
+
+    @property
+    def turn_left(self) -> float:
+        """Seconds for which a new reader should let an update go first that waits for others."""
+        with self._lock:
+            return self._turn_left() if self._open else 0.0
+
+    def _new_waiter(self) -> threading.Lock:
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()
+
+    # -- reads that ended without leave() ------------------------------------------------------
+
+    def _drop_ended(self, thread: int) -> list[_Read]:
+        """The reads of a thread, without those whose frames have ended."""
+        reads = self._open.get(thread, [])
+        ended = _ended(thread, {id(read) for read in reads if isinstance(read, FrameType)})
+        reads = [read for read in reads if id(read) not in ended]
+        if reads:
+            self._open[thread] = reads
+        else:  # maybe an interrupt left it empty
+            self._open.pop(thread, None)
+        return reads
+
+    def _sweep(self) -> None:
+        """Forget every read and apply whose frame has ended."""
+        for thread in list(self._open):
+            self._drop_ended(thread)
+        if self._applying is not None:
+            thread, frame, todo = self._applying
+            if _ended(thread, {id(frame)}):
+                self._applying, self._pending = None, self._pending or todo
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def submit(self, apply: Callable[[], None]) -> bool:
+        """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
+
+        A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
+        a signal's handler interrupts runs again, at the latest before the next read.
+
+        Returns:
+            Whether it has run. If not, call :meth:`retry` now and then.
+        """
+        with self._lock:
+            self._pending = apply
+        return not self.retry()
+
+    def retry(self) -> bool:
+        """Run what waits if the readers that it waited for have ended without a word.
+
+        Returns:
+            Whether it still waits, or is being applied by another thread.
+        """
+        with self._lock:
+            if self._pending is None and self._applying is None:
+                return False
+            if self._open or self._applying is not None:
+                self._sweep()
+                if self._open or self._applying is not None:
+                    return True
+            todo = self._begin(sys._getframe(), at_read=False)
+        if todo is not None:
+            self._run(todo, at_read=False)
+        return False
+
+    def put_back(self, apply: Callable[[], None]) -> None:
+        """Have this run before the next read: it was cut short, and nothing waits in its place."""
+        with self._lock:
+            if self._pending is None:
+                self._pending = apply
+
+    def withdraw(self) -> bool:
+        """Take back what waits; False when nothing waited, or it is being applied."""
+        with self._lock:
+            waited, self._pending = self._pending is not None, None
+            self._wake()
+        return waited
+
+    def exclusively(self, action: Callable[[], None], *, timeout: float) -> bool:
+        """Run ``action`` while no other thread reads; waits for the readers to leave.
+
+        Args:
+            action: What to run; may raise.
+            timeout: Seconds to wait for the readers.
+
+        Returns:
+            False, without running it, when a reader stayed.
+        """
+        thread, deadline = threading.get_ident(), time.monotonic() + timeout
+        with self._lock:
+            self._claims += 1
+        try:
+            while True:
+                with self._lock:
+                    if self.is_free():
+                        self._applying = (thread, sys._getframe(), None)
+                        self.at_read, self.fit = False, True
+                        break
+                    left = deadline - time.monotonic()
+                    if left <= 0 or (self._applying is not None and self._applying[0] == thread):
+                        return False
+                    waiter = self._new_waiter()
+                waiter.acquire(timeout=min(left, _LOOK_SECONDS))
+        finally:
+            with self._lock:
+                self._claims -= 1
+                self._wake()
+        try:
+            action()
+        finally:
+            more = self._end_apply(sys._getframe())
+            if more is not None:
+                self._run(more, at_read=False)
+        return True
+
+    def between_reads(
+        self, change: Callable[[], None], *, advice: str, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        """Change the model on this thread, after the reads of others.
+
+        Args:
+            change: What to do.
+            advice: What to do instead on a loop, which is not held: there, others' reads are not
+                waited for.
+            patience: Seconds to wait for them elsewhere.
+
+        Raises:
+            SyncTimeout: They did not end.
+        """
+        on_loop = asyncio._get_running_loop() is not None
+        if self.exclusively(change, timeout=0.0 if on_loop else patience):
+            return
+        if not on_loop:
+            raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
+        raise SyncTimeout(
+            "a forward pass is running in another thread, and an event loop must not be blocked "
+            f"until it ends: {advice}"
+        )
+
+    async def wait_free(self, seconds: float) -> None:
+        """Let the reads of other threads end, for so long at most, while the loop goes on."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            self._claims += 1
+        try:
+            # Threads tell no loop.
+            while not self.is_free() and time.monotonic() < until:  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            with self._lock:
+                self._claims -= 1
+                self._wake()
+
+    def is_free(self) -> bool:
+        """Whether no other thread reads or applies at this moment."""
+        with self._lock:
+            self._sweep()
+            return self._applying is None and not self._open.keys() - {threading.get_ident()}
+
+    @property
+    def reading_here(self) -> bool:
+        """Whether this thread is inside a read."""
+        with self._lock:
+            return bool(self._drop_ended(threading.get_ident()))
+
+    def holds(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether this very task is inside a block of this thread."""
+        return task is not None and task in self._open.get(threading.get_ident(), ())
+
+    def refuse_inside_read(self, method: str) -> None:
+        """Raise if this thread reads, which no call from it can wait for.
+
+        Raises:
+            LocalProtocolError: It does.
+        """
+        if self.reading_here:
+            raise LocalProtocolError(
+                f"{method}() was called inside a forward pass or a reading() block; call it "
+                "between two of them"
+            )
+
+    def _begin(self, frame: FrameType, *, at_read: bool) -> Callable[[], None] | None:
+        """Claim what is to be applied, for the method of ``frame`` to run."""
+        self.fit = not (at_read and _in_transform())
+        todo = self._pending if self.fit else None
+        waited = todo is not None
+        if not waited:
+            if self._pending is not None:
+                self.elsewhere()
+            if self._words is not None and self._words[0] != self.seen:
+                todo = self._on_word
+        if todo is not None:
+            self._waits_since = 0.0
+            self._applying = (threading.get_ident(), frame, todo)
+            if waited:
+                self._pending = None
+        return todo
+
+    def _run(self, todo: Callable[[], None], *, at_read: bool) -> None:
+        # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
+        more: Callable[[], None] | None = todo
+        while more is not None:
+            self.at_read = at_read
+            more()
+            more = self._end_apply(sys._getframe())
+
+    def _end_apply(self, frame: FrameType) -> Callable[[], None] | None:
+        with self._lock:
+            self._applying, self.at_read = None, False
+            if self._waiters:
+                self._wake()
+            if self._pending is None or self._open:
+                return None
+            return self._begin(frame, at_read=False)
+
+    # -- forward hooks -------------------------------------------------------------------------
+
+    def install(self, module: nn.Module) -> None:
+        """Make every forward pass of ``module`` a read, through its forward hooks.
+
+        Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
+        """
+        if self._module is not None and self._module() is module:
+            return
+        self.uninstall()
+        self._module = weakref.ref(module)
+        parts = {part: _hooks.setdefault(part, _Hooks()) for part in _entrances(module)}
+        self._parts = [weakref.ref(part) for part in parts]
+        if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
+            # What was compiled before takes for granted that hooks never change.
+            torch.compiler.reset()
+        for part, hooks in parts.items():
+            hooks.add(self, part)
+
+    def uninstall(self) -> None:
+        """Do not guard it any more. Idempotent."""
+        for reference in self._parts:
+            part = reference()
+            if part is not None:
+                _hooks[part].remove(self)
+        self._parts, self._module = [], None
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    for guard in list(_guards):
+        guard.reset()
+
+
+os.register_at_fork(after_in_child=_reset_all)
+
+
+def _ended(thread: int, frames: set[int]) -> set[int]:
+    """Those frames, by id, that are on the stack of a thread no more."""
+    frame = None
+    if frames:
+        here = threading.get_ident() == thread
+        frame = sys._getframe() if here else sys._current_frames().get(thread)
+    while frames and frame is not None:
+        frames.discard(id(frame))
+        frame = frame.f_back
+    return frames
+
+
+# -- hooks ---------------------------------------------------------------------------------------
+
+_CALL_FRAMES = frozenset({"_call_impl", "inner"})
+# Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
+_CALL = nn.Module._call_impl.__code__
+_NO_FORWARD = nn.Module.forward
+_CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_impl"})
+
+
+class _Hook:
+    """A hook that copies and pickles as one that does nothing: a copied module is not guarded."""
+
+    def __init__(self) -> None:
+        self.guards: tuple[Guard, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_guard
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied_hook, ()
+
+
+class _EnterHook(_Hook):
+    """Before a forward: enters the guards."""
+
+    @never_traced
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name not in _CALL_FRAMES:
+            frame = _call_frame(frame)
+        for guard in self.guards:
+            guard.enter(frame)
+
+
+class _LeaveHook(_Hook):
+    """After a forward, or what ended it: leaves the guards."""
+
+    @never_traced
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name not in _CALL_FRAMES:
+            frame = _call_frame(frame)
+        for guard in self.guards:
+            guard.leave(frame)
+
+
+class _Hooks:
+    """The hooks of one module, which stay where compiled code may call them for ever."""
+
+    def __init__(self) -> None:
+        self._enter, self._leave = _EnterHook(), _LeaveHook()
+        self.handles: list[RemovableHandle] = []
+
+    def add(self, guard: Guard, module: nn.Module) -> None:
+        """Have forwards of the module, whose hooks these are, get into this guard as well."""
+        self._enter.guards = self._leave.guards = (*self._enter.guards, guard)
+        if not self.handles:
+            self.handles = [
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def remove(self, guard: Guard) -> None:
+        """Not into this one any more."""
+        left = tuple(each for each in self._enter.guards if each is not guard)
+        self._enter.guards = self._leave.guards = left
+        if not left and "torch._dynamo" not in sys.modules:
+            for handle in self.handles:
+                handle.remove()
+            self.handles = []
+
+
+_hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+
+
+@never_traced
+def _call_frame(caller: FrameType) -> FrameType:
+    """The frame that lives as long as the forward that a hook is called for."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
+        frame = frame.f_back
+    return frame or caller
+
+
+def _no_guard(*_args: object) -> None:
+    """Stand-in for the hooks in copies of a guarded module. May be traced: it does nothing."""
+
+
+def _copied_hook() -> Callable[..., None]:
+    return _no_guard
+
+
+def takes_hooks(model: object) -> bool:
+    """Whether a guard can be told of the forward passes of this."""
+    return why_unguarded(model) is None
+
+
+def why_unguarded(model: object) -> str | None:
+    """Why hooks would not tell of the forward passes of this; ``None`` if they do."""
+    if not isinstance(model, nn.Module):
+        return "has no forward pass to guard"
+    scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
+    for part in _forward_parts(model):
+        forward, why = part.forward, None
+        if isinstance(part, scripted):
+            why = "takes no forward hooks"
+        elif inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward):
+            why = "has a forward that is a generator, and goes on after its hooks ran"
+        elif inspect.iscoroutinefunction(forward):
+            why = "has a forward that is a coroutine, and goes on after its hooks ran"
+        if why is not None:
+            return why if part is model else f"has a {type(part).__name__} that {why}"
+    return None
+
+
+def has_own_call(model: object) -> bool:
+    """Whether the class of a model has a ``__call__`` that does not seem to run any hooks."""
+    for part in _forward_parts(model) if isinstance(model, nn.Module) else ():
+        call = inspect.unwrap(type(part).__call__)
+        code = getattr(call, "__code__", None)
+        if call is not nn.Module.__call__ and code and not _CALLS.intersection(code.co_names):
+            return True
+    return False
+
+
+def _forward_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules whose forwards are those of ``module``: itself, or its parts if it has none.
+
+    A ``ModuleDict`` of an actor and a critic is never called, and they are.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        forward: Any = each.forward
+        if getattr(forward, "__func__", forward) is _NO_FORWARD:
+            waiting += each.children()
+        else:
+            found[each] = None
+    return list(found)
+
+
+def _entrances(module: nn.Module) -> list[nn.Module]:
+    """Where one gets into ``module``: its own forwards, and those that ``generate()`` calls.
+
+    That of a wrapper (PEFT, ``torch.compile``) runs that of the model inside, which calls itself
+    then, and that of an encoder-decoder calls the encoder on its own.
+    """
+    found = dict.fromkeys(_forward_parts(module))
+    for each in module.modules():
+        if callable(getattr(type(each), "generate", None)):
+            found[each] = None
+            if getattr(getattr(each, "config", None), "is_encoder_decoder", False):
+                encoder: Any = None
+                with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
+                    encoder = each.get_encoder()  # type: ignore[operator]  # if it has one
+                if isinstance(encoder, nn.Module):
+                    found[encoder] = None
+    return list(found)
+
+
+# -- blocks --------------------------------------------------------------------------------------
+
+# Guards whose reads the task is in, or one is that started it: no update can go first.
+_inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
+# Guards whose reads hold the thread that waits for what runs here.
+_waiting: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting", default=())
+
+
+class Reading:
+    """Context manager of ``scheme.reading()``: what is computed inside sees one version.
+
+    Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
+    inside the block; the latter also lets an update that waits go first. Both may be nested.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        # Where and by which task it was entered: a generator may end elsewhere.
+        self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
+
+    def __enter__(self) -> None:
+        task = current_task()
+        self._guard.enter(task)
+        self._entered.append((threading.get_ident(), task))
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        found = (threading.get_ident(), current_task())
+        if found not in self._entered:
+            found = self._entered[-1]
+        self._entered.remove(found)
+        self._guard.leave(found[1], thread=found[0])
+
+    async def __aenter__(self) -> None:
+        guard = self._guard
+        if id(guard) not in _inside.get():
+            await asyncio.sleep(0)  # one forward after the other must leave the loop its turns
+            while guard.turn_left > 0:  # noqa: ASYNC110 - nor here
+                await asyncio.sleep(_PAUSE_SECONDS)
+            guard.note_overlap()
+        self.__enter__()
+        _inside.set((*_inside.get(), id(guard)))
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        reads = list(_inside.get())
+        with contextlib.suppress(ValueError):  # left in another context than it was entered in
+            reads.remove(id(self._guard))
+        _inside.set(tuple(reads))
+        self.__exit__(exc_type, exc, traceback)
+
+
+def is_held_by_caller(guard: Guard) -> bool:
+    """Whether this very task holds a read, or the thread does that waits for this task.
+
+    Of two tasks on one loop, one may wait for an update that the read of the other holds back;
+    but a task that waits inside of its own read waits for ever.
+    """
+    return id(guard) in _waiting.get() or guard.holds(current_task())
+
+
+@contextlib.contextmanager
+def on_behalf_of_reader(guard: Guard) -> Iterator[None]:
+    """What is started inside runs for this thread, which reads and waits for it to end."""
+    token = _waiting.set((*_waiting.get(), id(guard)))
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
