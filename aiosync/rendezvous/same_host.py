@@ -19,8 +19,6 @@ from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtocolError
 from aiosync.rendezvous.listener import Strangers
 from aiosync.rendezvous.unix import UnixListener, connect
-from aiosync.transports._anonymous import has_memory
-from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.handshake import (
@@ -29,7 +27,7 @@ from aiosync.transports.handshake import (
     prove_as_dialer,
     prove_as_listener,
 )
-from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.shared_memory import Arena, SharedMemTransport, has_memory
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, Setup
 

@@ -23,11 +23,10 @@ from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.options import EngineOptions
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._segment import Arena
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require

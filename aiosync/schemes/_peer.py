@@ -23,9 +23,8 @@ from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.sender.snapshots import FILLED, Snapshot
 from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
-from aiosync.transports._page import can_lock
-from aiosync.transports._publishing import SlotPublisher
 from aiosync.transports.base import Received, Transport
+from aiosync.transports.shared_memory import SlotPublisher, can_lock
 from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,

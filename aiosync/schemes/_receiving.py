@@ -33,8 +33,8 @@ from aiosync.schemes._transforming import Transform
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports._link import without_frames
-from aiosync.transports._page import can_lock
 from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import can_lock
 from aiosync.wire import Hello, Welcome
 
 __all__ = ["ReceivingScheme"]

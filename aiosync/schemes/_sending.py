@@ -30,8 +30,8 @@ from aiosync.schemes.sender import WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import check_wire_dtype
-from aiosync.transports._segment import Arena
 from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits, SendReport
 
 __all__ = ["SendingScheme"]

@@ -15,8 +15,8 @@ from typing import Any
 from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
-from aiosync.transports._incoming import NamedSlot, SlotReader
 from aiosync.transports.base import Received, Transport
+from aiosync.transports.shared_memory import NamedSlot, SlotReader
 from aiosync.wire import Manifest, Message, RunningChecksum, Update
 
 __all__ = ["Staged", "Staging"]

@@ -12,9 +12,8 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.transports._segment import Arena
 from aiosync.transports.base import Transport
-from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
 
 __all__ = ["SharedMemWeightSyncScheme"]
 

@@ -31,7 +31,7 @@ from aiosync.tensors import (
 )
 from aiosync.transports._carrier import COPYING, KEPT, Progress, outlast
 from aiosync.transports._link import without_frames
-from aiosync.transports._segment import MAX_SLOTS, Arena, Slot
+from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 

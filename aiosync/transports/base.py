@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from aiosync.transports._incoming import SlotReader
-    from aiosync.transports._publishing import SlotPublisher
+    from aiosync.transports.shared_memory import SlotPublisher, SlotReader
     from aiosync.transports.stream import FramedTransport
 
 __all__ = [

@@ -141,14 +141,14 @@ MUTANTS = [
     # -- slots of shared memory
     Mutant(
         "a slot is written while a worker reads it",
-        "transports/_segment.py",
-        "            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, EXCLUSIVE[self.index])",
+        "transports/shared_memory/segment.py",
+        "            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])",
         "            pass",
         "tests/schemes/test_publishing.py -k written_over",
     ),
     Mutant(
         "a slot that was left is never free again",
-        "transports/_segment_view.py",
+        "transports/shared_memory/reader.py",
         "            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])",
         "            pass",
         contract("memory_stays"),

@@ -1,21 +1,38 @@
 """The receiving side of shared memory: the slot that this link's word names, read in place.
 
-Used by the thread that applies an update, whichever that is: one at a time. Must not import
-asyncio, torch or anything above ``transports``.
+A segment is mapped privately from a read-only descriptor: what a receiver writes stays its own, and
+is dropped before it reads another version there. Slots are locked through another description,
+which nobody else has and nothing maps: with the process its locks go. Used by the thread that
+applies an update, whichever that is: one at a time. Must not import asyncio, torch or anything
+above ``transports``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import mmap
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
-from aiosync.transports._io import DescriptorStream
-from aiosync.transports._page import BELL, HOLDS, WANT, Page
-from aiosync.transports._segment import HEADER, HEADER_NBYTES
-from aiosync.transports._segment_view import SegmentView
+from aiosync.transports.shared_memory.segment import (
+    BELL,
+    HEADER,
+    HEADER_NBYTES,
+    HOLDS,
+    SET_LOCK,
+    SHARED,
+    UNLOCKED,
+    WANT,
+    map_page,
+    reopen,
+)
 from aiosync.wire import PageMessage, Segment
 
 __all__ = ["NamedSlot", "SlotReader"]
@@ -24,6 +41,87 @@ _MAX_SEGMENTS = 64  # a descriptor or two each, while something in this process 
 _QUICK_TRIES = 100
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 5.0
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+
+
+class _SegmentView:
+    """A private mapping of a peer's segment. Owns the descriptor.
+
+    Raises:
+        OSError: There is no ``/proc``, or no descriptor left.
+    """
+
+    def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
+        self.segment_id = segment_id
+        self.locked: set[int] = set()  # maybe more than are locked, never fewer
+        self._slot_nbytes = slot_nbytes
+        self._fd = fd
+        self._lock_fd = reopen(fd, os.O_RDONLY)
+        self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+
+    def map(self, index: int) -> tuple[mmap.mmap, memoryview]:
+        """One slot with its header; writes stay private to this process.
+
+        Raises:
+            RemoteProtocolError: The segment has no such slot.
+            OSError: There is no room for the mapping.
+        """
+        known = self._maps.get(index)
+        if known is None:
+            nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
+            if self._fd < 0 or os.fstat(self._fd).st_size < offset + nbytes:
+                raise RemoteProtocolError(f"the peer's segment has no slot {index}")
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
+            known = self._maps[index] = mapping, memoryview(mapping)
+        return known
+
+    def lock(self, index: int) -> bool:
+        """Keep the sender from writing to a slot; False if it is at that."""
+        self.locked.add(index)  # first: an interrupt may come in between, so none is taken for done
+        try:
+            fcntl.fcntl(self._lock_fd, SET_LOCK, SHARED[index])
+        except BlockingIOError:
+            self.locked.discard(index)
+            return False
+        return True
+
+    def unlock(self, index: int) -> None:
+        """Let the sender write to a slot. Idempotent."""
+        if index in self.locked and self._lock_fd >= 0:
+            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
+        self.locked.discard(index)
+
+    def keep(self, index: int) -> None:
+        """Give a slot memory of this process, at the address it has: what views it stays as it is.
+
+        The kernel copies, without the GIL; before Linux 5.14 this process does.
+        """
+        known = self._maps.get(index)
+        if known is None:  # a fork came between locking it and mapping it
+            return
+        array = np.frombuffer(known[1], np.uint8)
+        if _madvise is not None:
+            size = ctypes.c_size_t(array.nbytes)
+            if _madvise(ctypes.c_void_p(array.ctypes.data), size, _POPULATE_WRITE) == 0:
+                return
+        pages = array[:: mmap.PAGESIZE]
+        pages[:] = pages.copy()  # writing to a page of a private mapping copies it
+
+    def abandon(self, index: int) -> None:
+        """Forget the mapping of a slot, which goes with its last view; the next one is new."""
+        self._maps.pop(index, None)
+
+    def close(self, *, in_child: bool = False) -> None:
+        """Close the descriptors, and with them give every lock back; views keep what they see."""
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+        if not in_child:
+            self.locked.clear()
+            self._maps.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +143,7 @@ class NamedSlot:
     nbytes: int
     memory: memoryview
     key: tuple[int, int, int]
-    view: SegmentView
+    view: _SegmentView
     index: int
 
 
@@ -53,17 +151,21 @@ class SlotReader:
     """The segments and the page that one peer announced.
 
     Args:
-        io: Brings their descriptors.
+        descriptors: Those of the peer, in the order of its messages.
+
+    Attributes:
+        words: The words of the page, the first of which names a slot; ``None`` before it came.
+        outlives_link: Whoever reads here closes it, and not the link.
     """
 
-    def __init__(self, io: DescriptorStream) -> None:
-        self._io = io
-        self._views: dict[int, SegmentView] = {}
-        self._page: Page | None = None
-        self._newest: SegmentView | None = None
+    def __init__(self, descriptors: deque[int]) -> None:
+        self.words: memoryview | None = None
+        self.outlives_link: bool = False
+        self._descriptors = descriptors
+        self._views: dict[int, _SegmentView] = {}
+        self._newest: _SegmentView | None = None
         self._held: NamedSlot | None = None
         self._seen = 0  # the word that was dealt with
-        self.outlives_link: bool = False  # whoever reads here closes it
         self._closed = False
         keep_across_fork(self)
         close_in_child(self)
@@ -79,9 +181,9 @@ class SlotReader:
 
     def close_after_fork(self) -> None:
         """In a forked child: close its copies of the descriptors, and read no words."""
-        self._page = self._newest = None
+        self.words = self._newest = None
         for view in self._views.values():
-            view.close_descriptors()
+            view.close(in_child=True)
         self._views.clear()
 
     def announce(self, message: Segment | PageMessage) -> None:
@@ -91,21 +193,20 @@ class SlotReader:
             RemoteProtocolError: There came none, or too many are in use.
             TransportBroken: It cannot be mapped: no room, no descriptor, or no ``/proc``.
         """
-        if not self._io.received_fds:
+        if not self._descriptors:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
-        fd = self._io.received_fds.popleft()
-        if self._closed:  # nobody reads here any more
-            os.close(fd)
-            return
+        fd = self._descriptors.popleft()
         try:
+            if self._closed:  # nobody reads here any more
+                return
             if isinstance(message, PageMessage):
-                if self._page is not None:
+                if self.words is not None:
                     raise RemoteProtocolError("the peer announced a second page")
-                self._page = Page(fd)
+                self.words = map_page(fd)
             elif message.segment_id in self._views:
                 raise RemoteProtocolError("the peer announced a segment twice")
             else:
-                view = SegmentView(fd, message.segment_id, message.slot_nbytes)
+                view = _SegmentView(fd, message.segment_id, message.slot_nbytes)
                 self._views[message.segment_id] = self._newest = view
                 fd = -1
         except (OSError, ValueError) as exc:
@@ -117,42 +218,36 @@ class SlotReader:
 
     def _drop_old_segments(self) -> None:
         with FORKING:  # or another thread is about to lock a slot of one
-            newest = next(reversed(self._views), None)
-            for segment_id, view in list(self._views.items()):
-                if segment_id != newest and not view.locked:
+            for segment_id, view in list(self._views.items())[:-1]:
+                if not view.locked:
                     del self._views[segment_id]
                     view.close()
         if len(self._views) > _MAX_SEGMENTS:
             raise RemoteProtocolError("the peer announced too many segments")
 
     @property
-    def words(self) -> memoryview | None:
-        """The words of the page, the first of which names a slot; ``None`` before it came."""
-        return None if self._page is None else self._page.words
-
-    @property
     def is_behind(self) -> bool:
         """Whether the word names something that was not dealt with yet."""
-        return self._page is not None and self._page.words[WANT] != self._seen
+        return self.words is not None and self.words[WANT] != self._seen
 
     @property
     def named_version(self) -> int:
         """Version that the word names, if it was not dealt with yet; else 0. Nothing is locked."""
         words = self.words
         want = self._seen if words is None else words[WANT]
-        if words is None or want == self._seen:
+        view = None if words is None or want == self._seen else self._view_of(want)
+        if words is None or view is None:
             return 0
-        view = self._view_of(want)
         try:
-            version: int = 0 if view is None else HEADER.unpack_from(view.view(want & 255), 0)[0]
+            version: int = HEADER.unpack_from(view.map(want & 255)[1], 0)[0]
         except (OSError, RemoteProtocolError):
             return 0
         return version if words[WANT] == want else 0  # else it may be that of another one
 
     def ring_me(self, wanted: bool) -> None:
         """Have the sender tell of each new word from now on, or not any more."""
-        if self._page is not None:
-            self._page.words[BELL] = int(wanted)
+        if self.words is not None:
+            self.words[BELL] = int(wanted)
 
     def open(self) -> NamedSlot | None:
         """Lock the slot that the word names; ``None`` if that was dealt with.
@@ -165,10 +260,9 @@ class SlotReader:
             RemoteProtocolError: What the word names is no slot.
             OSError: There is no room for a mapping.
         """
-        page, tries, until = self._page, 0, 0.0
-        if page is None or page.words[WANT] == self._seen:
+        words, tries, until = self.words, 0, 0.0
+        if words is None or words[WANT] == self._seen:
             return None
-        words = page.words
         while True:
             want = words[WANT]
             index = want & 255
@@ -187,36 +281,35 @@ class SlotReader:
                 if time.monotonic() > until:
                     raise ApplyError("the trainer was stopped while it wrote a version")
                 time.sleep(_PAUSE_SECONDS)
-        held = self._held
-        if held is not None and held.view is view and held.index == index:
-            mapped, key = view.held(index)
-        else:
+        mapping, mapped = view.map(index)
+        if not self._reads(view, index):
             # An operation of another thread that began on an older version, an optimizer's step,
             # may have written here since the slot was left.
-            mapped, key = view.fresh(index)
+            mapping.madvise(mmap.MADV_DONTNEED)
         version, nbytes, digest, _ = HEADER.unpack_from(mapped, 0)
         memory = mapped[HEADER_NBYTES:]
         if not version or nbytes > len(memory):
             view.unlock(index)
             raise RemoteProtocolError("the peer named a slot that holds nothing")
+        key = (view.segment_id, index, id(mapping))
         return NamedSlot(want, version, digest, nbytes, memory, key, view, index)
 
-    def _view_of(self, want: int) -> SegmentView | None:
+    def _view_of(self, want: int) -> _SegmentView | None:
         last_byte, newest = want >> 8 & 255, self._newest
         if newest is not None and newest.segment_id & 255 == last_byte:
             return newest
         # Another thread may announce one meanwhile.
         return next((v for i, v in list(self._views.items()) if i & 255 == last_byte), None)
 
-    def _reads(self, view: SegmentView, index: int) -> bool:
+    def _reads(self, view: _SegmentView, index: int) -> bool:
         held = self._held
         return held is not None and held.view is view and held.index == index
 
     def hold(self, slot: NamedSlot) -> None:
         """The model has what is in this slot."""
         self._held, self._seen = slot, slot.want
-        if self._page is not None:
-            self._page.words[HOLDS] = slot.version
+        if self.words is not None:
+            self.words[HOLDS] = slot.version
 
     def has(self, slot: NamedSlot) -> bool:
         """Whether a slot is one of this peer's."""
@@ -256,9 +349,7 @@ class SlotReader:
     def close(self) -> None:
         """Give everything back; what views the memory keeps it, and what another thread took."""
         self._closed = True
-        self._page = self._held = self._newest = (
-            None  # unmapped once nobody looks at its words any more
-        )
+        self.words = self._held = self._newest = None
         with FORKING:
             for view in self._views.values():
                 for index in view.locked:

@@ -1,0 +1,409 @@
+"""Anonymous shared memory in slots, words and locks: what the sender has, and both sides agree on.
+
+A segment is a memfd, so that nothing is left behind however a process ends. The sender maps it
+shared; receivers get a read-only descriptor and map it privately: their side is in ``reader``. Each
+link has a page of three words: ``want`` names the slot that the worker is to compute with, and only
+the sender writes it; ``holds`` is the version that the worker computes with, and ``bell`` says that
+somebody there waits: these only the worker writes. Must not import asyncio, torch or anything above
+``transports``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from aiosync.errors import ConfigError, TransportClosed
+from aiosync.transports._fork import close_in_child
+
+__all__ = [
+    "BELL",
+    "HEADER",
+    "HEADER_NBYTES",
+    "HOLDS",
+    "MAX_SLOTS",
+    "SET_LOCK",
+    "SHARED",
+    "UNLOCKED",
+    "WANT",
+    "Arena",
+    "Segment",
+    "Slot",
+    "can_lock",
+    "has_memory",
+    "make_page",
+    "map_page",
+    "reopen",
+]
+
+HEADER_NBYTES = 64
+"""Bytes before the payload of a slot."""
+
+HEADER = struct.Struct("<QQ16sQ24x")
+"""Version, bytes of the payload, digest of the manifest, time in nanoseconds; the rest is 0."""
+
+WANT, HOLDS, BELL = 0, 8, 16
+"""Where the words of a page are, counted in words: each has a cache line of its own.
+
+``WANT`` is a count, the last byte of a segment's id, and in the last byte the number of a slot;
+0 for none yet. ``HOLDS`` is a version, ``BELL`` 0 or 1.
+"""
+
+MAX_SLOTS = 256
+"""Slots of a segment, as a word names them."""
+
+SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)
+"""Command of ``fcntl()`` that takes one of the next at a slot's index; never waits.
+
+These locks belong to open file descriptions.
+"""
+
+_pack = struct.Struct("hhqqi4x").pack
+SHARED, _EXCLUSIVE, UNLOCKED = (
+    tuple(_pack(kind, 0, index, 1, 0) for index in range(MAX_SLOTS))
+    for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)
+)
+
+_PAGE_NBYTES = 4096
+_UNUSED_SENDS = 100  # until the last slot is given back
+_FIRST_FIT_SENDS = 32  # between two that take the first free slot: so the last become free
+
+_segment_ids = itertools.count(1)
+
+
+def has_memory() -> bool:
+    """Whether this process may make anonymous shared memory; a sandbox may forbid it."""
+    try:
+        os.close(_anonymous_file())
+    except OSError:
+        return False
+    return True
+
+
+def can_lock() -> bool:
+    """Whether this process can lock slots; without, no worker reads them in place."""
+    return SET_LOCK >= 0 and os.path.exists("/proc/self/fd")
+
+
+def reopen(fd: int, flags: int) -> int:
+    """Another open file description of the same file, to which locks belong.
+
+    Raises:
+        OSError: There is no ``/proc``, or no descriptor left.
+    """
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def _reopened(fd: int, flags: int) -> int:
+    try:
+        return reopen(fd, flags)
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return os.dup(fd)  # no /proc: the writable one; receivers map it privately
+
+
+def _anonymous_file() -> int:
+    """A file without a name. It can grow, but not shrink: no mapped page is taken away."""
+    fd = os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def map_page(fd: int) -> memoryview:
+    """The words of a page, mapped as long as somebody has them.
+
+    Raises:
+        OSError: It cannot be mapped.
+        ValueError: The file is too short.
+    """
+    return memoryview(mmap.mmap(fd, _PAGE_NBYTES)).cast("Q")
+
+
+def make_page() -> tuple[memoryview, int]:
+    """The words of a new page, and the descriptor of its file, which the caller closes.
+
+    Raises:
+        OSError: The system has no memory or descriptor left.
+    """
+    fd = _anonymous_file()
+    try:
+        os.ftruncate(fd, _PAGE_NBYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return map_page(fd), fd
+    except BaseException:  # goes on to the caller
+        os.close(fd)
+        raise
+
+
+class Segment:
+    """A growable run of equal slots that this process writes.
+
+    Args:
+        slot_nbytes: Bytes of one slot; rounded up to whole pages.
+
+    Attributes:
+        read_only_fd: A descriptor that peers may map but not write.
+        lock_fd: Its description has the locks: no mapping and no peer keeps it open.
+
+    Raises:
+        ConfigError: The system has no memory for it, or the process no descriptor left.
+    """
+
+    def __init__(self, slot_nbytes: int) -> None:
+        self.segment_id: int = next(_segment_ids)
+        page = mmap.ALLOCATIONGRANULARITY
+        self.slot_nbytes: int = -(-(slot_nbytes + HEADER_NBYTES) // page) * page
+        self.slots: list[Slot] = []
+        self._taken_nbytes = 0  # bytes of the file whose pages are there
+        self._fd = -1
+        self.read_only_fd: int = -1
+        self.lock_fd: int = -1
+        try:
+            self._fd = _anonymous_file()
+            self.read_only_fd = _reopened(self._fd, os.O_RDONLY)
+            self.lock_fd = _reopened(self._fd, os.O_RDWR)
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"no memory or no descriptor for shared memory: {exc}") from exc
+
+    def grow(self, arena: Arena) -> Slot:
+        """Add one slot.
+
+        Raises:
+            ConfigError: The system has no memory left for it.
+        """
+        offset = len(self.slots) * self.slot_nbytes
+        try:
+            if self._taken_nbytes < offset + self.slot_nbytes:
+                # No memory later would be a SIGBUS.
+                os.posix_fallocate(self._fd, offset, self.slot_nbytes)
+                self._taken_nbytes = offset + self.slot_nbytes
+            mapping = mmap.mmap(self._fd, self.slot_nbytes, offset=offset)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot allocate shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
+            ) from exc
+        slot = Slot(arena, self, len(self.slots), mapping)
+        self.slots.append(slot)
+        return slot
+
+    def shrink(self) -> None:
+        """Give the memory of the last slot back, which is locked and needed by nobody."""
+        slot = self.slots.pop()
+        self._taken_nbytes = min(self._taken_nbytes, len(self.slots) * self.slot_nbytes)
+        with contextlib.suppress(OSError):  # a file system that keeps what it has
+            slot.mapping.madvise(mmap.MADV_REMOVE)
+        slot.release()
+
+    def reserve(self) -> Callable[[], None]:
+        """What makes the next :meth:`grow` quick; to be called once, in any thread.
+
+        Clearing the pages of a large slot takes longer than an event loop should stall. Works
+        whatever becomes of the segment; what fails, :meth:`grow` meets again, and says so.
+        """
+        start, nbytes = len(self.slots) * self.slot_nbytes, self.slot_nbytes
+        try:
+            fd = os.dup(self._fd)
+        except OSError:
+            return lambda: None
+
+        def take() -> None:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(fd, start, nbytes)
+                self._taken_nbytes = max(self._taken_nbytes, start + nbytes)
+
+        weakref.finalize(take, os.close, fd)  # an executor may let go of a call it never made
+        return take
+
+    def close(self) -> None:
+        """Close the descriptors; the memory goes when its last mapping does."""
+        for fd in (self._fd, self.read_only_fd, self.lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self.read_only_fd = self.lock_fd = -1
+        while self.slots:
+            slot = self.slots.pop()
+            slot.view, slot.buffer = memoryview(b""), None
+            with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
+                slot.mapping.close()
+
+
+class Slot:
+    """One place for a snapshot.
+
+    Attributes:
+        key: (segment id, slot index).
+        view: Bytes for the payload, writable by this process while the slot is locked.
+        buffer: What its owner made of the view, to make it once.
+        in_use: A snapshot of the sender is in it. Set by whoever acquired it, last of all, so that
+            an exception of a signal's handler leaves it free.
+        namers: Links whose word names it, or may.
+        locked: Nobody else may read it: it is being filled.
+        used_at: When it was last acquired, in acquisitions of its arena.
+    """
+
+    def __init__(self, arena: Arena, segment: Segment, index: int, mapping: mmap.mmap) -> None:
+        self._arena = arena
+        self.segment = segment
+        self.index = index
+        self.key: tuple[int, int] = (segment.segment_id, index)
+        self.mapping = mapping
+        self.view: memoryview = memoryview(mapping)[HEADER_NBYTES:]
+        self.buffer: Any = None
+        self.in_use: bool = False
+        self.namers: set[object] = set()
+        self.locked: bool = False
+        self.used_at: int = 0
+
+    def acquire(self) -> bool:
+        """Take the slot to write to it, if nobody in this process or another one needs it."""
+        if self.in_use or self.namers:
+            return False
+        try:
+            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])
+        except BlockingIOError:
+            return False
+        self.locked = True
+        HEADER.pack_into(self.mapping, 0, 0, 0, b"", 0)  # the page of an ended link may name it yet
+        return True
+
+    def seal(self, version: int, digest: bytes, nbytes: int) -> None:
+        """Say what is in the slot, and let others read it. Does nothing the second time."""
+        if self.locked and self.segment.lock_fd >= 0:
+            HEADER.pack_into(self.mapping, 0, version, nbytes, digest, time.time_ns())
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self.locked = False
+        if self.segment.lock_fd >= 0:
+            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
+
+    def release(self) -> None:
+        """The snapshot in it is not needed by the sender any more."""
+        self.in_use = False
+        if self.locked:
+            self._unlock()
+        if self._arena.retired:
+            self._arena.reap()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the sender, or a link's word, still refers to the slot."""
+        return bool(self.in_use or self.namers)
+
+
+class Arena:
+    """The slots of one sender: as many as its readers make necessary.
+
+    Attributes:
+        segment: Where the next slots are; ``None`` before the first.
+        num_links: How many links read slots.
+        retired: Segments that were replaced, and that something may still refer to.
+    """
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.num_links: int = 0
+        self.retired: list[Segment] = []
+        self._num_acquired = 0
+        self._last_two: tuple[Slot | None, Slot | None] = (None, None)
+        self._closed = False
+        close_in_child(self)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close its copies of the descriptors."""
+        self.close()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the current segment."""
+        return len(self.segment.slots) if self.segment else 0
+
+    @property
+    def num_left(self) -> int:
+        """Slots of the current segment that only readers may still need."""
+        return sum(not slot.is_needed for slot in self.segment.slots) if self.segment else 0
+
+    def free_slot(self, nbytes: int) -> Slot | None:
+        """Acquire a slot that no process reads, or ``None``. The caller says that it is in use."""
+        segment = self._segment_for(nbytes)
+        if segment is None:
+            return None
+        self._num_acquired += 1
+        slots = segment.slots
+        if self._last_two[0] in slots and self._num_acquired % _FIRST_FIT_SENDS:
+            # Mostly free: who computed with it has gone on to the one that is named now.
+            slots = [self._last_two[0], *slots]
+        slot = next((each for each in slots if each.acquire()), None)
+        if slot is not None:
+            self._note(slot)
+            last = segment.slots[-1]
+            if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
+                segment.shrink()
+        return slot
+
+    def grow(self, nbytes: int) -> Slot:
+        """Acquire a new slot. The caller says that it is in use.
+
+        Raises:
+            ConfigError: The system has no memory left for it; smaller ones may still be had.
+        """
+        segment = self.segment = self._segment_for(nbytes) or Segment(nbytes)
+        try:
+            slot = segment.grow(self)
+        except ConfigError:
+            if not segment.slots:  # or every update to come would have to be as large
+                self.segment = None
+                segment.close()
+            raise
+        if not slot.acquire():
+            raise ConfigError("a worker holds a slot of shared memory that it was never given")
+        self._note(slot)
+        return slot
+
+    def _note(self, slot: Slot) -> None:
+        slot.used_at = self._num_acquired
+        if slot is not self._last_two[1]:
+            self._last_two = self._last_two[1], slot
+
+    def reserve(self, nbytes: int) -> Callable[[], None]:
+        """What makes the next :meth:`grow` quick; to be called once, in any thread."""
+        self.segment = self._segment_for(nbytes) or Segment(nbytes)
+        return self.segment.reserve()
+
+    def _segment_for(self, nbytes: int) -> Segment | None:
+        """The current segment, if its slots are large enough; else it is retired."""
+        if self._closed:
+            raise TransportClosed("this scheme was closed")
+        segment = self.segment
+        if segment is not None and segment.slot_nbytes < nbytes + HEADER_NBYTES:
+            self.retired.append(segment)
+            self.segment = segment = None
+            self.reap()
+        return segment
+
+    def reap(self) -> None:
+        """Close what was replaced, once nothing refers to it. Readers keep what they mapped."""
+        for segment in list(self.retired):
+            if not any(slot.is_needed for slot in segment.slots):
+                self.retired.remove(segment)
+                segment.close()
+
+    def close(self) -> None:
+        """Close every segment. Readers keep what they mapped."""
+        self._closed = True
+        for segment in [*self.retired, *([self.segment] if self.segment else [])]:
+            segment.close()
+        self.retired.clear()
+        self.segment = None
+        self._last_two = (None, None)
