@@ -28,7 +28,7 @@ from aiosync.legacy._endpoint import rebuild
 from aiosync.legacy._greeting import ask_who_writes, greet, hear
 from aiosync.legacy._pipes import ProcessWatch, creator_of, say_goodbye
 from aiosync.legacy._relay import Relay
-from aiosync.schemes._following import apply_error
+from aiosync.schemes.base import raise_refusal
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.tensors import FlatBuffer
 from aiosync.transports._link import without_frames
@@ -230,10 +230,8 @@ class Attachment:
         return model_id or "policy", rebuild(staged.layout, flat, staged.values, form)
 
     def _has_news(self) -> bool:
-        refused = self._receiver.refused
-        if refused is not None and refused is not self._told:
-            self._told = refused
-            raise apply_error(*refused) from refused[1]
+        told, self._told = self._told, self._receiver.refused
+        raise_refusal(self._receiver, 0, told)
         inbox = self._receiver.inbox
         return inbox.version > 0 and (inbox.epoch, inbox.version) != self._seen
 

@@ -30,9 +30,9 @@ from aiosync.legacy._pipes import has_ended, say_goodbye
 from aiosync.legacy._relay import link_over
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
 from aiosync.schemes._liveness import watch_process
-from aiosync.schemes._sources import is_per_worker
 from aiosync.schemes.handles import SendHandle
 from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.sources import is_per_worker
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello
 
@@ -198,7 +198,7 @@ class PipeLinks:
             first = retrieved(scheme.send_nowait(mine, None if is_per_worker(mine) else known))
         version = sender.clock.next() if first is None else first.version
         if late:
-            planned = scheme._plan(_only(weights, late), None)
+            planned = scheme._plan(_only(weights, late))
             for idx in late:
                 plan = planned.get(idx) or planned[None]
                 snapshot = sender.maker.take_nowait(plan)

@@ -12,7 +12,7 @@ from aiosync.legacy._links import Sending
 from aiosync.legacy._schemes import _SCHEMES, StrategyName, WeightSyncScheme
 from aiosync.legacy._strategy import WeightStrategy
 from aiosync.legacy._transports import MPTransport, SharedMemTransport
-from aiosync.schemes._sources import is_per_worker
+from aiosync.schemes.sources import is_per_worker
 from aiosync.strategy import get_strategy
 from aiosync.tensors.tensordicts import is_tensordict
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync.errors import ConfigError
 from aiosync.legacy._pipe_view import PipeView
 from aiosync.legacy._strategy import WeightStrategy
-from aiosync.schemes._context import resolve_model, resolve_path
+from aiosync.schemes.sources import resolve_model, resolve_path
 
 if TYPE_CHECKING:
     from aiosync.legacy._schemes import WeightSyncScheme

@@ -19,7 +19,7 @@ from aiosync.legacy._receiver import WeightReceiver
 from aiosync.legacy._running import Running
 from aiosync.legacy._sender import WeightSender
 from aiosync.rendezvous.handshake import ANY_STRATEGY
-from aiosync.schemes._context import resolve_model, resolve_path
+from aiosync.schemes.sources import resolve_model, resolve_path
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from aiosync.receiver.guard import Guard, Reading
-from aiosync.schemes._sources import DeviceMap
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
@@ -26,6 +25,7 @@ from aiosync.schemes.registry import (
 from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
+from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 
 __all__ = [

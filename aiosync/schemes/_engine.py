@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
 from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.rendezvous.same_host import SameHost, available, dial_here
-from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import StreamReceiving
 from aiosync.schemes.options import EngineOptions
+from aiosync.schemes.sources import Sources
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address

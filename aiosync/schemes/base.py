@@ -9,28 +9,79 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import dataclasses
+import os
 import socket
-from collections.abc import Sequence
-from typing import Any
+import time
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from aiosync._tasks import running_loop
+from torch import nn
+
+from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
+    AiosyncError,
+    ApplyError,
+    AuthError,
+    ConfigError,
+    ConnectError,
     ConnectTimeout,
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
     TransportClosed,
 )
-from aiosync.schemes._closing import ClosingScheme
-from aiosync.schemes._receiving import ReceivingScheme
-from aiosync.schemes._sending import SendingScheme
-from aiosync.schemes.handles import Ready
+from aiosync.protocol import VersionClock, validate_timeout
+from aiosync.protocol.indices import as_index
+from aiosync.receiver.guard import (
+    Guard,
+    Reading,
+    has_own_call,
+    is_held_by_caller,
+    why_unguarded,
+)
+from aiosync.rendezvous.dialer import Backoff, retry
+from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.rendezvous.listener import AnyListener
+from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
+from aiosync.schemes._relaying import Relay
+from aiosync.schemes._streaming import Streaming
+from aiosync.schemes._transforming import Transform
+from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
+from aiosync.schemes.options import SchemeOptions
+from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.sources import (
+    DeviceMap,
+    NoWeakReference,
+    Sources,
+    as_model_id,
+    is_per_worker,
+    model_or_fallback,
+    resolve_model,
+    resolve_path,
+    resolve_sources,
+)
+from aiosync.sender.snapshots import Planned, SnapshotCopier
+from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors.apply import Loader, LoadTarget
+from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import Arena, can_lock
+from aiosync.types import Limits, Require, SendReport
+from aiosync.wire import Hello, Welcome
 
-__all__ = ["WeightSyncScheme"]
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["WeightSyncScheme", "raise_refusal"]
 
 
-class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
+class WeightSyncScheme(SchemeOptions, abc.ABC):
     """Keeps the weights of one model the same in a trainer and its workers.
 
     One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it,
@@ -73,6 +124,71 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         ConfigError: An option has an illegal value.
     """
 
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        *,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.sync = sync
+        self.per_worker_weights = per_worker_weights
+        self.apply = apply
+        self.apply_copy = apply_copy
+        self.guard = guard
+        self.strict = strict
+        self.require = require
+        self.timeout = timeout
+        self.wire_dtype = wire_dtype
+        self._address = new_address()
+        self._model_id: str | None = None
+        self._sender_pid: int | None = None
+        configured = set(vars(self))
+        self._reset()
+        self._not_pickled = frozenset(vars(self)) - configured
+
+    # Called with what a receiver is given to keep up to date, before it is. Unlike what _reset()
+    # sets, one that an integration puts here travels in copies and pickles.
+    _prepare_model: Callable[[Any], None] | None = None
+    # Whether workers may take what they were named in a forward, and say nothing.
+    _promises: bool = True
+
+    def _reset(self) -> None:
+        """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
+        self._role: Literal["sender", "receiver"] | None = None
+        self._connected = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Task[Any] | None = None  # the one inside connect()
+        self._worker_idx: int | None = None
+        self._context_ref: weakref.ref[Any] | None = None
+        self._model: Any = None
+        self._weights: Any = None
+        self._loader: LoadTarget | None = None
+        self._transform: Transform | None = None
+        self._sources = Sources()
+        self._listener: AnyListener | None = None
+        self._links: dict[int, Transport] = {}
+        self._pipe: Any = None
+        self._clock = VersionClock()
+        self._maker: SnapshotCopier | None = None
+        self._guard_object = Guard()
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
+        self._reported = 0
+        # What the owner of the model wants to know, and do, when it has another version.
+        self._flipped: Callable[[int, int], None] | None = None
+        self._relay: Relay | None = None
+
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
         """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
@@ -88,6 +204,35 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
 
         return scheme_from_backend(backend, **options)
 
+    # -- pickling ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = vars(self).items()
+        state = {name: value for name, value in mine if name not in self._not_pickled}
+        state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
+        return state
+
+    def _bind_early(self) -> None:
+        """Have copies made before ``init_on_sender()`` know where the sender will be."""
+
+    def _separate(self) -> None:
+        """Have this copy meet only copies that are made of it from now on."""
+        self._address = new_address()
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self._connected else "not connected"
+        role = self._role or "no role yet"
+        return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
+
     # -- what subclasses decide ----------------------------------------------------------------
 
     @abc.abstractmethod
@@ -97,6 +242,480 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+
+    def _make_arena(self) -> Arena | None:
+        """Shared memory for the sender's snapshots; ``None`` where links carry bytes."""
+        return None
+
+    def _planning_limits(self) -> Limits | None:
+        """Bounds that the receivers are expected to have; ``None`` for the defaults."""
+        return None
+
+    # Whether what carries large payloads takes them from the tensors at once.
+    _borrows = False
+    # Whether it waits for the part of a snapshot that it sends.
+    _copies_ahead = False
+    # What finds another link after one was lost; None where a lost link is the end.
+    _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
+    # What ends one handshake only: the next one may work.
+    _tries_again: type[AiosyncError] = Refused
+    _waits_for_first = True  # connect() returns once the initial weights are applied
+    _subscribes = True  # gets every update, and not only those it asks for
+
+    def _streaming(self) -> Streaming | None:
+        """How payloads travel; ``None`` where links neither damage nor lose them."""
+        return None
+
+    def _make_listener(self, sources: Sources) -> AnyListener | None:
+        """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
+        del sources
+        return UnixListener(self._address)
+
+    def _start_listening(self, sender: WeightSender) -> None:
+        """Let workers in from now on. Called on the loop."""
+        if isinstance(self._listener, UnixListener):
+            self._listener.start(self._on_connection, sender.workers.not_let_in)
+
+    def _on_connection(self, sock: socket.socket, pid: int) -> None:
+        transport = self._transport_over(sock, f"worker process {pid}")
+        channel = transport.channel
+        if channel is not None:
+            with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
+                channel.watch_process(pid)
+        assert self._sender is not None
+        self._sender.workers.welcome(transport)
+
+    def _hello(self) -> Hello:
+        """What this receiver says first on a link."""
+        return Hello(
+            role="receiver",
+            model_id=self._model_id or "policy",
+            pid=os.getpid(),
+            worker_idx=self._worker_idx,
+            strategy=self.strategy_str,
+            has_target=self._resolve_target() is not None and self.apply == "auto",
+        )
+
+    def _hello_on(self, link: Transport) -> Hello:
+        hello = self._hello()
+        if link.slots is not None:
+            hello = dataclasses.replace(hello, slots=can_lock())
+        return hello
+
+    async def _reach(self, timeout: float | None) -> Transport:
+        if isinstance(self._pipe, Transport):
+            return self._pipe
+        if self._pipe is not None:
+            return self.create_transport(self._pipe)
+
+        async def attempt() -> socket.socket:
+            return connect(self._address, listener_pid=self._sender_pid)[0]
+
+        def late(why: str) -> ConnectTimeout:
+            return ConnectTimeout(
+                f"no trainer listened within {timeout:g} s: call init_on_sender() and connect() on "
+                f"the trainer's copy of this scheme{why}"
+            )
+
+        def final(error: AiosyncError) -> bool:
+            return not isinstance(error, NobodyListens)
+
+        pauses = Backoff(0.005, 0.1)
+        sock = await retry(attempt, timeout, late=late, final=final, backoff=pauses)
+        return self._transport_over(sock, "the trainer")
+
+    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
+        """The handshake on the link of ``receiver``; on another one if that was not let in."""
+        loop = asyncio.get_running_loop()
+        give_up = None if timeout is None else loop.time() + timeout
+        backoff = Backoff()
+        lost: AiosyncError | None = None
+
+        def left() -> float | None:
+            return None if give_up is None else max(0.0, give_up - loop.time())
+
+        while True:
+            try:
+                if lost is not None:
+                    await backoff.wait()
+                    receiver.use_link(await self._reach(left()))
+                hello = self._hello_on(receiver.transport)
+                return await greet(receiver.transport, hello, timeout=left())
+            except (AuthError, ConfigError, LocalProtocolError):
+                raise
+            except ConnectTimeout as exc:
+                if lost is None:
+                    raise
+                text = f"{lost}; no other attempt worked within {timeout:g} s"
+                raise ConnectTimeout(text) from exc
+            except self._tries_again as exc:
+                if self._pipe is not None:
+                    raise
+                lost = without_frames(exc)
+                receiver.transport.abort()
+
+    def _on_applied(self, epoch: int, version: int) -> None:
+        """Called on the loop after each applied update; subclasses may extend it."""
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
+        self._strategy = get_strategy(value)
+        self.strategy_str = self._strategy.extract_as
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model."""
+        return self._model_id
+
+    @model_id.setter
+    def model_id(self, value: str) -> None:
+        if self._connected:
+            raise LocalProtocolError("model_id cannot be changed once connected")
+        self._model_id = as_model_id(value)
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this worker; ``None`` on the sender or before the sender chose one."""
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        if self._role == "sender" and value is not None:
+            raise LocalProtocolError("Worker index cannot be set after initialization on sender")
+        if self._connected and value != self._worker_idx:
+            raise LocalProtocolError(
+                "worker_idx cannot be changed once connected: the trainer knows this worker by it"
+            )
+        self._worker_idx = None if value is None else as_index("worker_idx", value)
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return None if self._context_ref is None else self._context_ref()
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        try:
+            reference = None if value is None else weakref.ref(value)
+        except TypeError as exc:
+            raise NoWeakReference(
+                f"a context is kept as a weak reference, which a {type(value).__name__} cannot "
+                "have: pass the model itself (model=, and num_workers= on the sender)"
+            ) from exc
+        self._replace("_context_ref", reference)
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        if self._model is not None:
+            return self._model
+        context = self.context
+        if context is None or self._model_id is None:
+            return None
+        return resolve_model(context, self._model_id)
+
+    @model.setter
+    def model(self, value: Any) -> None:
+        if self._role == "receiver":
+            self._check_guard(value)
+        if self._role == "sender":
+            self._sources.replace(value)
+            self._weights = None
+        self._replace("_model", value)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set what the target is found by, and tell the receiver; all of it or nothing."""
+        before, receiver = getattr(self, name), self._receiver
+        if receiver is None or self._closed or self._inherited:
+            setattr(self, name, value)
+            return
+        with receiver.assigning():
+            setattr(self, name, value)
+            try:
+                run_on_loop(self._loop, receiver.model_changed)
+            except BaseException:  # raised again: the caller sees it
+                setattr(self, name, before)
+                raise
+
+    @property
+    def weights(self) -> Any:
+        """The weights as given, or as the strategy extracts them from the model."""
+        if self._weights is not None:
+            return self._weights
+        model = self.model
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @weights.setter
+    def weights(self, value: Any) -> None:
+        if self._role == "receiver":
+            self._check_guard(value)
+        if self._role == "sender":
+            self._sources.replace(value)
+            self._model = None
+        self._replace("_weights", value)
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object is a sender."""
+        return self._role == "sender" and not self._inherited
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object is a receiver."""
+        return self._role == "receiver" and not self._inherited
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on this sender."""
+        return self.initialized_on_sender and self._connected
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on this receiver."""
+        return self.initialized_on_receiver and self._connected
+
+    def _why_no_model(self) -> str | None:
+        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
+        given = (self._model, self._weights, self._loader)
+        if self._context_ref is None or any(each is not None for each in given):
+            return None
+        context = self.context
+        if context is None:
+            return "the context is gone, as only a weak reference is kept"
+        model_id = self._model_id or "policy"
+        try:
+            resolve_model(context, model_id)
+        except AttributeError:
+            return f"the context, a {type(context).__name__}, has no model {model_id!r}"
+        return None
+
+    def _resolve_target(self) -> Any:
+        if self._loader is not None:
+            return self._loader
+        if self._weights is not None:
+            return self._weights
+        if self._model is not None:
+            return self._model
+        try:
+            return self.model
+        except AttributeError:
+            return None  # the context has no such model yet
+
+    # -- versions ------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
+        if self._receiver is not None:
+            return self._receiver.inbox.version
+        return self._clock.current if self._role == "sender" else 0
+
+    @property
+    def lag(self) -> int:
+        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
+        if self._receiver is not None:
+            return self._receiver.lag
+        versions = self.worker_versions.values()
+        return max((self._clock.current - version for version in versions), default=0)
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """Sender: the version that each connected worker has applied, as far as it is known."""
+        if self._sender is None:
+            return {}
+        return {idx: peer.applied for idx, peer in sorted(self._sender.peers.items())}
+
+    @property
+    def staged_version(self) -> int:
+        """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
+        return 0 if self._receiver is None else self._receiver.staged_version
+
+    @property
+    def link_lost(self) -> AiosyncError | None:
+        """Receiver: why there is no link to the trainer; ``None`` while there is one.
+
+        The scheme may be reconnecting at this moment; :meth:`receive` raises once it gives up.
+        """
+        receiver = self._receiver
+        return None if receiver is None else receiver.lost
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """The link to each connected worker, by index; empty on a receiver.
+
+        For inspection only: the scheme sends and receives on them, on its event loop.
+        """
+        peers = {} if self._sender is None else self._sender.peers
+        return {idx: peer.transport for idx, peer in sorted(peers.items())}
+
+    @property
+    def shared_transport(self) -> Transport | None:
+        """``None``: each worker has a link of its own. For what was written for TorchRL."""
+        return None
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
+
+        For inspection only: the scheme sends and receives on it, on its event loop.
+        """
+        return None if self._receiver is None else self._receiver.transport
+
+    # -- roles ---------------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        pipes: Sequence[Any] | None = None,
+        transports: Mapping[int, Transport] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Make this object the sender. Local only: it sends nothing and waits for nothing.
+
+        Give the weights as one of: ``model`` or ``weights``; a ``context`` that owns the model;
+        ``params_map``; or nothing, and every ``send()`` brings them. Workers may connect from
+        now on; they are answered once :meth:`connect` runs.
+
+        Args:
+            model_id: Name of the model, the same on both sides; ``"policy"`` by default. With a
+                ``context``, also the path to the model in it.
+            context: Owner of the model (kept as a weak reference). May offer
+                ``get_model(model_id)`` and ``num_workers``.
+            params_map: Worker index -> its weights.
+            weights: Weights for every worker: TensorDict or state dict, nested or dotted.
+            model: Module whose weights every worker gets.
+            devices: One device for each worker. Receivers put weights where their model is; the
+                list only says how many workers there are.
+            device_map_fn: Called with (worker index, weights) for each worker and send.
+            num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
+            pipes: Connections to the workers, by index, instead of the scheme's own socket.
+            transports: Links to the workers, by index, instead of the scheme's own socket. Only
+                these workers are expected.
+            ctx: Ignored; TorchRL passes its multiprocessing context.
+
+        Raises:
+            ConfigError: The arguments exclude each other, or that many workers can never connect.
+            LocalProtocolError: This object already has a role.
+        """
+        del ctx
+        self._check_role("init_on_sender")
+        name = as_model_id(model_id or self._model_id or "policy")
+        sources = resolve_sources(
+            context=context,
+            model_id=model_id,
+            params_map=params_map,
+            weights=weights,
+            model=model,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            pipes=pipes,
+        )
+        self.context = context
+        if transports is not None:
+            self._links = sources.link(transports)
+        elif pipes is None:
+            self._listener = self._make_listener(sources)
+        self._model_id, self._sources = name, sources
+        self._model, self._weights = model, weights
+        self._role = "sender"
+
+    def init_on_receiver(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        worker_idx: int | None = None,
+        model: Any = None,
+        weights: Any = None,
+        load: Loader | None = None,
+        transform: Transform | None = None,
+        pipe: Any = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """Make this object a receiver. Local only: it sends nothing and waits for nothing.
+
+        Assigning another :attr:`model`, :attr:`context` or :attr:`weights` to a connected
+        receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
+        :attr:`version` before it returns. The old model keeps its values in memory of its own,
+        and loses its hooks. If the weights do not fit, the assignment raises
+        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
+        forward pass runs in another thread, the hooks and the check are made at once, and the
+        new model gets the weights when that pass ends. ``model = None`` drops the model, also when
+        that pass ends: the version is 0 then, and the next model, which may have other shapes,
+        gets the next update.
+
+        Args:
+            model_id: Name of the model, as the sender calls it.
+            context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
+                connecting warns if it has no such model, for which updates then wait.
+            worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
+                lets the sender choose.
+            model: Module to keep up to date. May be given later, by setting :attr:`model`.
+            weights: TensorDict or dict of tensors to keep up to date, instead of a module.
+            load: Function that is called with all names and tensors of each version, instead of
+                a module: ``load(weights: Iterable[tuple[str, Tensor]])``. It is called wherever
+                updates are applied. The tensors are views of received memory, valid and
+                unchanged until it returns: it copies what it keeps, and writes to none. If it
+                raises, the update is refused; it must itself undo what it changed.
+            transform: Turns the names and tensors of each
+                version into those that the model expects: ``transform(weights) ->
+                Iterable[tuple[str, Tensor]]``, for example a :class:`aiosync.WeightMap`. It runs in
+                a thread while the event loop goes on, and its result is copied. If it raises, the
+                update is refused. Values that are not tensors, and what is inside them, are passed
+                on unchanged. The trainer hears nothing meanwhile: over streams it must not take
+                longer than its ``stall_timeout``.
+            pipe: Connection to the sender, instead of the scheme's own socket.
+            transport: Link to the sender, instead of the scheme's own socket.
+
+        Raises:
+            ConfigError: The arguments exclude each other, or updates could tear: a target
+                without forward hooks, such as a scripted module, needs ``guard="reading"``
+                or ``apply="manual"``.
+            LocalProtocolError: This object already has a role.
+        """
+        self._check_role("init_on_receiver")
+        if model is not None and weights is not None:
+            raise ConfigError("weights cannot be provided if model is provided")
+        if load is not None and (model is not None or weights is not None):
+            raise ConfigError("load cannot be provided if model or weights are provided")
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
+        if pipe is not None and transport is not None:
+            raise ConfigError("pipe cannot be provided if transport is provided")
+        loader = None if load is None else LoadTarget(load)
+        target = model if model is not None else weights if weights is not None else load
+        self._check_guard(target)
+        if self._prepare_model is not None:
+            self._prepare_model(target)
+        self._model_id = as_model_id(model_id or self._model_id or "policy")
+        self._model, self._weights = model, weights
+        self._loader, self._transform = loader, transform
+        self.context = context
+        self._pipe = transport if transport is not None else pipe
+        found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before
+        if found is None:
+            with contextlib.suppress(RuntimeError):  # a collector that has no index yet
+                found = getattr(context, "worker_idx", None)
+        self._worker_idx = None if found is None else as_index("worker_idx", found)
+        self._role = "receiver"
+
+    init_on_worker = init_on_receiver
 
     # -- connecting ----------------------------------------------------------------------------
 
@@ -137,18 +756,15 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         Cancellation:
             Breaks the attempt: the scheme is closed.
         """
-        self._check_open()
         self._check_has_role()
         self._check_process()
-        if self._connected or self._loop is not None:
+        if self._loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")
-        if self._role == "sender" and worker_idx is not None:
+        sends = self._role == "sender"
+        given = "worker_idx" if sends else "weights"
+        if (worker_idx if sends else weights) is not None:
             raise LocalProtocolError(
-                "Cannot specify worker_idx on sender side during synchronization."
-            )
-        if self._role == "receiver" and weights is not None:
-            raise LocalProtocolError(
-                "Cannot specify weights on receiver side during synchronization."
+                f"Cannot specify {given} on {self._role} side during synchronization."
             )
         limit = self._limit(timeout)
         self._loop = running_loop()
@@ -156,18 +772,19 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         assert task is not None
         cancelled_before = task.cancelling()
         try:
-            if self._role == "sender":
+            if sends:
                 await self._connect_sender(weights, limit, processes)
             else:
                 await self._connect_receiver(worker_idx, limit)
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
-            closed = self._closed
-            if not (survives and self._sender is not None and self._sender.peers):
-                self._connecting = None
-                self.abort()
-                self._abort_runtime()  # made after it was closed
+            if survives and self._sender is not None and self._sender.peers:
+                self._connected = not self._closed
+                raise
+            closed, self._connecting = self._closed, None
+            self.abort()
+            self._abort_runtime()  # made after it was closed
             if closed and isinstance(exc, asyncio.CancelledError):
                 if task.uncancel() > cancelled_before:
                     raise  # the caller cancelled it, too
@@ -178,7 +795,323 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
             self._connecting = None
         self._connected = True
 
-    # -- versions ------------------------------------------------------------------------------
+    async def _connect_sender(
+        self, weights: Any, timeout: float | None, processes: Sequence[Any]
+    ) -> None:
+        self._maker = SnapshotCopier(
+            self._make_arena(),
+            self._strategy.extract_as,
+            check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
+            self._planning_limits(),
+        )
+        self._sender = WeightSender(
+            model_id=self._model_id or "policy",
+            strategy=self.strategy_str,
+            num_workers=self._sources.num_workers,
+            expected=self._sources.expected,
+            require=self.require,
+            maker=self._maker,
+            clock=self._clock,
+            parts=not self.strict,
+            streaming=self._streaming(),
+            borrows=self._borrows,
+            copies_ahead=self._copies_ahead,
+        )
+        planned = self._plan(weights, initial=True)
+        for idx, link in self._links.items():
+            self._sender.workers.welcome(link, idx, given=True)
+        for idx, pipe in enumerate(self._sources.pipes or ()):
+            self._sender.workers.welcome(self.create_transport(pipe), idx, given=True)
+        self._start_listening(self._sender)
+        await self._sender.connect(planned, timeout=timeout, processes=processes)
+
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+        assert self._loop is not None
+        started = self._loop.time()
+        if worker_idx is not None:
+            self._worker_idx = as_index("worker_idx", worker_idx)
+        if isinstance(model := self._resolve_target(), nn.Module):  # may be the context's
+            self._check_guard(model)
+        transport = await self._reach(timeout)
+        self._receiver = receiver = WeightReceiver(
+            transport,
+            resolve=self._resolve_target,
+            apply=self.apply,
+            copy=self.apply_copy or self._loader is not None,
+            strict=self.strict,
+            guard=self._guard_object,
+            install_hooks=self.guard == "forward",
+            on_applied=self._on_applied,
+            flipped=self._on_flip,
+            relay=lambda: self._relay,
+            transform=self._transform,
+            relink=self._relink,
+            promises=self._promises,
+        )
+        left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
+        welcome = await self._introduce(receiver, left)
+        self._worker_idx = welcome.worker_idx
+        receiver.prepare_target()
+        receiver.start()
+        if welcome.version and self._subscribes and self._waits_for_first:
+            left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
+            await self._wait_for_first(receiver, welcome, timeout, left)
+            self._reported = receiver.inbox.version
+        lacks = self._why_no_model() if self.apply == "auto" else None
+        if lacks is not None:  # a model that comes late, or a name that is wrong
+            warnings.warn(
+                f"{lacks}: updates wait until there is one, or until scheme.model is set",
+                stacklevel=2,
+            )
+
+    async def _wait_for_first(
+        self,
+        receiver: WeightReceiver,
+        welcome: Welcome,
+        timeout: float | None,
+        left: float | None,
+    ) -> None:
+        """Wait for the initial weights, or for a place to put them."""
+        late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
+
+        def arrived() -> bool:
+            # What comes before the newest may be a mistake that all workers have refused.
+            of_before = receiver.inbox.newest_epoch == welcome.epoch
+            raise_refusal(receiver, welcome.version if of_before else 0)
+            if self._resolve_target() is None:
+                return receiver.has_staged
+            if self.apply == "manual" and receiver.has_staged:
+                receiver.apply_soon()
+            inbox = receiver.inbox
+            if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
+                return inbox.version >= welcome.version
+            return inbox.version > 0
+
+        try:
+            await receiver.wait_until(arrived, timeout=left, late=late)
+        except ConnectTimeout as exc:
+            if receiver.cut_off is None:
+                raise
+            why = receiver.cut_off[1]  # and not only that the time is up
+            raise ConnectTimeout(f"{exc}; the link was lost: {why}") from why
+
+    # -- sending -------------------------------------------------------------------------------
+
+    async def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """Send a snapshot of the weights to the workers, and wait until they have applied it.
+
+        Through shared memory it is enough that what a worker computes next uses it, for those that
+        look by themselves. Workers are served at the same time; a slow one does not delay the
+        others. A worker that died since the last send is named in one :class:`PartialSyncError`,
+        and listed as ``lost`` in the reports of later sends.
+
+        Args:
+            weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
+                ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name
+                in the context. Must not change until the call returns; never changed by it.
+            worker_ids: Only these workers change; ``None`` for all.
+            timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
+                ``math.inf`` waits for ever.
+
+        Returns:
+            Which workers have which version.
+
+        Raises:
+            PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed``
+                says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
+                ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
+                others have the new version.
+            ConfigError: A worker is named that never connected, the weights cannot travel, or
+                the timeout is not a number.
+            LocalProtocolError: Not a connected sender.
+
+        Cancellation:
+            Class C: the transfer goes on in the background, from the sender's own snapshot.
+        """
+        sender, limit = self._require_sender("send"), self._limit(timeout)
+        planned = self._plan(weights)
+        return await sender.send(planned, _named(weights, worker_ids), limit)
+
+    def _send_at_once(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[SendReport | None, Callable[[], None] | None]:
+        """What :meth:`send` does where it waits for nobody, on a thread that keeps the loop idle.
+
+        Returns:
+            The report, or ``None`` with nothing done if somebody has to be waited for; and what is
+            to be called on the loop, if anything is.
+        """
+        started, sender = time.perf_counter(), self._sender
+        if sender is None or not self._connected or self._closed or not sender.is_quiet():
+            return None, None
+        self._limit(timeout)
+        if self._sources.device_map is not None or self._sources.per_worker:
+            return None, None  # a map is asked once for each send
+        report = sender.publish(self._plan(weights), worker_ids, started)
+        return report, sender.tell if report is not None and sender.has_to_tell() else None
+
+    def send_nowait(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> SendHandle:
+        """Take a snapshot now and send it in the background.
+
+        The copy is made on the calling thread before this returns, so the weights may change
+        right after. A worker that is still busy with an older version gets only the newest one;
+        the report says which workers skipped this version, and which version overtook it.
+
+        Args:
+            weights: As for :meth:`send`.
+            worker_ids: As for :meth:`send`.
+            timeout: As for :meth:`send`.
+
+        Returns:
+            Await it for the report; it raises what :meth:`send` raises. A failure that is
+            never awaited is printed by the event loop's exception handler.
+
+        Raises:
+            LocalProtocolError: Not a connected sender; or :meth:`connect` is still copying the
+                initial weights.
+            ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
+        """
+        sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
+        planned = self._plan(weights)
+        return sender.send_nowait(planned, _named(weights, worker_ids), limit)
+
+    def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
+        """What each worker gets, ready to be copied; under ``None`` what all of them get."""
+        maker, sources = self._maker, self._sources
+        assert maker is not None
+        if isinstance(weights, str):
+            weights = _named_in(self.context, weights)
+        if weights is None:
+            weights = sources.per_worker or self._default_weights()
+        if weights is None and initial:
+            return {}
+        if weights is None:
+            lacks = self._why_no_model()
+            why = f" ({lacks})" if lacks else ""
+            raise ConfigError(
+                f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
+                "context= to init_on_sender()"
+            )
+        shared, each = sources.plan(weights, self.per_worker_weights, self._strategy)
+        if each is None:
+            return {None: maker.prepare(shared)}
+        return {idx: maker.prepare(value, idx) for idx, value in each.items()}
+
+    def _default_weights(self) -> Any:
+        if self._sources.weights is not None:
+            return self._sources.weights
+        if self._model is not None:
+            return self._model
+        context = self.context
+        return None if context is None else model_or_fallback(context, self._model_id or "policy")
+
+    def _ring_workers(self) -> None:
+        """Have the workers look that compute with an older version than they were named."""
+        if self._sender is not None:
+            self._sender.ring_late(at_once=True)
+
+    def prepare_weights(
+        self,
+        weights: Any,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Resolve and extract weights as :meth:`send` would, without sending them.
+
+        Args:
+            weights: As for :meth:`send`.
+            model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
+            strategy: Extracts the weights; this scheme's by default.
+            context: Where names are looked up; this scheme's by default.
+
+        Returns:
+            A TensorDict or a state dict on the memory of the source, or ``None``.
+        """
+        own = context is None or context is self.context
+        context = self.context if context is None else context
+        if isinstance(weights, str):
+            weights = _named_in(context, weights)
+        elif weights is None and own and model_id in (None, self._model_id):
+            weights = self._default_weights()
+        elif weights is None and context is not None:
+            weights = model_or_fallback(context, model_id or self._model_id or "policy")
+        if weights is None or is_per_worker(weights):
+            return weights
+        return (strategy or self._strategy).extract_weights(weights)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
+        """Wait for the next update that is applied and was not returned before.
+
+        Updates are applied in the background whether or not this is called. With
+        ``apply="manual"`` this applies what is staged, between two forward passes; what it could
+        not apply in time stays staged.
+
+        Args:
+            timeout: Seconds; ``None`` waits until the trainer goes away, 0 only looks.
+
+        Returns:
+            The newest applied update, or ``None`` when the timeout passed without one.
+
+        Raises:
+            ApplyError: ``apply="manual"`` and the staged update does not fit the model.
+            ConfigError: The timeout is not a number.
+            PeerClosed: The trainer went away.
+            LocalProtocolError: Not a connected receiver, or it would wait inside a
+                :meth:`reading` block or a forward pass of its own, which holds the update back.
+
+        Cancellation:
+            Class A.
+        """
+        receiver = self._require_receiver("receive")
+        validate_timeout(timeout)
+        manual = self.apply == "manual"
+
+        def arrived() -> bool:
+            if manual:
+                before = receiver.refused
+                receiver.apply_soon()
+                raise_refusal(receiver, 0, before)
+            return receiver.inbox.version not in (0, self._reported)
+
+        try:
+            with receiver.asking():
+                if timeout is not None and timeout <= 0:
+                    await asyncio.sleep(0)
+                    receiver.look_now()
+                    if not arrived():
+                        receiver.check()
+                        return None
+                else:
+                    self._check_not_inside("receive", receiver, arrived)
+                    await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
+        except RecvTimeout:
+            return None
+        self._reported = receiver.inbox.version
+        return AppliedUpdate(
+            receiver.inbox.epoch or 0,
+            receiver.inbox.version,
+            self._model_id or "policy",
+            lambda: self.weights,
+        )
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
@@ -205,11 +1138,25 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
-        if self._role == "receiver":
-            return await self._wait_until_applied(version, limit, late)
         self._check_has_role()
-        sender = self._require_sender("wait_for_version")
-        return await sender.progress.wait_applied(version, timeout=limit, late=late)
+        if self._role == "sender":
+            sender = self._require_sender("wait_for_version")
+            return await sender.progress.wait_applied(version, timeout=limit, late=late)
+        receiver = self._require_receiver("wait_for_version")
+
+        def reached() -> bool:
+            if self.apply == "manual":
+                receiver.apply_soon()
+            if receiver.applied_version >= version:
+                return True
+            raise_refusal(receiver, version)
+            return False
+
+        with receiver.asking():
+            if limit is None or limit > 0:
+                self._check_not_inside("wait_for_version", receiver, reached)
+            await self._wait_until(reached, limit, late)
+        return receiver.inbox.version
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -241,11 +1188,97 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
-        if self._role == "receiver":
-            return await self._wait_until_staged(version, limit, late)
         self._check_has_role()
-        sender = self._require_sender("wait_staged")
-        return await sender.progress.wait_staged(version, timeout=limit, late=late)
+        if self._role == "sender":
+            sender = self._require_sender("wait_staged")
+            return await sender.progress.wait_staged(version, timeout=limit, late=late)
+        receiver = self._require_receiver("wait_staged")
+
+        def newest() -> int:
+            return max(receiver.staged_version, receiver.applied_version)
+
+        def reached() -> bool:
+            if newest() < version:
+                raise_refusal(receiver, version)
+            return newest() >= version
+
+        await receiver.wait_until(reached, timeout=limit, late=late)
+        return newest()
+
+    async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        """Ask the trainer for its newest version, and wait until the model has it.
+
+        Args:
+            min_version: The lowest acceptable version; the trainer answers once it has
+                it. ``None`` takes the current one, if there is any.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            The version that the model has now; 0 if the trainer has not sent any.
+
+        Raises:
+            RecvTimeout: Not in time.
+            PeerClosed: The trainer went away.
+            ApplyError: The update was refused by the model.
+            ConfigError: The timeout is not a number.
+            LocalProtocolError: Not a connected receiver; or something newer arrived that cannot
+                be applied, because this is called inside a :meth:`reading` block or a forward pass.
+
+        Cancellation:
+            Class A; the update may still arrive.
+        """
+        receiver = self._require_receiver("pull")
+        least = 0 if min_version is None else min_version
+        limit = self._limit(timeout)
+        late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
+        inbox, wishes, refused = receiver.inbox, receiver.wishes, receiver.refused
+        before, answers = (inbox.epoch, inbox.version), wishes.answers
+        if least > inbox.version:
+            self._check_not_inside("pull", receiver, lambda: False)
+        wishes.add(least)
+
+        def arrived() -> bool:
+            if self.apply == "manual":
+                receiver.apply_soon()
+            raise_refusal(receiver, 0, refused)
+            if receiver.has_staged:
+                self._check_not_inside("pull", receiver, lambda: False)
+            if inbox.version < least or receiver.has_staged or receiver.lag or wishes.is_promised:
+                return False
+            return wishes.answers != answers or (inbox.epoch, inbox.version) != before
+
+        with receiver.asking():
+            await self._wait_until(arrived, limit, late)
+        return inbox.version
+
+    async def _wait_until(
+        self, condition: Callable[[], bool], limit: float | None, late: RecvTimeout
+    ) -> None:
+        """Wait until something is applied; one that is late says if it has no model."""
+        receiver = self._receiver
+        assert receiver is not None
+        try:
+            await receiver.wait_until(condition, timeout=limit, late=late)
+        except RecvTimeout as exc:
+            lacks = self._why_no_model()
+            if lacks is None or not receiver.has_staged:
+                raise
+            raise RecvTimeout(
+                f"{exc}: version {receiver.staged_version} is here, but {lacks}; it waits until "
+                "there is one, or until scheme.model is set"
+            ) from exc.__cause__
+
+    def _check_not_inside(
+        self, method: str, receiver: WeightReceiver, condition: Callable[[], bool]
+    ) -> None:
+        """Raise if ``condition`` needs an update that the caller's own read holds back."""
+        if is_held_by_caller(self._guard_object) and not condition():
+            receiver.check()
+            raise LocalProtocolError(
+                f"{method}() was called inside a reading() block or a forward pass, which keeps "
+                "updates from being applied: it would wait for ever. Call it after the block"
+            )
 
     @property
     def ready(self) -> Ready:
@@ -264,10 +1297,302 @@ class WeightSyncScheme(SendingScheme, ReceivingScheme, ClosingScheme, abc.ABC):
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)
         late = RecvTimeout(f"no complete version after {limit or 0:g} s")
+        self._check_has_role()
         if self._role == "receiver":
             receiver = self._require_receiver("ready")
             await receiver.wait_until(self._is_ready, timeout=limit, late=late)
         else:
-            self._check_has_role()
             sender = self._require_sender("ready")
             await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)
+
+    def _on_flip(self, epoch: int, version: int) -> None:
+        if self._flipped is None:
+            return
+        try:
+            self._flipped(epoch, version)
+        except Exception as exc:  # noqa: BLE001 - of who asked to be told; his loop says it
+            if self._loop is not None:
+                context = {"message": "a look at an update failed", "exception": exc}
+                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+
+    def reading(self) -> Reading:
+        """Context manager: what is computed inside sees one version of the weights.
+
+        Forward passes of the model itself do not need it. ``with`` in threads and in code without
+        awaits, ``async with`` in coroutines that await inside.
+        """
+        return Reading(self._guard_object)
+
+    def apply_pending(self) -> int | None:
+        """Apply the staged update now, on this thread. For ``apply="manual"``.
+
+        Returns:
+            The version that was applied, or ``None`` when nothing was staged, or there is no
+            model yet.
+
+        Raises:
+            ApplyError: It does not fit the model, which kept its version.
+            LocalProtocolError: Not a connected receiver, or called inside a forward pass.
+            SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
+                event loop it is not waited for.
+        """
+        if self._receiver is None or self._closed:
+            self._check_open()
+            raise LocalProtocolError("apply_pending() needs a connected receiver")
+        return self._receiver.apply_pending()
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Put weights into this receiver's model by hand, between two forward passes.
+
+        Args:
+            weights: TensorDict or state dict; copied, never aliased.
+            inplace: Keep the parameter objects; otherwise replace them.
+
+        Raises:
+            ManifestMismatch: They do not fit; nothing was changed.
+            LocalProtocolError: Not a receiver, or called inside a forward pass or a
+                :meth:`reading` block, which would see two versions.
+            ConfigError: There is no model.
+            SyncTimeout: Another thread's forward pass did not end within 30 seconds; on an
+                event loop it is not waited for.
+        """
+        self._check_open()
+        if self._role == "sender":
+            raise LocalProtocolError("apply_weights() called on a sender side.")
+        if self._role is None:
+            raise LocalProtocolError(
+                "apply_weights() called before init_on_receiver has been called."
+            )
+        target = self._resolve_target()
+        if target is None:
+            raise ConfigError("No model registered")
+
+        self._guard_object.refuse_inside_read("apply_weights")
+
+        def apply() -> None:
+            self._strategy.apply_weights(target, weights, inplace=inplace)
+
+        advice = "call apply_weights() again, or in a thread"
+        self._guard_object.between_reads(apply, advice=advice)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close every link, task, socket and buffer of this object. Idempotent, bounded.
+
+        A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
+        see ``PeerClosed``.
+
+        Raises:
+            LocalProtocolError: The scheme's own loop runs in another thread.
+        """
+        loop = self._loop
+        if self._inherited:
+            self.abort()  # the tasks are the parent's, and nothing runs them here
+        elif loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
+            await self._close_here()
+        elif not self._closed:
+            raise LocalProtocolError(
+                "the event loop of this scheme runs in another thread: close it there, with "
+                "asyncio.run_coroutine_threadsafe(scheme.aclose(), loop), or call abort()"
+            )
+
+    async def _close_here(self) -> None:
+        """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
+        if not self._begin_to_close():
+            return
+        try:
+            if self._sender is not None:
+                await self._sender.aclose()
+            if self._receiver is not None:
+                await self._receiver.aclose()
+        finally:
+            self._abort_unused_links()
+
+    def abort(self) -> None:
+        """Close at once from synchronous code, for destructors and signal handlers."""
+        if self._begin_to_close():
+            self._abort_runtime()
+            self._abort_unused_links()
+
+    def _begin_to_close(self) -> bool:
+        """Let nobody in any more; whether that is news."""
+        if self._closed:
+            return False
+        self._closed = True
+        task, self._connecting = self._connecting, None
+        if task is not None and not self._inherited and task is not current_task():
+            task.cancel()  # a connect() that goes on elsewhere: it raises TransportClosed
+        self._close_listener()
+        return True
+
+    def _abort_runtime(self) -> None:
+        if self._sender is not None:
+            self._sender.abort()
+        elif self._maker is not None:
+            self._maker.close()
+        if self._receiver is not None:
+            self._receiver.abort()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None and not self._inherited:
+            self._listener.close()
+
+    def _abort_unused_links(self) -> None:
+        for link in self._links.values():
+            link.abort()
+        if isinstance(self._pipe, Transport):
+            self._pipe.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        """Close what nobody closed, and say so."""
+        if getattr(self, "_closed", True) or self._inherited:
+            return  # also where an option was refused: there is nothing yet
+        if self._sender is None and self._receiver is None:
+            self._close_listener()
+            return
+        try:
+            warnings.warn(
+                f"{self!r} was never closed: use `async with scheme:` or `await scheme.aclose()`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        finally:  # the warning may be an error
+            self.abort()
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _limit(self, timeout: float | None) -> float | None:
+        if timeout is not None:
+            validate_timeout(timeout)
+        else:
+            timeout = self.timeout
+        return None if timeout is None or timeout == float("inf") else timeout
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed(
+                "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
+            )
+
+    @property
+    def _inherited(self) -> bool:
+        return self._pid != os.getpid()  # forked: what runs and what is open is the parent's
+
+    def _check_process(self) -> None:
+        if self._inherited:
+            done = "set up" if self._loop is None else "connected"
+            raise LocalProtocolError(
+                f"this scheme was {done} before the process forked; call init_on_receiver() and "
+                "connect() in the child"
+            )
+
+    def _check_role(self, method: str) -> None:
+        if self._inherited:
+            # The role, the context and the links are not ours.
+            if self._role == "sender":
+                self._sender_pid = self._pid
+            self._reset()
+        self._check_open()
+        if self._role is not None:
+            raise LocalProtocolError(
+                f"{method}(): this object is already a {self._role}; pickle it or use "
+                "copy.copy(scheme) for the other side"
+            )
+
+    def _check_has_role(self) -> None:
+        self._check_open()
+        if self._role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called. Call "
+                "init_on_sender() in the trainer and init_on_receiver() in a worker first"
+            )
+
+    def _require_sender(self, method: str) -> WeightSender:
+        if self._sender is None or not self._is_usable:
+            self._refuse(method, "sender", "sending")
+        assert self._sender is not None
+        self._sender.require = self.require  # it may have been assigned since
+        return self._sender
+
+    def _require_receiver(self, method: str) -> WeightReceiver:
+        if self._receiver is None or not self._is_usable:
+            self._refuse(method, "receiver", "receiving")
+        assert self._receiver is not None
+        return self._receiver
+
+    @property
+    def _is_usable(self) -> bool:
+        here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
+        return self._connected and not self._closed and here
+
+    def _refuse(self, method: str, role: str, doing: str) -> None:
+        """Raise why a method cannot be called now."""
+        self._check_open()
+        if self._role != role:
+            raise LocalProtocolError(
+                f"{method}(): Must be initialized on {role} before {doing} weights: call "
+                f"init_on_{role}() and connect() first"
+            )
+        if not self._connected:
+            raise LocalProtocolError(
+                f"{method}(): Must be synchronized on {role} before {doing} weights: "
+                "call scheme.connect() first, with `await` unless it is of aiosync.sync"
+            )
+        self._check_process()
+        raise LocalProtocolError(
+            "this scheme belongs to another event loop; connect and use it on one loop, or "
+            "use aiosync.sync from threads"
+        )
+
+    def _check_guard(self, target: Any) -> None:
+        lacks = None if target is None else why_unguarded(target)
+        if lacks is not None and self.apply == "auto" and self.guard == "forward":
+            raise ConfigError(
+                f"a {type(target).__name__} {lacks}: construct the scheme "
+                "with guard='reading' and read inside `with scheme.reading():`, or with "
+                "apply='manual' and call apply_pending()"
+            )
+        if self.apply == "auto" and self.guard == "forward" and has_own_call(target):
+            warnings.warn(
+                f"a {type(target).__name__} has a __call__ of its own: unless that calls "
+                "nn.Module's, no hook guards it, and guard='reading' is needed",
+                stacklevel=3,
+            )
+
+
+def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> int | Iterable[int] | None:
+    """Who is meant; weights for some workers mean these."""
+    if weights is None or worker_ids is not None or not is_per_worker(weights):
+        return worker_ids
+    return [as_index("a worker's index", idx) for idx in weights]
+
+
+def _named_in(context: Any, path: str) -> Any:
+    if context is None:
+        raise ConfigError(f"Cannot resolve string reference {path!r} without context")
+    return resolve_path(context, path)
+
+
+def raise_refusal(receiver: WeightReceiver, least: int, known: object = None) -> None:
+    """Raise if a version from ``least`` on was refused, unless by a refusal that is known."""
+    refused = receiver.refused
+    if refused is not None and refused is not known and refused[0] >= least:
+        version, error = refused
+        raise ApplyError(
+            f"version {version} could not be applied: {type(error).__name__}: {error}",
+            version=version,
+            remote_type=type(error).__name__,
+        ) from error

@@ -15,9 +15,9 @@ from torch import nn
 from aiosync._tasks import running_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol.indices import as_index
-from aiosync.schemes._sources import Sources
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.schemes.sources import Sources
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from aiosync.errors import ConfigError, ConnectTimeout
 from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
-from aiosync.schemes._sources import DeviceMap
 from aiosync.schemes.options import Option, count
+from aiosync.schemes.sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport

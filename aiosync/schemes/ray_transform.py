@@ -23,8 +23,8 @@ from aiosync.errors import (
     RecvTimeout,
 )
 from aiosync.schemes import _ray_notes as notes
-from aiosync.schemes._sources import DeviceMap
 from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.sources import DeviceMap
 from aiosync.transports._carrier import outlast
 from aiosync.transports._ray_objects import landed, need_cluster
 from aiosync.transports.base import Transport

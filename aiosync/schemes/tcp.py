@@ -16,11 +16,11 @@ from aiosync.errors import AiosyncError, AuthError, ConfigError
 from aiosync.rendezvous.dialer import Backoff, Dialer
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import AnyListener, StreamListener
-from aiosync.schemes._sources import Sources
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.options import TCPOptions
 from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.sources import Sources
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address

@@ -22,7 +22,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_timeout
 from aiosync.rendezvous.dialer import Dialer
-from aiosync.schemes._context import as_model_id
+from aiosync.schemes.sources import as_model_id
 from aiosync.server._pulling import ATTEMPT_SECONDS, Pull, PulledWeights, PullProgress
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials, Secret

@@ -326,14 +326,14 @@ MUTANTS = [
     ),
     Mutant(
         "a scheme that is closed goes on connecting",
-        "schemes/_closing.py",
+        "schemes/base.py",
         "task is not None and not self._inherited and task is not current_task():",
         "False:",
         contract("close_wakes"),
     ),
     Mutant(
         "a copy has the role of what it was made of",
-        "schemes/_core.py",
+        "schemes/base.py",
         "other.__setstate__(self.__getstate__())",
         "other.__dict__.update(vars(self))",
         contract("pickling"),

@@ -260,3 +260,28 @@ async def test_closing_holds_no_loop_while_a_thread_copies(monkeypatch: pytest.M
         assert longest < 0.3
         with contextlib.suppress(aiosync.AiosyncError):
             await sending
+
+
+@both
+async def test_a_sender_that_some_workers_reached_is_connected(make: Any) -> None:
+    scheme = make(timeout=10.0)
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    worker = harness.twin(scheme)
+    worker.init_on_receiver(model=models.linear(), worker_idx=0)
+    async with scheme, worker:
+        late = scheme.connect(timeout=1.0)
+        results = await asyncio.gather(late, worker.connect(), return_exceptions=True)
+        assert isinstance(results[0], aiosync.ConnectTimeout)
+        assert scheme.synchronized_on_sender
+        scheme.require = 1
+        assert (await scheme.send()).acked == {0}
+
+
+@both
+async def test_weights_that_are_assigned_take_the_place_of_the_model(make: Any) -> None:
+    scheme = make()
+    async with scheme:
+        scheme.init_on_sender(model=models.linear(1.0), num_workers=0)
+        scheme.weights = {"weight": torch.ones(2)}
+        assert scheme.model is None
+        assert set(scheme.weights) == {"weight"}

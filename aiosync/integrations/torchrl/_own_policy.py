@@ -18,7 +18,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.integrations.torchrl._policies import find_model
 from aiosync.protocol.indices import as_index, as_indices
 from aiosync.receiver.guard import Guard
-from aiosync.schemes._sources import is_per_worker
+from aiosync.schemes.sources import is_per_worker
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
 
 __all__ = ["acts_itself", "guard_forwards", "send_to_itself"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.schemes._context import resolve_model
+from aiosync.schemes.sources import resolve_model
 
 __all__ = ["factories_of", "find_model", "from_factories", "refuse_no_module"]
 

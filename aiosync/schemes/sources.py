@@ -1,0 +1,330 @@
+"""What a sender sends, and to how many workers; and where a model is found in a context.
+
+Turns each keyword form of ``init_on_sender`` into a :class:`Sources` before any I/O.
+
+A context is whatever owns the model: a collector, a server, a trainer. It may offer
+``get_model(model_id)``; otherwise the model id is a path such as ``"policy"``,
+``"env.transform[0].module"`` or ``"models['critic']"``. Must not import transports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from aiosync.errors import ConfigError
+from aiosync.protocol.indices import as_index, as_indices
+from aiosync.strategy import WeightStrategy
+from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.wire import DEFAULT_LIMITS
+
+__all__ = [
+    "DeviceMap",
+    "NoWeakReference",
+    "Sources",
+    "as_model_id",
+    "is_per_worker",
+    "model_or_fallback",
+    "resolve_model",
+    "resolve_path",
+    "resolve_sources",
+]
+
+DeviceMap: TypeAlias = Callable[[int, Any], Any]
+"""Takes a worker's index and the weights, and gives what that worker gets."""
+
+
+@dataclass(slots=True)
+class Sources:
+    """Where the weights of a sender come from.
+
+    Attributes:
+        weights: Module, TensorDict or mapping for every worker; ``None`` when the context or
+            each call gives them.
+        per_worker: Weights of single workers, instead of ``weights``.
+        device_map: Maps (worker index, weights) to what that worker gets.
+        num_workers: How many workers are expected; ``None`` when any number may come.
+        pipes: Connections to the workers, by index.
+        indices: Of the workers that are expected, if others than 0 to ``num_workers - 1``.
+    """
+
+    weights: Any = None
+    per_worker: dict[int, Any] = field(default_factory=dict)
+    device_map: DeviceMap | None = None
+    num_workers: int | None = None
+    pipes: Sequence[Any] | None = None
+    indices: Sequence[int] | None = None
+
+    @property
+    def expected(self) -> Sequence[int]:
+        """Indices of the workers that are waited for."""
+        return range(self.num_workers or 0) if self.indices is None else self.indices
+
+    def link(self, transports: Mapping[int, Any]) -> dict[int, Any]:
+        """Expect those workers that links are given to, which are the only ones that can come.
+
+        Raises:
+            ConfigError: There are other links than workers.
+        """
+        links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
+        if self.pipes is not None:
+            raise ConfigError("pipes cannot be provided if transports is provided")
+        if not self.per_worker and self.num_workers not in (None, len(links)):
+            raise ConfigError(
+                f"conflicting numbers of workers (num_workers: "
+                f"{self.num_workers}, transports: {len(links)})"
+            )
+        self.num_workers, self.indices = len(links), sorted(links)
+        return links
+
+    def replace(self, weights: Any) -> None:
+        """Send these from now on; ``None`` for those of the context, or of each call.
+
+        Raises:
+            ConfigError: They are not weights, or each worker has some of its own.
+        """
+        _check_source("model or weights", weights)
+        if self.per_worker:
+            raise ConfigError(
+                "each worker has its own weights (params_map): use send({worker_idx: weights}) to "
+                "send others"
+            )
+        self.weights = weights
+
+    def follow(self, weights: Any, worker_ids: int | Iterable[int] | None) -> None:
+        """Send what a call sent, to those to whom it sent it, where a later call gives nothing."""
+        each = dict(weights) if is_per_worker(weights) else None
+        if each is None and worker_ids is None:
+            self.weights, self.per_worker = weights, {}
+            return
+        if each is None:
+            each = dict.fromkeys(as_indices("worker_ids", worker_ids or ()), weights)
+        others = self.per_worker or dict.fromkeys(self.expected, self.weights)
+        self.weights, self.per_worker = None, {**others, **each}
+
+    def plan(
+        self, weights: Any, per_worker: bool, strategy: WeightStrategy
+    ) -> tuple[Any, dict[int, Any] | None]:
+        """What all workers get, or what each of them gets.
+
+        Args:
+            weights: What a call gave, or what it stands for.
+            per_worker: Whether each worker may be given its own.
+            strategy: Of the scheme.
+
+        Raises:
+            ConfigError: Each worker is given its own, and must not be.
+        """
+        if is_per_worker(weights):
+            if not (per_worker or self.per_worker):
+                raise ConfigError(
+                    "Per-worker weights dict provided but scheme was not initialized with "
+                    "per_worker_weights=True"
+                )
+            return None, {as_index("a worker's index", i): each for i, each in weights.items()}
+        if self.device_map is None:
+            return weights, None
+        given = weights
+        # A module is changed itself by .to() and such, and a state dict has no such methods.
+        if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
+            given = strategy.extract_weights(weights)
+        mapped = {idx: self.device_map(idx, given) for idx in self.expected}
+        same = all(value is given for value in mapped.values())
+        return (weights, None) if same else (None, mapped)
+
+
+def resolve_sources(
+    *,
+    context: Any = None,
+    model_id: str | None = None,
+    params_map: Mapping[int, Any] | None = None,
+    weights: Any = None,
+    model: Any = None,
+    devices: Sequence[Any] | None = None,
+    device_map_fn: DeviceMap | None = None,
+    num_workers: int | None = None,
+    pipes: Sequence[Any] | None = None,
+) -> Sources:
+    """Check one keyword form of ``init_on_sender`` and bring it into one shape.
+
+    Raises:
+        ConfigError: The keywords exclude each other, or one has the wrong type.
+    """
+    if num_workers is not None:
+        num_workers = as_index("num_workers", num_workers)
+    if weights is not None and model is not None:
+        raise ConfigError("weights cannot be provided if model is provided")
+    source, per_worker = model if weights is None else weights, dict[int, Any]()
+    if params_map is not None:
+        if source is not None:
+            raise ConfigError(
+                "model_id, weights, and model cannot be provided if params_map is provided"
+            )
+        if any(each is not None for each in (context, devices, device_map_fn, num_workers)):
+            raise ConfigError(
+                "context/devices/device_map_fn/num_workers cannot be provided if params_map is "
+                "provided"
+            )
+        valid = isinstance(params_map, Mapping) and params_map
+        if not valid or not all(map(_is_source, params_map.values())):
+            raise ConfigError(
+                "params_map must be a dict[int, TensorDictBase]: worker index -> its weights"
+            )
+        per_worker = {as_index("a key of params_map", key): w for key, w in params_map.items()}
+        num_workers = max(per_worker) + 1
+        first = next(iter(per_worker.values()))
+        if len(per_worker) == num_workers and all(w is first for w in per_worker.values()):
+            source, per_worker = first, {}
+    _check_source("model" if weights is None else "weights", source)
+    if context is not None:
+        if devices is not None:
+            raise ConfigError("devices cannot be provided if context is provided")
+        if device_map_fn is not None:
+            raise ConfigError(
+                "model/weights/device_map_fn cannot be provided if context is provided"
+            )
+        if model_id is None:
+            raise ConfigError("model_id must be provided if context is provided")
+        if num_workers is None and (found := getattr(context, "num_workers", None)) is not None:
+            num_workers = as_index("num_workers of the context", found)
+    if device_map_fn is not None and not callable(device_map_fn):
+        raise ConfigError(f"device_map_fn must be callable, got {device_map_fn!r}")
+    if device_map_fn is not None and num_workers is None:
+        raise ConfigError("num_workers must be provided if device_map_fn is provided")
+    num_workers = _agree(num_workers, devices=devices, pipes=pipes)
+    for device in devices or ():
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as exc:
+            raise ConfigError(f"devices holds {device!r}, which is not a torch device") from exc
+    return Sources(source, per_worker, device_map_fn, num_workers, pipes)
+
+
+def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None:
+    counts = {} if num_workers is None else {"num_workers": num_workers}
+    for name, each in lists.items():
+        if each is not None:
+            if isinstance(each, str) or not isinstance(each, Sequence):
+                raise ConfigError(f"{name} must be a list with one for each worker, got {each!r}")
+            counts[name] = len(each)
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ConfigError(f"conflicting numbers of workers ({listed})")
+    return next(iter(counts.values()), None)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Mapping)) or is_tensordict(value)
+
+
+def _check_source(name: str, value: Any) -> None:
+    if value is None or _is_source(value):
+        return
+    raise ConfigError(
+        f"{name} must be an nn.Module, a TensorDict or a state dict, got {type(value).__name__}. "
+        "Non-Module policies (such as a random policy) need no weight synchronization"
+    )
+
+
+def is_per_worker(weights: Any) -> bool:
+    """Whether these are weights by worker index, and not by name."""
+    return (
+        isinstance(weights, Mapping)
+        and not is_tensordict(weights)
+        and bool(weights)
+        and all(hasattr(key, "__index__") for key in weights)
+    )
+
+
+_STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
+
+
+class NoWeakReference(ConfigError, TypeError):
+    """A context of which no weak reference can be made; for TorchRL a ``TypeError``."""
+
+
+def resolve_path(root: object, path: str) -> Any:
+    """Follow a path of attributes, indices and keys.
+
+    Args:
+        root: Where the path starts.
+        path: For example ``"env.transform[0].module"``.
+
+    Raises:
+        ConfigError: The path is malformed.
+        AttributeError: An attribute, index or key of the path does not exist.
+    """
+    here: Any = root
+    position = 0
+    while position < len(path):
+        step = _STEP.match(path, position)
+        if step is None or (position == 0 and step.group(0).startswith(".")):
+            raise ConfigError(
+                f"{path!r} is not a path: write attributes, indices and keys, for example "
+                "'env.transform[0].module'"
+            )
+        name, index, single, double = step.groups()
+        try:
+            if name is not None:
+                here = getattr(here, name)
+            elif index is not None:
+                here = here[int(index)]
+            else:
+                here = here[single if single is not None else double]
+        except (AttributeError, IndexError, KeyError) as exc:
+            raise AttributeError(
+                f"Attribute {step.group(0).lstrip('.')} from {path!r} not found in "
+                f"{type(root).__name__}"
+            ) from exc
+        position = step.end()
+    return here
+
+
+def resolve_model(context: object, model_id: str) -> Any:
+    """The model of that id in ``context``: its ``get_model(model_id)``, else the path.
+
+    Raises:
+        AttributeError: There is no such model, or it is ``None``.
+    """
+    get_model = getattr(context, "get_model", None)
+    model = None
+    if callable(get_model):
+        try:
+            model = get_model(model_id)
+        except (KeyError, ValueError, AttributeError):
+            model = None  # the context does not know the id; it may still be a path
+    if model is None:
+        model = resolve_path(context, model_id)
+    if model is None:
+        raise AttributeError(f"Model {model_id} was `None` in context")
+    return model
+
+
+def as_model_id(value: Any) -> str:
+    """The name of a model, as it is told to the other side.
+
+    Raises:
+        ConfigError: It is not a str, or too long for a Hello.
+    """
+    try:
+        if isinstance(value, str) and (nbytes := len(value.encode())):
+            # Before the Hello has been read, the other side's own Limits do not count.
+            if nbytes > (most := DEFAULT_LIMITS.max_name_nbytes):
+                raise ConfigError(f"model_id has {nbytes} bytes; at most {most} are allowed")
+            return value
+    except UnicodeEncodeError:  # half of a surrogate pair
+        pass
+    raise ConfigError(f"model_id must be a str of valid Unicode, got {value!r}")
+
+
+def model_or_fallback(context: object, model_id: str) -> Any:
+    """The model of that id in ``context``, or what a collector has in its place; or ``None``."""
+    try:
+        return resolve_model(context, model_id)
+    except AttributeError:
+        return getattr(context, "_fallback_policy", None) if model_id == "policy" else None
