@@ -71,13 +71,11 @@ FORBIDDEN = {
 # One backend each: the library that it drives is the reason that the module exists.
 ALLOWED = {
     "schemes._pickling": {"pickle"},  # only to see whether the user's strategy can be pickled
-    "transports._group_chunks": {"torch"},
-    "transports._link_store": {"torch"},
-    "transports._process_group": {"torch"},
+    "transports._gloo": {"torch"},
     "transports.distributed": {"torch"},
     "transports._rpc_meeting": {"torch"},
     "transports.rpc": {"torch"},
-    "transports._ray_remote": {"torch"},  # in the processes of actors without aiosync
+    "transports._ray_actor": {"torch"},  # in the processes of actors without aiosync
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.tensordicts import is_tensordict
-from aiosync.transports._ray_objects import need_cluster
+from aiosync.transports._ray_store import need_cluster
 
 __all__ = ["RPCTransport", "RayActorTransport", "RayTransport"]
 

@@ -21,9 +21,9 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.schemes._coverage import Coverage
 from aiosync.schemes._streaming import Streaming, StreamWriter
 from aiosync.sender.snapshots import FILLED, Snapshot
-from aiosync.transports._carrier import SharedPayload
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Received, Transport
+from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import SlotPublisher, can_lock
 from aiosync.types import AckStatus
 from aiosync.wire import (

@@ -1,4 +1,4 @@
-"""Weights over ``torch.distributed``: Gloo or NCCL process groups.
+"""Weights over ``torch.distributed``: process groups of Gloo.
 
 Must not import another concrete scheme.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import zlib
 from typing import Any, Literal
 
 from aiosync.errors import ConnectError, ConnectTimeout
@@ -48,7 +47,7 @@ class DistributedWeightSyncScheme(EngineScheme):
     for trusted networks.
 
     Args:
-        backend: ``"gloo"``, or ``"nccl"`` where every process has its own CUDA device.
+        backend: ``"gloo"``; ``"nccl"`` is refused.
         sync: Kept for TorchRL's signature.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
@@ -77,9 +76,8 @@ class DistributedWeightSyncScheme(EngineScheme):
         handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
-        shared_memory: Workers on the sender's host read updates from shared memory, as NCCL's
-            ranks do, instead of a stream and a group. Must be true on both sides. Not with
-            ``group`` or NCCL, and on Linux only.
+        shared_memory: Workers on the sender's host read updates from shared memory instead of a
+            stream and a group. Must be true on both sides. Not with ``group``, and on Linux only.
 
     Raises:
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
@@ -148,7 +146,7 @@ class DistributedWeightSyncScheme(EngineScheme):
 
     @property
     def _shares_memory(self) -> bool:
-        return self.backend == "gloo" and self._group is None and super()._shares_memory
+        return self._group is None and super()._shares_memory
 
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
@@ -166,8 +164,6 @@ class DistributedWeightSyncScheme(EngineScheme):
             rank=0 if listened else 1,
             backend=self.backend,
             group=self._group,
-            # Several models may travel between the same two ranks.
-            tag=zlib.crc32((self._model_id or "policy").encode()) >> 2,
             inline_nbytes=self.inline_nbytes,
             patience=self.patience,
         )

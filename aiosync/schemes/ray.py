@@ -19,7 +19,7 @@ from aiosync.schemes.sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
-from aiosync.transports._ray_objects import RayObjects, actor_name, load_ray, need_cluster
+from aiosync.transports._ray_store import RayObjects, actor_name, load_ray, need_cluster
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.ray import RayActorTransport, RayTransport

@@ -25,9 +25,9 @@ from aiosync.errors import (
 from aiosync.schemes import _ray_notes as notes
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
-from aiosync.transports._carrier import outlast
-from aiosync.transports._ray_objects import landed, need_cluster
+from aiosync.transports._ray_store import landed, need_cluster
 from aiosync.transports.base import Transport
+from aiosync.transports.data_plane import outlast
 
 __all__ = [
     "RayModuleTransformReceiver",

@@ -1,7 +1,7 @@
 """Links whose large payloads travel beside the stream: over a process group, RPC or Ray.
 
 The control stream is a framed link that the event loop watches: messages, acknowledgements and
-the end of the peer arrive there, awaited without polling. A :class:`Carrier` moves the bytes of
+the end of the peer arrive there, awaited without polling. A :class:`DataPlane` moves the bytes of
 payloads that are too large to travel in the stream. Must not import torch, ray or schemes.
 """
 
@@ -24,9 +24,9 @@ from aiosync.errors import (
     TransportBusy,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._carrier import Carrier, SharedPayload
 from aiosync.transports._link import LinkError, again, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
+from aiosync.transports.data_plane import DataPlane, SharedPayload
 from aiosync.transports.stream import FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
@@ -44,31 +44,31 @@ _T = TypeVar("_T")
 
 
 class BesideTransport(Transport):
-    """A link over ``control`` whose large payloads ``carrier`` moves. Owns both.
+    """A link over ``control`` whose large payloads ``plane`` moves. Owns both.
 
     Args:
         control: A connected framed link.
-        carrier: The way beside it.
+        plane: The way beside it.
         inline_nbytes: Payloads up to this size travel in the control stream.
     """
 
     def __init__(
         self,
         control: FramedTransport,
-        carrier: Carrier,
+        plane: DataPlane,
         *,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
         self._control = control
-        self._carrier = carrier
+        self._plane = plane
         self._inline_nbytes = inline_nbytes
         self._sending = self._receiving = self._told = False
         # Sticky, and before what the control stream may still have in hand.
         self._broken: LinkError | None = None
         self._handler: Handler | None = None
-        carrier.control = control
+        plane.control = control
         control.subscribe(self._deliver)
-        control.call_on_end(carrier.end)
+        control.call_on_end(plane.end)
 
     @property
     def channel(self) -> FramedTransport:
@@ -78,7 +78,7 @@ class BesideTransport(Transport):
     @property
     def follows_copies_above(self) -> int | None:
         """See :attr:`Transport.follows_copies_above`."""
-        return self._inline_nbytes if self._carrier.follows_copies else None
+        return self._inline_nbytes if self._plane.follows_copies else None
 
     def _check(self) -> None:
         if self._broken is not None and not self._control.closed:
@@ -132,11 +132,11 @@ class BesideTransport(Transport):
         self._told = False  # until then a cut harms nothing
         await asyncio.sleep(0)  # a checkpoint, before the first byte
         self._check()
-        ext = {**await self._carrier.offer(views, nbytes, memo), _NBYTES: nbytes}
+        ext = {**await self._plane.offer(views, nbytes, memo), _NBYTES: nbytes}
         self._told = True
         if not self._control.send_nowait(message, ext=ext):
             await self._control.send(message, ext=ext)
-        await self._carrier.push(views, nbytes)
+        await self._plane.push(views, nbytes)
         self._control.check()
 
     async def _within(
@@ -185,12 +185,12 @@ class BesideTransport(Transport):
     def _deliver(self, received: Received) -> bool:
         message = received.message
         if isinstance(message, Setup):
-            if message.kind != self._carrier.kind:
+            if message.kind != self._plane.kind:
                 raise RemoteProtocolError(
                     f"the peer moves payloads by {message.kind[:40]!a}, this side by "
-                    f"{self._carrier.kind!r}: construct both schemes with the same back-end"
+                    f"{self._plane.kind!r}: construct both schemes with the same back-end"
                 )
-            self._carrier.hear(message)
+            self._plane.hear(message)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
             return False  # its payload is fetched by recv()
@@ -237,7 +237,7 @@ class BesideTransport(Transport):
         try:
             return await self._control.recv(into=into, timeout=timeout)
         except PeerClosed as exc:
-            hint = self._carrier.hint()
+            hint = self._plane.hint()
             if not hint:
                 raise
             raise PeerClosed(f"{exc}; {hint}") from exc
@@ -264,26 +264,23 @@ class BesideTransport(Transport):
                 raise
 
         own = into is None and self.capabilities.zero_copy_recv
-        fetched = await self._carrier.fetch(ext, nbytes, None if own else lend)
-        received = Received(message, fetched.payload, nbytes, key=fetched.key)
-        if fetched.release is not None:
-            received.release = fetched.release
-        return received
+        payload, key = await self._plane.fetch(ext, nbytes, None if own else lend)
+        return Received(message, payload, nbytes, key=key)
 
     # -- closing -------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Close the link and what carries its payloads; waiters see ``TransportClosed``."""
         try:
-            await self._carrier.settle()
+            await self._plane.settle()
         finally:
             self.abort()
-        await self._carrier.aclose()
+        await self._plane.aclose()
 
     def abort(self) -> None:
         """Close at once; what carries payloads follows as soon as it can."""
         self._control.abort()
-        self._carrier.end()
+        self._plane.end()
 
     def __repr__(self) -> str:
         return repr(self._control).replace(type(self._control).__name__, type(self).__name__, 1)

@@ -1,254 +1,162 @@
-"""A plain Ray actor as the far end of a link: one of its methods is called with the weights.
+"""What runs in other processes of a Ray cluster: pickled by value, so they need no aiosync.
 
-Must not import torch or schemes.
+It has to stand alone: must not import anything of aiosync, and torch only where an actor asked
+for tensors. See ``docs/topics/clusters.md``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections import deque
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import ctypes
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
-from aiosync.errors import (
-    AiosyncError,
-    ConfigError,
-    LocalProtocolError,
-    PeerClosed,
-    RecvTimeout,
-    RemoteProtocolError,
-    SendTimeout,
-    TransportBroken,
-    TransportBusy,
-    TransportClosed,
-)
-from aiosync.transports._buffers import flat_view
-from aiosync.transports._carrier import SharedPayload
-from aiosync.transports._link import again
-from aiosync.transports._ray_objects import RayObjects, in_lines, landed, need_cluster
-from aiosync.transports._ray_remote import Weights
-from aiosync.transports.base import Lender, Payload, Received, Transport, make_ack
-from aiosync.types import AckStatus, Cancellation, Capabilities
-from aiosync.wire import Hello, Manifest, ManifestMessage, Message, Refuse, Update
-
-__all__ = ["RayActorTransport"]
-
-_ANY_STRATEGY = "any"
-_NO_PEER = "the other end is an actor without aiosync: there is no second end to check"
+__all__ = ["Hub", "Weights", "flat_memory"]
 
 
-class RayActorTransport(Transport):
-    """Brings weights to an actor that knows nothing of aiosync.
+class Hub:
+    """An asynchronous actor that passes references on from the sender to the receivers.
 
-    Each update is one call of a method of the actor, with a dict of tensors by dotted name. The
-    call's return is the acknowledgement, its exception the refusal. The tensors are views of
-    Ray's object store, which every actor of a node shares: they are read-only, and writing to
-    one ends the actor. ``load_state_dict()`` and ``copy_()`` into parameters are fine; for the
-    former the scheme's strategy should be ``"state_dict"``, as the other also sends buffers that
-    are not persistent.
-
-    Give it to a sender: ``scheme.init_on_sender(model=..., transports={0: link})``.
-
-    Args:
-        actor: Handle of the actor.
-        update_method: Name of the method to call with the weights.
-        model_id: The model that the sender serves; set by a scheme that gets this link.
-
-    Raises:
-        ConfigError: Ray is not installed, or the actor has no such method.
+    A reference that is pickled by hand pins its object for ever. Actor calls count references,
+    so each goes into a call to this actor and out of another one.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        name="ray-actor",
-        cross_host=True,
-        whole_payloads=True,
-        send_cancellation=Cancellation.SAFE,
-        recv_cancellation=Cancellation.SAFE,
-        exceptions={"*": _NO_PEER},
-    )
+    def __init__(self) -> None:
+        import asyncio
+
+        self._refs: dict[bytes, Any] = {}
+        self._changed = asyncio.Condition()
+
+    async def put(self, ticket: bytes, refs: list[Any]) -> None:
+        """Keep ``refs`` until they are dropped."""
+        async with self._changed:
+            self._refs[ticket] = refs
+            self._changed.notify_all()
+
+    async def get(self, ticket: bytes, seconds: float) -> list[Any]:
+        """Wait until there is something for ``ticket``; nothing after that many seconds."""
+        import asyncio
+
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: ticket in self._refs)
+        except TimeoutError:
+            return []
+        return list(self._refs.get(ticket, ()))
+
+    async def drop(self, ticket: bytes) -> None:
+        """Forget what belongs to ``ticket``."""
+        async with self._changed:  # behind a put() that waits for it
+            self._refs.pop(ticket, None)
+
+    async def stay(self) -> None:
+        """Never returns: a caller that waits for it notices the end of this actor."""
+        import asyncio
+
+        await asyncio.Event().wait()
+
+
+def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
+    """The arrays as one block of memory that nothing can write to, if they lie in a row.
+
+    The object store is mapped writable by every process of a node. The block is a second
+    mapping of the same memory, read-only: a write through it ends the process instead of
+    changing what others compute with.
+
+    Args:
+        arrays: Flat arrays of bytes, as they came out of the store.
+        nbytes: Of all of them.
+
+    Returns:
+        A ctypes array that keeps ``arrays`` alive, or ``None`` where this cannot be done: they
+        do not lie in a row, not in shared memory, or the system is not Linux.
+    """
+    if not sys.platform.startswith("linux") or not nbytes:
+        return None
+    start: int = arrays[0].__array_interface__["data"][0]
+    at = start
+    for array in arrays:
+        if array.__array_interface__["data"][0] != at:
+            return None
+        at += array.nbytes
+    page = mmap.PAGESIZE
+    first = start - start % page
+    length = -(-(at - first) // page) * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # An old size of 0 makes a second mapping of shared pages; private ones are refused.
+    may_move = 1
+    mapped = libc.mremap(first, 0, length, may_move, None)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        return None
+    if libc.mprotect(mapped, length, mmap.PROT_READ):
+        libc.munmap(mapped, length)
+        return None
+    block = (ctypes.c_ubyte * nbytes).from_address(mapped + start - first)
+    # The store may use the memory for something else once the arrays are gone.
+    owner = weakref.finalize(block, lambda _arrays: libc.munmap(mapped, length), arrays)
+    owner.atexit = False
+    return block
+
+
+class Weights:
+    """Weights for an actor that knows nothing of aiosync: arrives as a dict of tensors.
+
+    Args:
+        arrays: Flat arrays of bytes, each but the last a multiple of 64 bytes long.
+        nbytes: Of all of them.
+        leaves: Names, dtype, shape, offset and size of each tensor.
+        values: What else the weights have, by name.
+    """
 
     def __init__(
-        self, actor: Any, update_method: str = "update_weights", *, model_id: str = "policy"
+        self,
+        arrays: Sequence[Any],
+        nbytes: int,
+        leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
+        values: dict[str, Any],
     ) -> None:
-        self._ray = need_cluster()
-        try:
-            method = getattr(actor, update_method)
-        except AttributeError as exc:
-            raise ConfigError(f"{actor!r} has no method {update_method!r}") from exc
-        self._method: Any = method.options(num_returns=1)  # whatever it returns, it is waited for
-        self.model_id = model_id
-        self._name = f"{actor!r}"
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._objects: RayObjects | None = None
-        self._manifests: dict[bytes, Manifest] = {}
-        self._inbox: deque[Message] = deque()
-        self._arrived: asyncio.Event = asyncio.Event()
-        self._greeted = self._sending = self._receiving = self._closed = False
-        self._error: AiosyncError | None = None
+        self.parts = (arrays, nbytes, leaves, values)
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._error is None else "ended"
-        return f"<{type(self).__name__} to {self._name}: {state}>"
-
-    def _check(self) -> None:
-        if self._closed:
-            raise TransportClosed(f"this end of the link to {self._name} was closed")
-        if self._error is not None:
-            raise again(self._error)
-
-    # -- sending -------------------------------------------------------------------------------
-
-    async def send(
-        self, message: Message, payload: Payload = (), *, timeout: float | None = None
-    ) -> None:
-        """See :meth:`Transport.send`. Returns when the actor was called.
-
-        Cancellation: class A; a payload that is on its way into the store gets there first.
-        """
-        if self._sending:
-            raise TransportBusy(f"another send() is running on the link to {self._name}")
-        self._sending = True
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.sleep(0)
-                self._check()
-                await self._send(message, payload)
-        except TimeoutError as exc:
-            if isinstance(exc, AiosyncError):
-                raise
-            raise SendTimeout(f"{self._name} was not called within {timeout or 0:g} s") from exc
-        finally:
-            self._sending = False
-
-    async def _send(self, message: Message, payload: Payload) -> None:
-        if isinstance(message, ManifestMessage):
-            manifest = message.manifest
-            self._manifests = {manifest.digest: manifest}
-        elif isinstance(message, Refuse):
-            self._error = PeerClosed(f"the sender refused the link: {message.error_text}")
-            self._arrived.set()
-        elif isinstance(message, Update):
-            await self._update(message, payload)
-        elif payload:
-            raise LocalProtocolError(f"{type(message).__name__} takes no payload")
-
-    async def _update(self, message: Update, payload: Payload) -> None:
-        manifest = self._manifests.get(message.digest)
-        if manifest is None:
-            raise LocalProtocolError("an update names a manifest that was never sent")
-        loop = self._loop = asyncio.get_running_loop()
-        if self._objects is None:
-            self._objects = RayObjects()
-        views = [view for view in map(flat_view, payload) if view.nbytes]
-        memo = payload.memo if isinstance(payload, SharedPayload) else {}
-        make = functools.partial(_weights, views, manifest, message.values)
-        # Another digest, or other values, are another payload.
-        key = ("ray-actor", manifest.digest)
-        entry = await self._objects.put(memo, key, make, publish=False)
-        self._check()
-        if not self._ray.is_initialized():
-            raise TransportBroken("this process is not connected to a Ray cluster any more")
-        try:
-            answered = landed(self._method.remote(entry.ref), loop)
-        except Exception as exc:  # of Ray, of many types; the caller of the scheme's send() sees it
-            exc.__traceback__ = None  # its frames would keep the weights
-            raise LocalProtocolError(
-                f"{self._name} could not be called: {type(exc).__name__}: {exc}"
-            ) from exc
-        answered.add_done_callback(
-            functools.partial(self._on_answer, message.epoch, message.version)
-        )
-
-    def _on_answer(self, epoch: int, version: int, done: asyncio.Future[Any]) -> None:
-        if self._closed or done.cancelled():
-            return
-        error = done.exception()
-        exceptions = self._ray.exceptions
-        text = "" if error is None else str(error).strip().partition("\n")[0]
-        reason = None if error is None else getattr(error, "cause", None) or error
-        if isinstance(error, getattr(exceptions, "ActorUnavailableError", ())):
-            reason = TransportBroken(
-                f"{self._name} is restarting, or cannot be reached for the moment; it gets the "
-                f"next update: {text}"
-            )
-        elif isinstance(error, exceptions.RayActorError):
-            self._error = PeerClosed(f"{self._name} has died: {text}")
-            self._arrived.set()
-            return
-        status = AckStatus.APPLIED if error is None else AckStatus.NACK
-        self._inbox.append(make_ack(epoch, version, status, reason))
-        self._arrived.set()
-
-    # -- receiving -----------------------------------------------------------------------------
-
-    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
-        """See :meth:`Transport.recv`: first a Hello, then what became of each call."""
-        del into
-        if self._receiving:
-            raise TransportBusy(f"another recv() is waiting on the link to {self._name}")
-        self._receiving = True
-        try:
-            await asyncio.sleep(0)
-            if not self._greeted:
-                self._check()
-                self._greeted = True
-                return Received(
-                    Hello(
-                        role="receiver",
-                        model_id=self.model_id,
-                        pid=0,
-                        strategy=_ANY_STRATEGY,
-                        has_target=True,
-                    )
-                )
-            async with asyncio.timeout(timeout):
-                while not self._inbox:
-                    self._check()
-                    self._arrived.clear()
-                    await self._arrived.wait()
-            self._check_open()
-            return Received(self._inbox.popleft())
-        except TimeoutError as exc:
-            if isinstance(exc, AiosyncError):
-                raise
-            raise RecvTimeout(f"{self._name} did not answer within {timeout or 0:g} s") from exc
-        finally:
-            self._receiving = False
-
-    def _check_open(self) -> None:
-        if self._closed:
-            self._check()
-
-    async def idle(self) -> None:
-        """Wait until nothing reads any payload; see :meth:`RayObjects.idle`."""
-        if self._objects is not None:
-            await self._objects.idle()
-
-    # -- closing -------------------------------------------------------------------------------
-
-    async def aclose(self) -> None:
-        """Let go of the actor, which goes on living. What it was called with, it still does."""
-        self.abort()
-        if self._objects is not None:
-            await self._objects.aclose()
-
-    def abort(self) -> None:
-        """See :meth:`aclose`."""
-        self._closed = True
-        self._inbox.clear()
-        self._manifests.clear()
-        self._arrived.set()
-        if self._objects is not None:
-            self._objects.abort()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, self.parts
 
 
-def _weights(views: list[memoryview], manifest: Manifest, values: Mapping[str, Any]) -> Weights:
-    leaves = [
-        ((leaf.name, *leaf.aliases), leaf.dtype, leaf.shape, leaf.offset, leaf.nbytes)
-        for leaf in manifest.leaves
-    ]
-    nbytes = sum(view.nbytes for view in views)
-    if nbytes != manifest.nbytes:
-        raise RemoteProtocolError(f"{nbytes} bytes do not fit a manifest of {manifest.nbytes}")
-    return Weights(in_lines(views), nbytes, leaves, dict(values))
+def _unpack(
+    arrays: Sequence[Any],
+    nbytes: int,
+    leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
+    values: dict[str, Any],
+) -> dict[str, Any]:
+    import numpy
+    import torch
+
+    block = flat_memory(arrays, nbytes)
+    if block is None and nbytes:  # private memory, where writing harms nobody
+        own = numpy.empty(nbytes + 64, numpy.uint8)
+        own = own[-own.ctypes.data % 64 :][:nbytes]
+        numpy.concatenate(arrays, out=own)
+        block = own
+    weights: dict[str, Any] = {}
+    for names, dtype_name, shape, offset, size in leaves:
+        dtype = getattr(torch, dtype_name)
+        if size:
+            count = size // dtype.itemsize
+            flat = torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
+            tensor = flat.view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        weights.update(dict.fromkeys(names, tensor))
+    weights.update(values)
+    return weights

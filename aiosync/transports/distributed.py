@@ -1,6 +1,6 @@
 """Links over ``torch.distributed``: payloads over a process group, messages over a stream.
 
-Drives torch (see :mod:`aiosync.transports._process_group`); must not import schemes.
+Drives torch (see :mod:`aiosync.transports._gloo`); must not import schemes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import distributed as dist
 
 from aiosync.errors import ConfigError
@@ -25,14 +24,14 @@ def check_backend(backend: str) -> None:
     """Say early that a back-end cannot be used here.
 
     Raises:
-        ConfigError: It is unknown, or this build or machine lacks it.
+        ConfigError: It is unknown or not supported, or this build of torch lacks it.
     """
-    if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-    if not dist.is_available() or (backend == "gloo" and not dist.is_gloo_available()):
-        raise ConfigError(f"this build of torch has no torch.distributed with {backend}")
-    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ConfigError("backend='nccl' needs a CUDA device and a build of torch with NCCL")
+    if backend == "nccl":
+        raise ConfigError("backend='nccl' was never tested, and is not supported: use 'gloo'")
+    if backend != "gloo":
+        raise ConfigError(f"backend must be 'gloo', got {backend!r}")
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise ConfigError("this build of torch has no torch.distributed with gloo")
 
 
 class DistributedTransport(BesideTransport):
@@ -44,7 +43,7 @@ class DistributedTransport(BesideTransport):
     Args:
         control: Connected link for messages.
         rank: 0 at one end, 1 at the other.
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: ``"gloo"``; ``"nccl"`` is refused.
         group: A Gloo process group that both ends are members of, to use instead. A transfer that
             is cut or stalls breaks the whole of it.
         tag: With ``group``: distinguishes links between the same two ranks.
@@ -78,17 +77,11 @@ class DistributedTransport(BesideTransport):
         if rank not in (0, 1):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
         # Not before: some builds of torch have no process groups.
-        from aiosync.transports._process_group import GroupCarrier, GroupMember
+        from aiosync.transports._gloo import GlooPlane
 
-        carrier = GroupCarrier(
-            rank,
-            control.channel.local_host,
-            backend=backend,
-            member=None if group is None else GroupMember(group),
-            tag=tag,
-            patience=patience,
-        )
-        super().__init__(control, carrier, inline_nbytes=inline_nbytes)
+        host = control.local_host
+        plane = GlooPlane(rank, host, group=group, tag=tag, patience=patience)
+        super().__init__(control, plane, inline_nbytes=inline_nbytes)
 
     @classmethod
     @contextlib.asynccontextmanager

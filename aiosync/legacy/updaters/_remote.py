@@ -30,7 +30,7 @@ from aiosync.errors import (
 from aiosync.legacy.updaters._sending import SchemeWeightUpdater
 from aiosync.legacy.updaters._worker import receive
 from aiosync.sync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
-from aiosync.transports._ray_objects import need_cluster
+from aiosync.transports._ray_store import need_cluster
 from aiosync.types import SendReport
 
 __all__ = ["RPCWeightUpdater", "RayWeightUpdater"]

@@ -1,0 +1,420 @@
+"""Payloads over a process group of Gloo: point-to-point, in pipelined chunks.
+
+Each link has a group of two ranks of its own, which meet through the control stream instead of a
+store on a port; or uses a group that it was given. Work of Gloo can only be waited for by
+blocking, so each direction that is in use has one thread that waits. Drives torch;
+must not import schemes. See ``docs/topics/clusters.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
+from aiosync.transports._buffers import chunks_of
+from aiosync.transports._fork import close_in_child
+from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads, copy_bytes
+from aiosync.wire import ExtValue, Setup
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["GlooPlane"]
+
+# A few on their way beat one big one, and many small ones too: see docs/benchmarks.md.
+_CHUNK_NBYTES = 4 * 2**20
+_WINDOW = 8  # chunks on their way at a time
+_CLOSE_SECONDS = 1.0
+_MEET_SECONDS = 30.0
+_MAX_KEYS = 64
+# Once the peer said where it is. No SYN is sent again within 2 s of this on Linux (1, 3, 7 and 15 s
+# after the first one, since Linux 6.5 also 2, 4, 5, 11 and 19): one that came through just as Gloo
+# gives up would find memory that is being freed.
+_CONNECT_SECONDS = 13.0
+_GLOO_WAITS = 5  # times the timeout of a group until a connection counts as failed
+# Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
+# some of those who wait.
+_CLOSED = timedelta(milliseconds=10)
+_GO, _NOW, _GOT, _HAVE, _RANK = "go", "now", "got", "have", "rank"
+"""Keys of the messages of a side that is ready to receive, that sends now, that has received all,
+that has a key of the store, or that is a rank of a given group; never keys of a store."""
+
+_PORTS = (
+    "hosts must reach each other on any port, in both directions, so open these in firewalls "
+    "between them, or use TCPWeightSyncScheme, which needs one port of the trainer only"
+)
+
+_of_parents: list[Any] = []
+"""Groups of the process that this one was forked from. Their destructors would wait for ever."""
+
+
+class LinkStore(Store):
+    """A store of two processes, kept alike over their control stream.
+
+    Args:
+        say: Tells the other side a key and its value; called from torch's threads.
+    """
+
+    def __init__(self, say: Callable[[str, bytes], object]) -> None:
+        super().__init__()
+        self._say = say
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._unknown: set[str] = set()  # keys of this side that the other may not have yet
+        self._closed = False
+        self.met = False
+        """Whether both sides said where they are, so that what remains is to connect."""
+
+    def learn(self, key: str, value: bytes) -> None:
+        """Take over what the other side set."""
+        with self._changed:
+            if len(self._values) >= _MAX_KEYS:
+                raise RemoteProtocolError("the peer's process group sets too many keys")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def acknowledged(self, key: str) -> None:
+        """The other side has a key of this one."""
+        with self._changed:
+            self._unknown.discard(key)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fail whoever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # What torch calls, from its threads.
+
+    def set(self, key: str, value: bytes | str) -> None:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            self._unknown.add(key)
+        self.learn(key, value)
+        self._say(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        del timeout  # of the connection, which comes after this
+
+        def settled() -> bool:
+            # Connecting, which follows, has a short deadline: both sides have to be that far.
+            there = not self._unknown and all(key in self._values for key in keys)
+            return self._closed or there
+
+        with self._changed:
+            if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
+                raise dist.DistStoreError("the peer did not join the process group")
+            # Each side sets one key, and asks for that of the other one.
+            self.met = self.met or len(self._values) >= 2
+
+
+class GlooPlane(DataPlane):
+    """Moves payloads between the two ranks of a process group.
+
+    Args:
+        rank: 0 at the side that listened, 1 at the side that dialled.
+        host: Address of this host that the peer can reach.
+        group: A group to use instead of one of its own; never closed.
+        tag: Distinguishes links within a given group; the same at both ends.
+        patience: Seconds without any progress, which is a chunk of 4 MiB, after which a transfer is
+            given up.
+
+    Raises:
+        ConfigError: This process is not a member of the group, or it is not one of Gloo.
+    """
+
+    kind = "gloo"
+    follows_copies = True
+
+    # Until the peer is ready to receive what was offered, and until it has it.
+    _going: asyncio.Future[None]
+    _taken: asyncio.Future[None]
+
+    def __init__(self, rank: int, host: str, *, group: Any, tag: int, patience: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rank, self._host, self._tag = rank, host, tag
+        self._patience = timedelta(seconds=patience)
+        self._peer = 1 - rank
+        self._group: Any = group
+        self._own_rank: int | None = None if group is None else dist.get_rank(group)
+        if group is not None:
+            if self._own_rank == -1:
+                raise ConfigError("this process is not a member of the given group")
+            if dist.get_backend(group) != "gloo":
+                raise ConfigError(
+                    f"the given group uses {dist.get_backend(group)}; only gloo groups can be "
+                    "shared"
+                )
+        self._nonce = secrets.randbits(30)
+        self._met: asyncio.Future[None] | None = None  # with the peer, in a group
+        soon = self._loop.call_soon_threadsafe
+        self._store = LinkStore(lambda key, value: soon(functools.partial(self.say, key, value)))
+        self._threads = Threads("aiosync-gloo", 2)
+        self._stop = False
+        self._copying: Progress | None = None
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        close_in_child(self)
+
+    # -- meeting -------------------------------------------------------------------------------
+
+    def hear(self, message: Setup) -> None:
+        """See :class:`DataPlane`."""
+        key = message.key
+        if key in (_GO, _NOW, _GOT):
+            waiter = self._waiting.pop(key, None)
+            if waiter is None:
+                raise RemoteProtocolError(f"unexpected {key!r} from the peer")
+            if not waiter.done():  # otherwise this side has just called it off
+                waiter.set_result(None)
+        elif self._own_rank is not None:
+            self._hear_rank(message)
+        elif key == _HAVE:
+            self._store.acknowledged(message.value.decode("utf-8", "replace"))
+        else:
+            self._store.learn(key, message.value)
+            self.say(_HAVE, key.encode())
+            if not self._stop:
+                self._begin()
+
+    def _hear_rank(self, message: Setup) -> None:
+        text, _, nonce = message.value.decode("ascii", "replace").partition(" ")
+        if message.key != _RANK or not (text + nonce).isdigit() or len(message.value) > 24:
+            raise RemoteProtocolError(
+                "the peer has no rank in a process group: pass group= on both sides or on neither"
+            )
+        met, rank, size = self._begin(), int(text), dist.get_world_size(self._group)
+        if met.done() or rank >= size or rank == self._own_rank:
+            raise RemoteProtocolError(
+                f"the peer announced rank {rank} of {size}, which is invalid, the rank of this "
+                "side, or its second one"
+            )
+        self._peer = rank
+        # Gloo matches chunks by rank and tag: what another link of the two processes left, or has
+        # under way, must not be taken for a part of this one's payloads.
+        self._tag = (self._tag + (self._nonce if self._rank == 0 else int(nonce))) % 2**30
+        met.set_result(None)
+
+    def _begin(self) -> asyncio.Future[None]:
+        """Do this side's part of the meeting."""
+        if self._met is None and self._own_rank is None:
+            self._met = self._threads.start(lambda: self._call(self._make_group))
+        elif self._met is None:
+            self._met = self._loop.create_future()
+            self.say(_RANK, f"{self._own_rank} {self._nonce}".encode())
+        return self._met
+
+    async def _meet(self) -> None:
+        """Have a group with the peer. The sender of a payload begins, before it tells of it.
+
+        Cutting a transfer does not cut this: the two sides would wait for each other.
+        """
+        if not self._stop:
+            await asyncio.shield(self._begin())
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    async def settle(self) -> None:
+        """See :class:`DataPlane`."""
+        if self._met is not None and self._own_rank is None and not self._stop:
+            await asyncio.wait({self._met}, timeout=_CLOSE_SECONDS)
+
+    def hint(self) -> str:
+        """See :class:`DataPlane`."""
+        connected = self._group is not None or not self._store.met
+        return "" if connected else f"Gloo had not connected the two hosts: {_PORTS}"
+
+    def _make_group(self) -> None:
+        """Make a group of two; where that fails, nothing of Gloo is left when this raises.
+
+        While its device lives, Gloo goes on to listen and to connect in a thread, also for a group
+        that it has freed, and a connection that comes late ends the process. So nobody keeps the
+        device.
+        """
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            options._timeout = timedelta(seconds=_CONNECT_SECONDS / _GLOO_WAITS)
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+        except RuntimeError as exc:
+            if not self._store.met:
+                raise
+            raise TransportBroken(
+                f"Gloo could not connect {self._host} and the peer's host, although the control "
+                f"stream stands: {_PORTS}. It said: {_first_line(exc)}"
+            ) from exc
+        finally:
+            del options  # errors keep this frame
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def _until(self, key: str) -> asyncio.Future[None]:
+        """Until the peer says so."""
+        waiter = self._waiting[key] = self._loop.create_future()
+        return waiter
+
+    async def offer(
+        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+    ) -> Mapping[str, ExtValue]:
+        """See :class:`DataPlane`."""
+        await self._meet()
+        self._copying = memo.get(COPYING)
+        self._going, self._taken = self._until(_GO), self._until(_GOT)
+        return {}
+
+    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+        """See :class:`DataPlane`."""
+        # A thread that waits for a peer that does not receive could not be called off.
+        await self._going
+        self.say(_NOW)
+        copying, self._copying = self._copying, None
+        await self._run(lambda: self._move(payload, self._send, copying))
+        await self._taken
+
+    async def fetch(
+        self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
+    ) -> tuple[Sequence[memoryview], Hashable]:
+        """See :class:`DataPlane`."""
+        assert lend is not None
+        buffers = lend()
+        await self._meet()
+        coming = self._until(_NOW)
+        self.say(_GO)
+        await coming  # the peer's loop may be busy for long: no thread waits for that
+        await self._run(lambda: self._move(buffers, self._receive))
+        self.say(_GOT)
+        return buffers, None
+
+    async def _run(self, call: Callable[[], None]) -> None:
+        def stop() -> None:
+            self._stop = True
+
+        await self._threads.run(lambda: self._call(call), stop)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
+            raise TransportBroken(f"the transfer over Gloo failed: {_first_line(exc)}") from exc
+
+    def _move(
+        self,
+        pieces: list[memoryview],
+        post: Callable[[list[memoryview]], Callable[[timedelta], object]],
+        copying: Progress | None = None,
+    ) -> None:
+        waits: deque[Callable[[timedelta], object]] = deque()
+        sent, patience = 0, self._patience
+        try:
+            for chunk in chunks_of(pieces, _CHUNK_NBYTES):
+                if self._stop:
+                    break
+                if copying is not None:
+                    sent += sum(view.nbytes for view in chunk)
+                    copying.wait(sent)
+                if len(waits) >= _WINDOW:
+                    waits.popleft()(patience)
+                waits.append(post(chunk))
+            while waits:
+                waits.popleft()(patience)
+        except RuntimeError:
+            patience = _CLOSED
+            raise
+        finally:  # the memory is theirs until then
+            for each in waits:
+                try:
+                    each(patience)
+                except RuntimeError:
+                    patience = _CLOSED
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    # What both return has to be called, which raises RuntimeError where it failed or took too long.
+
+    def _send(self, chunk: list[memoryview]) -> Callable[[timedelta], object]:
+        arrays = [np.frombuffer(view, np.uint8) for view in chunk]
+        tensor = _tensor_of(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        wait: Callable[[timedelta], object] = self._group.send([tensor], self._peer, self._tag).wait
+        return wait
+
+    def _receive(self, chunk: list[memoryview]) -> Callable[[timedelta], object]:
+        whole = len(chunk) == 1
+        size = sum(view.nbytes for view in chunk)
+        array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
+        work = self._group.recv([_tensor_of(array)], self._peer, self._tag)
+
+        def wait(patience: timedelta) -> None:
+            work.wait(patience)
+            if not whole:
+                copy_bytes([array], chunk)
+
+        return wait
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """See :class:`DataPlane`."""
+        self._stop = True
+        self._store.close()
+        if not self._loop.is_closed():
+            waiting = list(self._waiting.values())
+            if self._met is not None and self._own_rank is not None:
+                waiting.append(self._met)
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_exception(TransportBroken("the link has ended"))
+                    waiter.exception()  # whoever waits for it raises it
+        # That closes the group's sockets, and tells the peer. Its destructor waits for torch's own
+        # threads.
+        self._threads.end(self._drop_group)
+
+    def _drop_group(self) -> None:
+        self._group = None
+
+    def close_after_fork(self) -> None:
+        """In a forked child: never touch the group, whose threads are the parent's."""
+        _of_parents.append(self._group)
+        self._group, self._stop = None, True
+
+    async def aclose(self) -> None:
+        """See :class:`DataPlane`.
+
+        A thread that waits for a peer that stalls is left to end by itself, after
+        ``patience``.
+        """
+        self.end()
+        await self._threads.aclose(_CLOSE_SECONDS)
+
+
+def _tensor_of(array: NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(_OnlyRead(array)))
+
+
+class _OnlyRead:
+    """Passes read-only memory off as writable, as torch warns of memory it must not write to."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array  # alive as long as what is made of this
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).partition("\n")[0]

@@ -1,0 +1,507 @@
+"""Payloads through Ray's object store: put once by the sender, mapped by every receiver.
+
+Ray's objects are pickles, and are read as such: whoever is in the cluster is trusted, as Ray
+itself does. Ray is loaded when it is first needed. Must not import torch or schemes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import itertools
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+
+from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.transports import _ray_actor
+from aiosync.transports.data_plane import KEPT, DataPlane, Threads, copy_bytes, outlast
+from aiosync.transports.handshake import name_from
+from aiosync.wire import ALIGNMENT, ExtValue, Setup
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "RayObjects",
+    "RayPlane",
+    "actor_name",
+    "in_lines",
+    "landed",
+    "load_ray",
+    "need_cluster",
+]
+
+_NAMESPACE = "aiosync"  # of the hub actors
+_HUB_NAME = re.compile(r"aiosync-[0-9a-f]{32}")
+_HUB_SECONDS = 60.0  # until the hub has what the sender gave it
+_FETCH_SECONDS = 600.0  # until an object came from another node
+_BACK_SECONDS = 60.0  # until an object is here again that may have been spilled
+_CLOSE_SECONDS = 5.0
+_COPIED_NBYTES = 2**20  # larger copies are made off the loop
+# Ray starts six threads for each array above 1 MiB, which only pays for much larger ones.
+_SLICE_NBYTES = 2**20
+_THREADED_NBYTES = 32 * 2**20
+_ACTOR, _GOT = "actor", "got"
+
+_regions = itertools.count(1)
+
+
+def load_ray() -> Any:
+    """The module ``ray``.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as exc:
+        raise ConfigError(
+            f"this needs Ray, which cannot be imported ({exc}): pip install 'aiosync[ray]'"
+        ) from exc
+    return ray
+
+
+def need_cluster() -> Any:
+    """The module ``ray``, connected to a cluster.
+
+    Raises:
+        ConfigError: It is not, or through a client that has no object store.
+    """
+    ray = load_ray()
+    if not ray.is_initialized():
+        raise ConfigError("this process is not connected to a Ray cluster: call ray.init() first")
+    if ray.util.client.ray.is_connected():
+        raise ConfigError(
+            "a Ray client (ray://...) has no object store of its own: run the trainer as a driver "
+            "on a node of the cluster, or in an actor"
+        )
+    return ray
+
+
+def landed(ref: Any, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+    """What a reference stands for, as a future of ``loop``; cancelling it only stops the wait.
+
+    May be called in another thread than the loop's.
+    """
+    there: asyncio.Future[Any] = loop.create_future()
+
+    def copy(done: Future[Any]) -> None:
+        if there.done():
+            done.exception()
+            return
+        error = done.exception()
+        if error is None:
+            there.set_result(done.result())
+        else:
+            there.set_exception(error)
+            there.exception()  # who waits sees it; perhaps nobody does any more
+
+    def tell(done: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and so is who waited
+            loop.call_soon_threadsafe(copy, done)
+
+    ref.future().add_done_callback(tell)
+    return there
+
+
+def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
+    """The payload as arrays that each fill whole lines of 64 bytes, but for the last one.
+
+    The store aligns each array to 64 bytes, so that these lie in it without gaps. Only lines
+    that two pieces share are copied.
+    """
+    arrays: list[NDArray[np.uint8]] = []
+    line = bytearray()
+    for piece in payload:
+        view = piece
+        if line:
+            taken = min(ALIGNMENT - len(line), view.nbytes)
+            line += view[:taken]
+            view = view[taken:]
+            if len(line) == ALIGNMENT:
+                arrays.append(np.frombuffer(bytes(line), np.uint8))
+                line.clear()
+        whole = view.nbytes - view.nbytes % ALIGNMENT
+        step = _SLICE_NBYTES if whole < _THREADED_NBYTES else whole
+        arrays.extend(
+            np.frombuffer(view[start : min(start + step, whole)], np.uint8)
+            for start in range(0, whole, step or 1)
+        )
+        line += view[whole:]
+    if line:
+        arrays.append(np.frombuffer(bytes(line), np.uint8))
+    return arrays
+
+
+def _are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
+    """Whether an object of the store is what :func:`in_lines` made."""
+    return type(value) is list and all(
+        type(each) is np.ndarray
+        and each.dtype == np.uint8
+        and each.ndim == 1
+        and each.flags.c_contiguous
+        for each in value
+    )
+
+
+def actor_name(ray: Any) -> str:
+    """What the actor that this process is calls itself, in at most 110 characters of ASCII.
+
+    Nothing if it is none.
+    """
+    context = ray.get_runtime_context()
+    actor_id = context.get_actor_id()
+    if actor_id is None:
+        return ""
+    name = context.get_actor_name()
+    called = f"{name[:70]} ({actor_id})" if name else actor_id
+    return called.encode("ascii", "replace").decode()
+
+
+class Entry:
+    """One payload in the object store; dropped from its hub when this object goes."""
+
+    __slots__ = ("__weakref__", "hub", "ref", "ticket", "told")
+
+    def __init__(self, ref: Any) -> None:
+        self.ref: Any = ref
+        self.ticket: bytes = secrets.token_bytes(16)
+        self.hub: Hub | None = None
+        self.told: asyncio.Future[Any] | None = None
+
+
+class Hub:
+    """The actor that passes references on, from the side of who owns it.
+
+    Args:
+        ray: The module.
+        loop: Where its answers are heard.
+    """
+
+    def __init__(self, ray: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.name: str = f"aiosync-{secrets.token_hex(16)}"
+        self.dead: bool = False
+        self._ray = ray
+        self._loop = loop
+        here = ray.get_runtime_context().get_node_id()
+        where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        actor = ray.remote(_ray_actor.Hub).options(
+            name=self.name,
+            namespace=_NAMESPACE,
+            num_cpus=0,
+            max_concurrency=10_000,
+            scheduling_strategy=where,
+        )
+        self._actor = actor.remote()
+        self._stays = self._actor.stay.remote()
+        self._stays.future().add_done_callback(self._on_end)
+
+    def _on_end(self, done: Future[Any]) -> None:
+        done.exception()
+        self.dead = True
+
+    def tell(self, entry: Entry) -> None:
+        """Have the hub keep the reference; called in a thread."""
+        entry.told = landed(self._actor.put.remote(entry.ticket, [entry.ref]), self._loop)
+        entry.hub = self
+        weakref.finalize(entry, self._forget, entry.ticket).atexit = False
+
+    def _forget(self, ticket: bytes) -> None:
+        # The collector may run this anywhere, also inside of Ray.
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and the hub with it
+            self._loop.call_soon_threadsafe(self._drop, ticket)
+
+    def _drop(self, ticket: bytes) -> None:
+        # Any call would connect this process to a cluster again, or start one.
+        if not self.dead and self._ray.is_initialized():
+            self._actor.drop.remote(ticket)
+
+    def end(self) -> None:
+        """End the actor. May be called in any thread."""
+        if not self.dead and self._ray.is_initialized():
+            self._ray.kill(self._actor)
+        self.dead = True
+
+
+class RayObjects:
+    """Puts each payload once, however many links want it. Belongs to one loop."""
+
+    def __init__(self) -> None:
+        self._ray = need_cluster()
+        # Whoever gets objects of that module has no need of aiosync, or of importing all of it.
+        self._ray.cloudpickle.register_pickle_by_value(_ray_actor)
+        self._loop = asyncio.get_running_loop()
+        self._threads = Threads("aiosync-ray", 1)
+        self._hub: Hub | None = None
+
+    async def put(self, memo: dict[Any, Any], key: object, make: Callable[[], Any]) -> Entry:
+        """The entry of a payload, made by the first who asks.
+
+        Args:
+            memo: Of the payload.
+            key: Names the entry in it.
+            make: Called in a thread; returns what is put.
+
+        Raises:
+            LocalProtocolError: The store did not take it.
+
+        Cancellation:
+            Waits all the same until nothing reads the payload, and is raised then.
+        """
+        putting: asyncio.Future[Entry] | None = memo.get(key)
+        if putting is None:
+            putting = memo[key] = self._threads.start(lambda: self._put(make))
+            putting.add_done_callback(functools.partial(self._keep, memo, key))
+        cancelled = await outlast(putting)
+        if cancelled is not None:
+            raise cancelled
+        return putting.result()
+
+    def _put(self, make: Callable[[], Any]) -> Entry:
+        self._check_cluster()
+        try:
+            return Entry(self._ray.put(make()))
+        except Exception as exc:  # of Ray: the store is full; who sends sees it
+            exc.__traceback__ = None  # its frames would keep the weights
+            raise LocalProtocolError(
+                f"Ray's object store did not accept the weights: {_said(exc)}"
+            ) from exc
+
+    def _keep(self, memo: dict[Any, Any], key: object, putting: asyncio.Future[Entry]) -> None:
+        if memo.get(key) is not putting:
+            return
+        if putting.cancelled() or putting.exception() is not None:
+            del memo[key]  # the next link tries again
+        else:
+            memo[KEPT] = functools.partial(self._bring_back, putting.result())
+
+    async def publish(self, entry: Entry) -> tuple[str, asyncio.Future[Any]]:
+        """Have the hub pass the entry on for as long as this object lives.
+
+        Returns:
+            The hub's name, and what ends with an error where it has died.
+
+        Raises:
+            TransportBroken: The hub cannot be started.
+        """
+        if entry.hub is None or entry.hub.dead:
+            await self._threads.run(lambda: self._tell(entry))
+        assert entry.hub is not None
+        assert entry.told is not None
+        return entry.hub.name, entry.told
+
+    def _tell(self, entry: Entry) -> None:
+        if entry.hub is not None and not entry.hub.dead:
+            return  # another link was quicker
+        self._check_cluster()
+        try:
+            if self._hub is None or self._hub.dead:
+                self._hub = Hub(self._ray, self._loop)
+            self._hub.tell(entry)
+        except Exception as exc:  # of Ray; who sends sees it
+            raise TransportBroken(f"Ray has no hub actor: {_said(exc)}") from exc
+
+    async def _bring_back(self, entry: Entry) -> list[memoryview]:
+        """The bytes of a payload, where they lie in the store of this node."""
+        try:
+            self._check_cluster()
+            async with asyncio.timeout(_BACK_SECONDS):
+                arrays = await landed(entry.ref, self._loop)
+        except (self._ray.exceptions.RayError, TransportBroken, TimeoutError) as exc:
+            raise LocalProtocolError(
+                f"Ray's object store has lost the weights: {_said(exc)}"
+            ) from exc
+        if not _are_arrays(arrays):
+            raise LocalProtocolError("these weights are in the object store for plain actors only")
+        return [array.data for array in arrays]
+
+    def _check_cluster(self) -> None:
+        # Ray's calls start a cluster where there is none any more.
+        if not self._ray.is_initialized():
+            raise TransportBroken("this process is not connected to a Ray cluster any more")
+
+    async def idle(self) -> None:
+        """Wait until nothing reads any payload.
+
+        Cancellation: waits all the same, and is raised then.
+        """
+        await self._threads.idle()
+
+    def abort(self) -> None:
+        """Have the hub end, after what is under way. Never waits; idempotent."""
+        self._threads.end(self._end_hub)
+
+    def _end_hub(self) -> None:
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.end()
+
+    async def aclose(self) -> None:
+        """The same, and wait until it is done. Bounded."""
+        self.abort()
+        await self._threads.aclose(_CLOSE_SECONDS)
+
+
+class RayPlane(DataPlane):
+    """Moves payloads through the object store.
+
+    Args:
+        objects: What the sender has in the store, shared by its links; ``None`` makes one of
+            its own for this link when it first sends.
+    """
+
+    kind = "ray"
+
+    def __init__(self, objects: RayObjects | None) -> None:
+        self._ray = need_cluster()
+        self._loop = asyncio.get_running_loop()
+        self._objects = objects
+        self._own_objects: RayObjects | None = None
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        # What the peer was told of, and until it holds the object itself.
+        self._announced: tuple[Entry, asyncio.Future[None]] | None = None
+        self._hub: tuple[str, Any] = ("", None)
+        self._threads = Threads("aiosync-ray", 1)
+
+    def introduce(self) -> None:
+        """Tell the peer which actor this is, for its errors."""
+        name = actor_name(self._ray)
+        if name:
+            self.say(_ACTOR, name.encode("ascii"))
+
+    def hear(self, message: Setup) -> None:
+        """See :class:`DataPlane`."""
+        if message.key == _GOT:
+            if self._announced is not None and self._announced[0].ticket == message.value:
+                self._announced[1].set_result(None)
+                self._announced = None
+        elif message.key == _ACTOR:
+            name = name_from(message.value)
+            if name and not self.control.name.startswith("actor "):
+                self.control.name = f"actor {name} at {self.control.name}"
+        else:
+            super().hear(message)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    async def offer(
+        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+    ) -> Mapping[str, ExtValue]:
+        """See :class:`DataPlane`. Puts the payload, unless another link did."""
+        self._check()
+        if self._objects is None:
+            self._objects = self._own_objects = RayObjects()
+        objects = self._objects
+        entry = await objects.put(memo, objects, lambda: in_lines(payload))
+        hub, told = await objects.publish(entry)
+        self._check()
+        told.add_done_callback(self._on_told)
+        self._announced = entry, self._loop.create_future()
+        return {"ref": entry.ticket, "hub": hub}
+
+    def _on_told(self, told: asyncio.Future[Any]) -> None:
+        error = None if told.cancelled() else told.exception()
+        if error is not None and not self._end.done():
+            broken = TransportBroken("Ray's hub actor has died")
+            broken.__cause__ = error
+            self.control.fail(broken)
+
+    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+        """See :class:`DataPlane`. Waits until the peer holds the object itself."""
+        if self._announced is not None:
+            await self._within(self._announced[1], None)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    async def fetch(
+        self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
+    ) -> tuple[Sequence[memoryview], Hashable]:
+        """See :class:`DataPlane`. Without lent buffers the payload is the object itself."""
+        ticket, name = ext.get("ref"), ext.get("hub")
+        if type(ticket) is not bytes or len(ticket) != 16:
+            raise RemoteProtocolError("a payload beside the stream has no valid ticket")
+        if type(name) is not str or not _HUB_NAME.fullmatch(name):
+            raise RemoteProtocolError("a payload beside the stream names no valid hub")
+        buffers = None if lend is None else lend()
+        arrays = await self._take(name, ticket)
+        if not _are_arrays(arrays) or sum(each.nbytes for each in arrays) != nbytes:
+            raise RemoteProtocolError(f"the object of a payload is not a list of {nbytes} bytes")
+        self.say(_GOT, ticket)
+        if buffers is not None:
+            await self._copy(arrays, buffers, nbytes)
+            return buffers, None
+        block = _ray_actor.flat_memory(arrays, nbytes)
+        if block is None:
+            own: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
+            block = own[-own.ctypes.data % ALIGNMENT :][:nbytes].data
+            await self._copy(arrays, [block], nbytes)
+        return [memoryview(block).cast("B")], (next(_regions), 0)
+
+    async def _take(self, name: str, ticket: bytes) -> Any:
+        self._check()
+        try:
+            if self._hub[0] != name:
+                found = self._threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
+                self._hub = name, await self._within(found, _HUB_SECONDS)
+            asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS), self._loop)
+            refs = await self._within(asked, _HUB_SECONDS + 10.0)
+            if not refs:
+                raise TransportBroken("the sender has released a payload that it announced")
+            return await self._within(landed(refs[0], self._loop), _FETCH_SECONDS)
+        except (self._ray.exceptions.RayError, ValueError) as exc:
+            raise TransportBroken(f"Ray could not fetch the payload: {_said(exc)}") from exc
+
+    async def _copy(
+        self, arrays: list[NDArray[np.uint8]], buffers: list[memoryview], nbytes: int
+    ) -> None:
+        if nbytes > _COPIED_NBYTES:
+            await self._threads.run(lambda: copy_bytes(arrays, buffers))
+        else:
+            copy_bytes(arrays, buffers)
+
+    async def _within(self, there: asyncio.Future[Any], seconds: float | None) -> Any:
+        either = {there, self._end}
+        try:
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            if not there.done():
+                raise TransportBroken(f"Ray did not deliver the payload within {seconds:g} s")
+            return there.result()
+        finally:
+            there.cancel()
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._end.done():
+            self.control.check()
+            raise TransportBroken("the link has ended")
+
+    def end(self) -> None:
+        """See :class:`DataPlane`."""
+        if not self._end.done() and not self._loop.is_closed():
+            self._end.set_result(None)
+        self._announced = None
+        self._threads.end()
+        if self._own_objects is not None:
+            self._own_objects.abort()
+
+    async def aclose(self) -> None:
+        """See :class:`DataPlane`."""
+        self.end()
+        self._hub = "", None
+        await self._threads.aclose(_CLOSE_SECONDS)
+        if self._own_objects is not None:
+            await self._own_objects.aclose()
+
+
+def _said(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}".partition("\n")[0]
