@@ -8,6 +8,7 @@ imports nothing from aiosync.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -34,7 +35,6 @@ class _ForkAwareMemory(Protocol):
 
 _memory: weakref.WeakSet[_ForkAwareMemory] = weakref.WeakSet()
 _open: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
-_registered = False
 
 
 def _before_fork() -> None:
@@ -50,15 +50,13 @@ def _after_fork_in_child() -> None:
     _open.clear()
 
 
+@functools.cache
 def _register() -> None:
-    global _registered
-    if not _registered:
-        os.register_at_fork(
-            before=_before_fork,
-            after_in_parent=FORKING.release,
-            after_in_child=_after_fork_in_child,
-        )
-        _registered = True
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=FORKING.release,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 def close_in_child(item: _ForkAware) -> None:

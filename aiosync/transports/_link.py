@@ -1,16 +1,15 @@
-"""Errors that are kept, and tasks that wait for them.
+"""Errors that are kept.
 
 Must not import torch, anyio or anything above ``transports``.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TypeVar
 
 from aiosync.errors import AiosyncError, ProtocolError, TransportError
 
-__all__ = ["LinkError", "again", "wake", "without_frames"]
+__all__ = ["LinkError", "again", "without_frames"]
 
 LinkError = TransportError | ProtocolError
 _Error = TypeVar("_Error", bound=BaseException)
@@ -27,12 +26,6 @@ def without_frames(error: _Error) -> _Error:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
-
-
-def wake(waiter: asyncio.Future[None] | None) -> None:
-    """Let the task that waits on ``waiter`` look again."""
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
 
 
 def again(error: _Error) -> _Error:

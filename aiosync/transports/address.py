@@ -60,23 +60,16 @@ class Address:
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"{_shown(url)} is not an address: {exc}") from exc
-        if parts.query or parts.fragment:
-            raise ConfigError(f"{_shown(url)} is not an address: it has a query or a fragment")
-        if parts.scheme == "tcp":
-            if not parts.hostname or port is None or parts.path not in ("", "/"):
-                raise ConfigError(f"{_shown(url)} is not of the form tcp://host:port")
-            return cls("tcp", host=parts.hostname, port=port)
-        if parts.scheme == "unix":
-            if parts.netloc or not parts.path.startswith("/") or parts.path == "/":
-                raise ConfigError(f"{_shown(url)} is not of the form unix:///path/of/the/socket")
-            if len(os.fsencode(parts.path)) > _MAX_PATH_NBYTES:
-                raise ConfigError(
-                    f"the path of a Unix socket has at most {_MAX_PATH_NBYTES} bytes: "
-                    f"{_shown(parts.path)} is longer"
-                )
-            return cls("unix", path=parts.path)
+        path, plain = parts.path, not (parts.query or parts.fragment)
+        if plain and parts.scheme == "tcp" and parts.hostname and path in ("", "/"):
+            if port is not None:
+                return cls("tcp", host=parts.hostname, port=port)
+        elif plain and parts.scheme == "unix" and not parts.netloc and path.startswith("/"):
+            if 1 < len(os.fsencode(path)) <= _MAX_PATH_NBYTES:
+                return cls("unix", path=path)
         raise ConfigError(
-            f"{_shown(url)} is not an address: it starts with neither tcp:// nor unix://"
+            f"{_shown(url)} is neither of the form tcp://host:port nor unix:///path/of/the/socket, "
+            f"with a path of at most {_MAX_PATH_NBYTES} bytes"
         )
 
     @property

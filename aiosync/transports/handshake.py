@@ -13,7 +13,6 @@ import ssl
 
 from aiosync.errors import (
     AiosyncError,
-    AuthError,
     ConfigError,
     ConnectError,
     PeerClosed,
@@ -96,10 +95,6 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
         greeting = (await transport.recv()).message
         if not isinstance(greeting, Challenge):
             raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
-        if greeting.required and credentials.token is None:
-            raise AuthError(
-                "the dialer has a token and the listener has none: give the listener token=..."
-            )
         answer = (await transport.recv()).message
         await transport.send(auth.verify(answer))
     except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:

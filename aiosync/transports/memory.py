@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
     FrameTooLarge,
@@ -23,7 +24,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._link import again, wake
+from aiosync.transports._link import again
 from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame
@@ -51,11 +52,9 @@ class MemoryTransport(Transport):
         self._limits = limits or DEFAULT_LIMITS
         self._peer: MemoryTransport | None = None
         self._inbox: deque[tuple[Message, bytearray]] = deque()
-        self._queued_nbytes = 0
         self._closed = False
         self._error: AiosyncError | None = None
-        self._arrival: asyncio.Future[None] | None = None  # of a message, for recv()
-        self._room: asyncio.Future[None] | None = None  # in the inbox, for the peer's send()
+        self._changes = Notifier()
         self._sending = self._receiving = False
 
     @classmethod
@@ -83,27 +82,30 @@ class MemoryTransport(Transport):
         if self._error is not None:
             raise again(self._error)
 
-    def _check_peer(self) -> MemoryTransport:
-        self._check()
-        if self._peer is None or self._peer._closed or self._peer._error is not None:
-            raise PeerClosed("the other end of the memory link was closed")
-        return self._peer
+    def _wake(self) -> None:
+        for end in (self, self._peer):
+            if end is not None:
+                end._changes.notify()
 
     # -- sending -------------------------------------------------------------------------------
 
     def _put(self, messages: Sequence[Message], payload: Payload) -> bool:
         """Queue messages, of which a payload belongs to the only one; False without room."""
-        peer = self._check_peer()
+        self._check()
+        peer = self._peer
+        if peer is None or peer._closed or peer._error is not None:
+            raise PeerClosed("the other end of the memory link was closed")
         views = [flat_view(buffer) for buffer in payload]
         nbytes = sum(view.nbytes for view in views)
         for message in messages:
             encode_frame(message, nbytes, limits=self._limits)  # the checks of a real link
-        full = len(peer._inbox) + len(messages) > _QUEUE_MESSAGES
-        if full or (peer._queued_nbytes and peer._queued_nbytes + nbytes > _QUEUE_NBYTES):
+        if len(peer._inbox) + len(messages) > _QUEUE_MESSAGES:
             return False
-        peer._queued_nbytes += nbytes
+        queued_nbytes = sum(len(each) for _, each in peer._inbox)
+        if queued_nbytes and queued_nbytes + nbytes > _QUEUE_NBYTES:
+            return False
         peer._inbox.extend((message, bytearray().join(views)) for message in messages)
-        wake(peer._arrival)
+        self._wake()
         return True
 
     def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
@@ -125,9 +127,7 @@ class MemoryTransport(Transport):
             await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
                 while not self._put([message], payload):
-                    peer = self._check_peer()
-                    peer._room = asyncio.get_running_loop().create_future()
-                    await peer._room
+                    await self._changes.wait()
         except TimeoutError as exc:
             if not deadline.expired():
                 raise
@@ -144,60 +144,54 @@ class MemoryTransport(Transport):
         if self._receiving:
             raise TransportBusy("another recv() is waiting on this memory link")
         self._receiving = True
-        late = timeout is not None and timeout <= 0
+        poll = timeout is not None and timeout <= 0
         try:
-            if self._inbox or late:
+            if self._inbox or poll:
                 await asyncio.sleep(0)
-            try:
-                async with asyncio.timeout(None if late else timeout):
-                    while not self._ready() and not late:
-                        self._arrival = asyncio.get_running_loop().create_future()
-                        await self._arrival
-            except TimeoutError:
-                late = True
-            if late and not self._ready():
-                raise RecvTimeout(f"no message within {timeout:g} s")
+            async with asyncio.timeout(None if poll else timeout) as deadline:
+                while not self._inbox:
+                    self._check()
+                    if self._peer is None or self._peer._closed:
+                        raise PeerClosed("the other end of the memory link was closed")
+                    if poll:
+                        raise RecvTimeout(f"no message within {timeout:g} s")
+                    await self._changes.wait()
+            self._check()
             return self._take(into)
+        except TimeoutError as exc:
+            if not deadline.expired():
+                raise
+            raise RecvTimeout(f"no message within {timeout:g} s") from exc
         finally:
             self._receiving = False
 
-    def _ready(self) -> bool:
-        if self._closed or not self._inbox:
-            self._check()
-            if self._peer is None or self._peer._closed:
-                raise PeerClosed("the other end of the memory link was closed")
-        return bool(self._inbox)
-
     def _take(self, into: Lender | None) -> Received:
         message, data = self._inbox[0]
-        nbytes = len(data)
-        if nbytes > self._limits.max_payload_nbytes:
-            self._fail(FrameTooLarge(f"a payload of {nbytes} bytes is over the limit"))
+        if len(data) > self._limits.max_payload_nbytes:
+            self._fail(FrameTooLarge(f"a payload of {len(data)} bytes is over the limit"))
             self._check()
-        buffers: list[Any] = []
-        if nbytes:
+        views: list[memoryview] = []
+        if data:
             try:
-                buffers = take_buffers(into, message, nbytes, self._limits)
+                views = [*map(flat_view, take_buffers(into, message, len(data), self._limits))]
             except BaseException:  # goes on to the caller of recv()
                 self._fail(TransportBroken("no buffer was lent for a payload"))
                 raise
             self._check()  # whoever lent may have closed this end
         self._inbox.popleft()
-        self._queued_nbytes -= nbytes
-        wake(self._room)
-        views = [flat_view(buffer) for buffer in buffers]
+        self._wake()
         start = 0
         for view in views:
             view[:] = memoryview(data)[start : start + view.nbytes]
             start += view.nbytes
-        return Received(message, views, nbytes)
+        return Received(message, views, len(data))
 
     # -- closing -------------------------------------------------------------------------------
 
     def _fail(self, error: AiosyncError) -> None:
         self._error = self._error or error
         self._inbox.clear()
-        wake(self._room)
+        self._wake()
 
     async def aclose(self) -> None:
         """Close this end; what it had sent before can still be received."""
@@ -205,14 +199,9 @@ class MemoryTransport(Transport):
 
     def abort(self) -> None:
         """The same as :meth:`aclose`, from synchronous code."""
-        if self._closed:
-            return
         self._closed = True
         self._inbox.clear()
-        for end in (self, self._peer):
-            if end is not None:
-                wake(end._arrival)
-                wake(end._room)
+        self._wake()
         self._peer = None
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, ClassVar
 
+from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
     ConnectError,
@@ -34,7 +35,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._link import LinkError, again, wake, without_frames
+from aiosync.transports._link import LinkError, again, without_frames
 from aiosync.transports._processes import open_pidfd
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.types import Limits
@@ -96,6 +97,7 @@ class ByteStream:
         self.read_fd: int = reader.fileno()
         self.write_fd: int = (writer or reader).fileno()
         self._ends = (reader, writer or reader)
+        self.has_unsent: bool = False
         for fd in (self.read_fd, self.write_fd):
             os.set_blocking(fd, False)
         # The system's own functions: no call of ours for each read and write.
@@ -115,11 +117,6 @@ class ByteStream:
         self.readv: Callable[[Sequence[memoryview]], int] = readv
         self.write: Callable[[bytes], int] = write
         self.writev: Callable[[Sequence[memoryview]], int] = writev
-
-    @property
-    def has_unsent(self) -> bool:
-        """See above; a kernel keeps what it took."""
-        return False
 
     def flush(self) -> None:
         """Hand what is unsent to the kernel, as much as it takes; never blocks."""
@@ -208,7 +205,7 @@ class FramedTransport(Transport):
         self._decoder = FrameDecoder(self.limits)
         self._handler: Handler | None = None
         self._event: FrameStart | FrameEnd | None = None  # what waits for recv()
-        self._arrival: asyncio.Future[None] | None = None
+        self._arrival = Notifier()  # of such an event, or of the end
         self._landed: Callable[[], None] | None = None
         self._gone: TransportError | None = None  # ends the link once all was received
         self._receiving = self._reading = self._read_again = False
@@ -216,7 +213,7 @@ class FramedTransport(Transport):
         self._out: list[memoryview] = []  # what is left of the frame being written
         self._started = False  # some of its bytes are with the kernel
         self._queue: deque[bytes] = deque()  # control frames that go out between two others
-        self._room: asyncio.Future[None] | None = None
+        self._room = Notifier()
         self._sending = self._writing = False
 
         self._resume()
@@ -264,8 +261,8 @@ class FramedTransport(Transport):
             if not self._loop.is_closed():
                 self._pause()
                 self._unwatch()
-                wake(self._arrival)
-                wake(self._room)
+                self._arrival.notify()
+                self._room.notify()
                 if self.pidfd >= 0:
                     self._loop.remove_reader(self.pidfd)
         self._take_leave(error)
@@ -379,15 +376,14 @@ class FramedTransport(Transport):
                     self.check()
                     if poll:
                         raise RecvTimeout(f"no message from {self.name} within {timeout:g} s")
-                    await self._wait_for_event()
+                    await self._arrival.wait()
                 start, self._event = self._event, None
                 assert isinstance(start, FrameStart)
                 received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
                 if start.payload_nbytes:
                     if poll:  # it found the head of a message: its payload gets a moment to follow
                         deadline.reschedule(self._loop.time() + _POLL_PAYLOAD_SECONDS)
-                    buffers = await self._recv_payload(start, into)
-                    received.payload = [flat_view(buffer) for buffer in buffers]
+                    received.payload = [*map(flat_view, await self._recv_payload(start, into))]
                 # The caller gets its message before the next one is looked at: a handler may take
                 # that one at once, and would overtake it.
                 self._loop.call_soon(self._advance)
@@ -418,7 +414,7 @@ class FramedTransport(Transport):
             self._advance()
             while not isinstance(self._event, FrameEnd):
                 self.check()
-                await self._wait_for_event()
+                await self._arrival.wait()
         except PeerClosed as exc:
             raise TransportBroken(f"{self.name} went away in mid-message") from exc
         except BaseException:  # goes on to the caller of recv()
@@ -428,20 +424,13 @@ class FramedTransport(Transport):
             self._landed = self._event = None
         return buffers
 
-    async def _wait_for_event(self) -> None:
-        self._arrival = self._loop.create_future()
-        try:
-            await self._arrival
-        finally:
-            self._arrival = None
-
     def _advance(self) -> None:
         """Look for the next event in what was already read, and go on reading."""
         if self.closed:
             return
         self._pull()
         if self._event is not None:
-            wake(self._arrival)  # a recv() may have begun to wait before this ran
+            self._arrival.notify()  # a recv() may have begun to wait before this ran
             return
         if self._gone is not None:
             self.fail(self._gone)
@@ -508,7 +497,7 @@ class FramedTransport(Transport):
                 self._read_soon()
                 break
         if self._event is not None or self.error is not None:
-            wake(self._arrival)
+            self._arrival.notify()
 
     def _pull(self) -> None:
         """Take events off the decoder until one has to wait for ``recv()``."""
@@ -670,11 +659,7 @@ class FramedTransport(Transport):
 
     async def _wait_for_room(self) -> None:
         self.check()
-        self._room = self._loop.create_future()
-        try:
-            await self._room
-        finally:
-            self._room = None
+        await self._room.wait()
         self.check()
 
     def _abandon(self) -> None:
@@ -702,10 +687,10 @@ class FramedTransport(Transport):
             self._write()
         if self._out or self.io.has_unsent:
             return
-        if self._room is not None and not self._room.done():
+        if self._room.is_waited_for:
             # The next part of a large update is likely to follow at once: taking the descriptor
             # out of the loop and putting it back costs more than being called once in vain.
-            wake(self._room)
+            self._room.notify()
         elif self._sending or not self._queue:
             self._unwatch()
 

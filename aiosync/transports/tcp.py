@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -225,15 +226,11 @@ class TCPTransport(FramedTransport):
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
-        option = getattr(socket, "TCP_USER_TIMEOUT", None)
-        if option is None or self.ended:
-            return
-        with (
-            contextlib.suppress(OSError),  # whoever reads from it hears how it ended
-            socket_of(self.io.read_fd) as sock,
-        ):
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, option, _untaken_option(seconds))
+        if not self.ended:
+            # One of a Unix socket has no such option; whoever reads from one that ended hears that.
+            with contextlib.suppress(OSError), socket_of(self.io.read_fd) as sock:
+                millis = _milliseconds(seconds)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millis)
 
 
 # -- sockets ----------------------------------------------------------------------------------
@@ -272,23 +269,20 @@ def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None
     if sock.family == socket.AF_UNIX:
         widen_socket(sock.fileno())
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    options: dict[str, int] = {}
+    set_option = functools.partial(sock.setsockopt, socket.IPPROTO_TCP)
+    set_option(socket.TCP_NODELAY, 1)
     if keepalive is not None:
         probes = 3
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        options["TCP_KEEPIDLE"] = _seconds(keepalive)
-        options["TCP_KEEPINTVL"] = _seconds(keepalive / probes)
-        options["TCP_KEEPCNT"] = probes
+        set_option(socket.TCP_KEEPIDLE, _seconds(keepalive))
+        set_option(socket.TCP_KEEPINTVL, _seconds(keepalive / probes))
+        set_option(socket.TCP_KEEPCNT, probes)
     if untaken is not None:
-        options["TCP_USER_TIMEOUT"] = _untaken_option(untaken)
-    for name, value in options.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        set_option(socket.TCP_USER_TIMEOUT, _milliseconds(untaken))
 
 
-def _untaken_option(seconds: float) -> int:
-    return 1000 * max(1, round(min(seconds, 2.0e6)))  # milliseconds
+def _milliseconds(seconds: float) -> int:
+    return 1000 * max(1, round(min(seconds, 2.0e6)))
 
 
 def _seconds(value: float) -> int:

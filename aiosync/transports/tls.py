@@ -114,11 +114,6 @@ class TlsStream(ByteStream):
 
     # -- the stream ----------------------------------------------------------------------------
 
-    @property
-    def has_unsent(self) -> bool:
-        """See :class:`ByteStream`."""
-        return len(self._unsent) > 0 or self._out.pending > 0
-
     def _readv(self, buffers: Sequence[memoryview]) -> int:
         (buffer,) = buffers
         total = 0
@@ -164,9 +159,10 @@ class TlsStream(ByteStream):
     def flush(self) -> None:
         """See :class:`ByteStream`."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
-            while self.has_unsent:
+            while self._unsent or self._out.pending:
                 self._unsent = self._unsent or memoryview(self._out.read())
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
+        self.has_unsent: bool = bool(self._unsent) or self._out.pending > 0
 
     def close(self, *, farewell: bool = True) -> None:
         """See :class:`ByteStream`; says goodbye if that needs no waiting."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from typing import NoReturn
 
 from aiosync.errors import (
     AuthError,
@@ -70,17 +69,11 @@ class ListenerAuth:
         if nonce is None:
             raise LocalProtocolError("no challenge is waiting for an answer")
         if not isinstance(message, Proof):
-            _unexpected("dialer", message, "Proof")
+            raise _unexpected("dialer", message, "Proof")
+        if bool(message.mac) != (self._token is not None):
+            raise _one_sided(dialer_has_it=bool(message.mac))
         if self._token is None:
-            if message.mac:
-                raise AuthError(
-                    "the dialer has a token and the listener has none: give the listener token=..."
-                )
             return Proof(nonce, b"")
-        if not message.mac:
-            raise AuthError(
-                "the listener has a token and the dialer has none: give the dialer token=..."
-            )
         # With one nonce for both sides the dialer would have drawn nothing itself.
         fresh = not hmac.compare_digest(message.nonce, nonce)
         expected = _mac(self._token, _DIALER, nonce, message.nonce)
@@ -116,13 +109,11 @@ class DialerAuth:
             RemoteProtocolError: The peer sent something else than a challenge.
         """
         if isinstance(message, Refuse):
-            _refused(message)
+            raise _refused(message)
         if not isinstance(message, Challenge):
-            _unexpected("listener", message, "Challenge")
+            raise _unexpected("listener", message, "Challenge")
         self._challenge = message
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
-        if self._token is None:
-            return Proof(self._nonce, b"")
         return Proof(self._nonce, _mac(self._token, _DIALER, message.nonce, self._nonce))
 
     def verify(self, message: Message) -> None:
@@ -137,53 +128,50 @@ class DialerAuth:
         challenge, self._challenge = self._challenge, None
         if challenge is None:
             raise LocalProtocolError("no answer is waiting for a proof")
+        if isinstance(message, Refuse) and message.error_type != AuthError.__name__:
+            raise _refused(message)
+        if not isinstance(message, Proof | Refuse):
+            raise _unexpected("listener", message, "Proof")
+        mine = self._token is not None
+        has_mac = bool(message.mac) if isinstance(message, Proof) else challenge.required
+        if challenge.required != mine or has_mac != mine:
+            raise _one_sided(dialer_has_it=mine)
         if isinstance(message, Refuse):
-            if message.error_type != AuthError.__name__:
-                _refused(message)
-        elif not isinstance(message, Proof):
-            _unexpected("listener", message, "Proof")
-        if self._token is None:
-            if challenge.required or (isinstance(message, Proof) and message.mac):
-                raise AuthError(
-                    "the listener has a token and the dialer has none: give the dialer token=..."
-                )
-        elif not challenge.required or (isinstance(message, Proof) and not message.mac):
-            raise AuthError(
-                "the dialer has a token and the listener has none: give the listener token=..."
-            )
-        if isinstance(message, Refuse):
-            if self._token is None:
-                _refused(message)  # although it asks for no token
+            if not mine:
+                raise _refused(message)  # although it asks for no token
             # The peer's text is not needed here, and may hold anything.
             raise AuthError("the listener refused the dialer: their tokens are not the same")
         same = hmac.compare_digest(message.nonce, challenge.nonce)
-        expected = b""
-        if self._token is not None:
-            expected = _mac(self._token, _LISTENER, challenge.nonce, self._nonce)
+        expected = _mac(self._token, _LISTENER, challenge.nonce, self._nonce)
         if not hmac.compare_digest(message.mac, expected) or not same:
             raise AuthError("the listener does not have the token of the dialer")
 
 
 def _checked(token: bytes | None) -> bytes | None:
-    if token is not None and type(token) is not bytes:
-        raise ConfigError(f"token is a {type(token).__name__}; it must be bytes, or None")
-    if token is not None and not token:
-        raise ConfigError("token is empty; it must have bytes, or be None")
+    if token is not None and (type(token) is not bytes or not token):
+        raise ConfigError("token is no bytes, or empty; it must have bytes, or be None")
     return token
 
 
-def _mac(token: bytes, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:
+def _mac(token: bytes | None, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:
+    if token is None:
+        return b""
     data = _PREFIX + role + b"\0" + listener_nonce + dialer_nonce
     return hmac.digest(token, data, "sha256")
 
 
-def _unexpected(who: str, message: Message, expected: str) -> NoReturn:
-    raise RemoteProtocolError(
+def _one_sided(*, dialer_has_it: bool) -> AuthError:
+    has, lacks = ("dialer", "listener") if dialer_has_it else ("listener", "dialer")
+    return AuthError(f"the {has} has a token and the {lacks} has none: give the {lacks} token=...")
+
+
+def _unexpected(who: str, message: Message, expected: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
         f"the {who} sent a {type(message).__name__} where a {expected} was expected"
     )
 
 
-def _refused(message: Refuse) -> NoReturn:
+def _refused(message: Refuse) -> ConnectError:
     # A peer that proved nothing wrote this: short, and without control characters.
     text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])
-    raise ConnectError(f"the listener refused the link: {text}")
+    return ConnectError(f"the listener refused the link: {text}")
