@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiosync.receiver.guard import Guard, Reading
+from aiosync.receiver.hooks import SchemeHooks
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
@@ -42,6 +43,7 @@ __all__ = [
     "RayWeightSyncScheme",
     "Reading",
     "Ready",
+    "SchemeHooks",
     "SendHandle",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",

@@ -240,14 +240,16 @@ class Answering(Applying):
     def _report_outcomes(self) -> None:
         # In the order in which they were applied, whichever threads did it.
         while self._outcomes:
-            staged, old, error = self._outcomes.popleft()
+            staged, old, error, flipped = self._outcomes.popleft()
             if old is staged:
                 self._drop_staged(staged, by=staged)
             elif self._reported != (staged.epoch, staged.version):  # else an interrupt repeated it
                 self._reported = (staged.epoch, staged.version)
-                self._applied(staged, old, error)
+                self._applied(staged, old, error, flipped)
 
-    def _applied(self, staged: Staged, old: Staged | None, error: BaseException | None) -> None:
+    def _applied(
+        self, staged: Staged, old: Staged | None, error: BaseException | None, flipped: bool
+    ) -> None:
         epoch, version = staged.epoch, staged.version
         if version >= self.owed:
             self._owe(0)
@@ -259,12 +261,14 @@ class Answering(Applying):
         if error is not None:
             self._answer(epoch, version, error)
             # What loads may have kept it, and Ctrl-C may have come once the model had changed.
-            if staged.slot is None:
+            if staged.slot is None and not flipped:
                 self._staging.retire(staged)
-        else:
+        if flipped:
             if self._copy and staged.slot is None:
                 old = staged
-            if relay is not None:
+            if error is not None:
+                pass  # the trainer knows
+            elif relay is not None:
                 self._relaying.pass_on(relay, epoch, version)
             elif not self._outgoing.say_applied_now(epoch, version):
                 self._answer(epoch, version, None)
@@ -272,7 +276,7 @@ class Answering(Applying):
             if old is not None and old.slot is None:
                 self._loop.call_soon(self._leave, old)
             self._on_applied(epoch, version)
-            if staged.slot is not None:
+            if staged.slot is not None and error is None:
                 self._promise()
                 if self._wishes_wait:
                     self._has_come(epoch, version)

@@ -77,7 +77,7 @@ class Applying(abc.ABC):
         self._apply_outcome: tuple[int, BaseException | None] | None = None
         # What was applied, what the model left for it, and the error; or the same update twice if
         # something newer had been applied meanwhile.
-        self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None]] = deque()
+        self._outcomes: deque[tuple[Staged, Staged | None, BaseException | None, bool]] = deque()
         self._adopts_late = False
         self._late_model: Any = None  # what was accepted; another may be assigned meanwhile
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
@@ -218,7 +218,7 @@ class Applying(abc.ABC):
             if self._taking is None:
                 return
             if self._taking.slot is None and self._is_overtaken(self._taking):
-                self._outcomes.append((self._taking, self._taking, None))
+                self._outcomes.append((self._taking, self._taking, None, False))
                 self._call_soon(self._report_outcomes)
                 self._taking = None
                 return
@@ -257,12 +257,16 @@ class Applying(abc.ABC):
                 error = exc  # whatever the model raised travels in the NACK
         # Nobody waits for an answer: the read has to say it.
         looked = staged.slot is not None and self.looks and not self.owed
-        if error is None:
+        flipped = error is None
+        if flipped:
             if self._current is not staged:
                 self._before = self._current
                 self._current = staged
-            if self._flipped is not None:
-                self._flipped(staged.epoch, staged.version)
+            try:
+                if self._flipped is not None:
+                    self._flipped(staged.epoch, staged.version)
+            except Exception as exc:  # noqa: BLE001 - of the owner, whom the trainer hears
+                error = exc
             # Readers see the version together with the weights, and not before all of them.
             if not done:
                 inbox.seen(staged.epoch, staged.version)
@@ -271,8 +275,9 @@ class Applying(abc.ABC):
             if staged.slot is None and before is not None and before.slot is not None:
                 before.give_back()  # now, and not without a copy of what still views it
         self._apply_outcome = (staged.version, error)
-        if staged.slot is None or self._took(staged, error):
-            self._outcomes.append((staged, self._before if error is None else None, error))
+        silent = staged.slot is not None and not self._took(staged, None if flipped else error)
+        if not silent or (flipped and error is not None):
+            self._outcomes.append((staged, self._before if flipped else None, error, flipped))
             if asyncio._get_running_loop() is self._loop:
                 self._report_outcomes()
             else:

@@ -18,6 +18,7 @@ import torch
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import ManifestMismatch
+from aiosync.receiver.hooks import run_hook
 from aiosync.schemes._background import Background
 from aiosync.schemes._staging import Staged, Staging
 from aiosync.tensors import FlatBuffer, Layout, dtype_name
@@ -42,7 +43,8 @@ class Transforming:
     """Transforms updates, one at a time; of those that come meanwhile only the newest.
 
     Args:
-        transform: What to do with them.
+        transform: What to do with them; ``None`` to copy them as they are.
+        before: Called on the loop with epoch and version, before that.
         tasks: Runs the waiting part.
         staging: Gets the received memory back.
         done: Called on the loop with the update as the model wants it.
@@ -52,7 +54,8 @@ class Transforming:
 
     def __init__(
         self,
-        transform: Transform,
+        transform: Transform | None,
+        before: Callable[[int, int], object] | None,
         *,
         tasks: TaskOwner,
         staging: Staging,
@@ -60,6 +63,7 @@ class Transforming:
         failed: Callable[[Staged, BaseException], None],
     ) -> None:
         self._transform = transform
+        self._before = before
         self._tasks = tasks
         self._staging = staging
         self._done = done
@@ -102,6 +106,8 @@ class Transforming:
                 self._now, self.since = staged, time.monotonic()
                 work = functools.partial(self._work, staged)
                 try:
+                    if self._before is not None:
+                        await run_hook(self._before, staged.epoch, staged.version)
                     layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
                 except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
                     self._failed(staged, exc)
@@ -125,6 +131,11 @@ class Transforming:
 
     def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         """The result of the transform, in memory of its own."""
+        if self._transform is None:
+            nbytes = staged.layout.nbytes
+            flat = self._buffer(nbytes)
+            flat.memoryview()[:nbytes] = staged.flat.memoryview()[:nbytes]
+            return staged.layout, flat
         # What is inside of extra states and other values is not the transform's business.
         inside = inner_names(staged.values) if staged.values else frozenset[str]()
         outer: list[tuple[str, torch.Tensor]] = []

@@ -43,11 +43,11 @@ from aiosync.receiver.guard import (
     is_held_by_caller,
     why_unguarded,
 )
+from aiosync.receiver.hooks import SchemeHooks, run_hook
 from aiosync.rendezvous.dialer import Backoff, retry
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
-from aiosync.schemes._relaying import Relay
 from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
@@ -78,7 +78,7 @@ from aiosync.wire import Hello, Welcome
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["WeightSyncScheme", "raise_refusal"]
+__all__ = ["WeightSyncScheme", "change_hooks", "raise_refusal"]
 
 
 class WeightSyncScheme(SchemeOptions, abc.ABC):
@@ -151,13 +151,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._address = new_address()
         self._model_id: str | None = None
         self._sender_pid: int | None = None
+        self._carried_hooks = SchemeHooks()
         configured = set(vars(self))
         self._reset()
         self._not_pickled = frozenset(vars(self)) - configured
 
-    # Called with what a receiver is given to keep up to date, before it is. Unlike what _reset()
-    # sets, one that an integration puts here travels in copies and pickles.
-    _prepare_model: Callable[[Any], None] | None = None
     # Whether workers may take what they were named in a forward, and say nothing.
     _promises: bool = True
 
@@ -185,9 +183,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._reported = 0
-        # What the owner of the model wants to know, and do, when it has another version.
-        self._flipped: Callable[[int, int], None] | None = None
-        self._relay: Relay | None = None
+        self._hooks = SchemeHooks()
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -647,6 +643,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         transform: Transform | None = None,
         pipe: Any = None,
         transport: Transport | None = None,
+        hooks: SchemeHooks | None = None,
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
@@ -682,6 +679,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 longer than its ``stall_timeout``.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
+            hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target
@@ -698,14 +696,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
         if pipe is not None and transport is not None:
             raise ConfigError("pipe cannot be provided if transport is provided")
+        if hooks is not None and not isinstance(hooks, SchemeHooks):
+            raise ConfigError(f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}")
         loader = None if load is None else LoadTarget(load)
         target = model if model is not None else weights if weights is not None else load
         self._check_guard(target)
-        if self._prepare_model is not None:
-            self._prepare_model(target)
         self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
         self._loader, self._transform = loader, transform
+        given = {} if hooks is None else hooks.given()
+        self._hooks = dataclasses.replace(self._carried_hooks, **given)
         self.context = context
         self._pipe = transport if transport is not None else pipe
         found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before
@@ -830,8 +830,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         started = self._loop.time()
         if worker_idx is not None:
             self._worker_idx = as_index("worker_idx", worker_idx)
-        if isinstance(model := self._resolve_target(), nn.Module):  # may be the context's
+        model = self._resolve_target()
+        if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
+        if self._hooks.prepare_model is not None:
+            await run_hook(self._hooks.prepare_model, model)
         transport = await self._reach(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,
@@ -843,7 +846,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             install_hooks=self.guard == "forward",
             on_applied=self._on_applied,
             flipped=self._on_flip,
-            relay=lambda: self._relay,
+            relay=lambda: self._hooks.after,
+            before_apply=self._hooks.before_apply,
             transform=self._transform,
             relink=self._relink,
             promises=self._promises,
@@ -1306,14 +1310,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)
 
     def _on_flip(self, epoch: int, version: int) -> None:
-        if self._flipped is None:
-            return
-        try:
-            self._flipped(epoch, version)
-        except Exception as exc:  # noqa: BLE001 - of who asked to be told; his loop says it
-            if self._loop is not None:
-                context = {"message": "a look at an update failed", "exception": exc}
-                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+        applied = self._hooks.at_once
+        if applied is not None:
+            applied(epoch, version)
 
     def reading(self) -> Reading:
         """Context manager: what is computed inside sees one version of the weights.
@@ -1596,3 +1595,21 @@ def raise_refusal(receiver: WeightReceiver, least: int, known: object = None) ->
             version=version,
             remote_type=type(error).__name__,
         ) from error
+
+
+def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
+    """Have a receiver, or copies of a scheme that become receivers, call other hooks as well.
+
+    Args:
+        scheme: A scheme.
+        carried: Of copies and pickles that are made from now on, where they get no hooks.
+        **hooks: Fields of :class:`SchemeHooks`.
+
+    Returns:
+        Those that it has now.
+    """
+    if carried:
+        scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
+        return scheme._carried_hooks
+    scheme._hooks = dataclasses.replace(scheme._hooks, **hooks)
+    return scheme._hooks

@@ -57,8 +57,9 @@ class WeightReceiver(Answering):
         install_hooks: Make the forwards of the model reads of the guard.
         on_applied: Called on the loop after each applied update.
         flipped: Called with epoch and version as the model gets them, under the guard, on
-            whatever thread; must not raise, nor wait.
+            whatever thread; must not wait. What it raises is told, and the model has the version.
         relay: Passes on what was applied before the trainer is told; asked for at each update.
+        before_apply: Called on the loop before an update is applied; refuses it by what it raises.
         transform: Makes of an update, in a thread, what the model wants.
         relink: Finds another link, handshake included, after one was lost for the reason that
             it is given; ``None`` where a lost link is the end.
@@ -78,6 +79,7 @@ class WeightReceiver(Answering):
         on_applied: Callable[[int, int], None],
         flipped: Callable[[int, int], None] | None = None,
         relay: Callable[[], Relay | None] = lambda: None,
+        before_apply: Callable[[int, int], object] | None = None,
         transform: Transform | None = None,
         relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
         promises: bool = True,
@@ -98,9 +100,10 @@ class WeightReceiver(Answering):
             on_applied=on_applied,
             promises=promises,
         )
-        if transform is not None:
+        if transform is not None or before_apply is not None:
             self._transforming = Transforming(
                 transform,
+                before_apply,
                 tasks=tasks,
                 staging=self._staging,
                 done=self._take_transformed,

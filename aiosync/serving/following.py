@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
 from aiosync.schemes._background import Background
+from aiosync.schemes.base import change_hooks
 from aiosync.serving.gate import AdmissionGate
 from aiosync.serving.swapping import Swap
 
@@ -211,14 +212,14 @@ class Following:
         loop = asyncio.get_running_loop()
         async with self._gate.swap() as swap:
             swap.version = self._gate.version  # nothing has changed so far
-            scheme._flipped = functools.partial(self._on_flip, loop, swap)
+            change_hooks(scheme, applied=functools.partial(self._on_flip, loop, swap))
             try:
                 if self._in_thread or not receiver.is_quick:
                     await self._apply_in_thread(receiver)
                 else:
                     await self._apply(scheme, receiver)
             finally:
-                scheme._flipped = None
+                change_hooks(scheme, applied=None)
         if old:
             # What the model had of its own goes back to the system, which takes its time.
             self._thread.submit(old.clear)

@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "a refused version counts as applied",
         "schemes/_applying.py",
-        "        if error is None:\n            if self._current is not staged:",
+        "        if flipped:\n            if self._current is not staged:",
         "        if True:\n            if self._current is not staged:",
         contract("refused_names"),
     ),

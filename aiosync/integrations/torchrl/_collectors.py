@@ -37,6 +37,7 @@ from aiosync.integrations.torchrl._policies import (
     from_factories,
     refuse_no_module,
 )
+from aiosync.schemes.base import change_hooks
 from aiosync.sync import (
     NoWeightSyncScheme,
     RayWeightSyncScheme,
@@ -249,7 +250,7 @@ class CollectorOwner:
         model_id = scheme.model_id or "policy"
         if has_workers(collector):
             self._cascade = Cascade(collector, scheme)
-            core._relay = self._cascade.pass_on
+            change_hooks(core, relay=self._cascade.pass_on)
         elif model_id == "policy":
             labels = Labels(
                 collector,
@@ -257,7 +258,7 @@ class CollectorOwner:
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
             )
-            core._flipped = labels.flipped
+            change_hooks(core, applied=labels.flipped)
 
     def _connect_receiver(
         self,

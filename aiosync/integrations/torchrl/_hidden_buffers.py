@@ -17,6 +17,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.integrations.torchrl._policies import factories_of, find_model
+from aiosync.schemes.base import change_hooks
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.tensors import FlatBuffer, Layout, collect
 from aiosync.wire import NO_LIMITS, Manifest
@@ -40,7 +41,8 @@ def carry_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
     for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
         view.copy_(leaf.tensor.detach())
     data = bytes(flat.memoryview())
-    scheme._scheme._prepare_model = functools.partial(_unpack, layout.manifest, data)
+    unpack = functools.partial(_unpack, layout.manifest, data)
+    change_hooks(scheme._scheme, carried=True, prepare_model=unpack)
 
 
 def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
@@ -50,7 +52,7 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
         ConfigError: The scheme was initialised before there was a collector to look into, and
             what its workers have does not come from a factory.
     """
-    if scheme._scheme._prepare_model is not None:
+    if change_hooks(scheme._scheme, carried=True).prepare_model is not None:
         return
     if not hasattr(collector, "procs") or factories_of(collector):
         return

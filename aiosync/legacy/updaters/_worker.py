@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
+from aiosync.receiver.hooks import SchemeHooks
 from aiosync.sync import WeightSyncScheme
 from aiosync.tensors.match import is_shared
 
@@ -75,7 +76,6 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
             f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
         )
     make_private(policy)
-    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     here = weakref.ref(collector)
 
     def count(epoch: int, version: int) -> None:
@@ -84,7 +84,8 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
         if found is not None:
             found.increment_version()
 
-    scheme._scheme._on_applied = count  # type: ignore[method-assign]  # what it is there for
+    hooks = SchemeHooks(applied=count)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx, hooks=hooks)
     try:
         scheme.connect()
     except BaseException:  # goes on to the trainer
