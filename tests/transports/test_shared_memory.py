@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiosync
+from aiosync.transports.shared_memory import Arena
+from aiosync.wire import Fetch, encode_frame
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -55,6 +59,22 @@ async def test_memory_without_a_descriptor_for_readers_is_refused(monkeypatch) -
             short.setattr(os, "dup", _refused)
             with pytest.raises(aiosync.ConfigError, match="descriptor"):
                 await scheme.connect()
+
+
+async def test_a_descriptor_whose_message_was_not_sent_goes_with_no_other_one() -> None:
+    arena, (mine, its) = Arena(), socket.socketpair()
+    async with aiosync.SharedMemTransport(mine, arena=arena) as link:
+        publisher = link.publisher
+        assert publisher is not None
+        announcing = asyncio.ensure_future(publisher.announce(arena.grow(64)))
+        await asyncio.sleep(0)  # it waits before the first byte
+        announcing.cancel()
+        await asyncio.wait({announcing})
+        await link.send(Fetch(1))
+        data, fds, _, _ = socket.recv_fds(its, 65536, 8)
+        assert (data, fds) == (encode_frame(Fetch(1)), [])
+    its.close()
+    arena.close()
 
 
 # -- readers that leave --------------------------------------------------------------------------
