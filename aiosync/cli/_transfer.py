@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from aiosync.cli._options import Connection
-    from aiosync.schemes.sender import WeightSender
+    from aiosync.sender import WeightSender
 
 __all__ = ["Transfer", "check_source", "pull_file", "push_file", "transfer_bar"]
 
@@ -202,7 +202,7 @@ async def _push(
             if not isinstance(error, TransportError):
                 raise error from exc
             # The scheme dials again, and the server knows what it has already.
-            epoch, version = sender.clock.epoch, exc.version or 1
+            epoch, version = sender.workers.clock.epoch, exc.version or 1
             await _until_applied(sender, version, left(), timeout, error)
         finally:
             looking.cancel()
@@ -233,9 +233,9 @@ async def _check_server(connection: Connection, model_id: str, timeout: float) -
 
 async def _look(sender: WeightSender, nbytes: int, show: Show) -> None:
     while True:
-        peer = sender.peers.get(0)
-        if peer is not None and peer.stream is not None:
-            show(min(nbytes, peer.stream.sent_nbytes + peer.stream.resumed_nbytes), nbytes)
+        link = sender.links.get(0)
+        if link is not None and link.stream is not None:
+            show(min(nbytes, link.stream.sent_nbytes + link.stream.resumed_nbytes), nbytes)
         await asyncio.sleep(_LOOK_SECONDS)
 
 
@@ -243,23 +243,20 @@ async def _until_applied(
     sender: WeightSender, version: int, left: float, timeout: float, lost: AiosyncError
 ) -> None:
     """Wait until the server has a version whose link was lost."""
-    workers = sender.workers
+    server = sender.workers.record(0)
 
     def done() -> bool:
-        failure = workers._failures.get(0)
-        if isinstance(failure, ApplyError):
-            raise failure
-        gone = workers.lost.get(0)
-        if isinstance(gone, AuthError | ConfigError | ConnectTimeout):  # nobody dials any more
-            raise gone
-        return any(peer.visible >= version for peer in sender.peers.values())
+        # Refused, or nobody dials any more.
+        if isinstance(server.error, ApplyError | AuthError | ConfigError | ConnectTimeout):
+            raise server.error
+        return server.link is not None and server.link.visible >= version
 
     late = AckTimeout(
         f"the link to the server was lost ({lost}), and it did not receive everything within "
         f"{timeout:g} s",
         version=version,
     )
-    await sender.progress.wait_until(done, timeout=left, late=late)
+    await sender.wait_until(done, timeout=left, late=late)
 
 
 # -- pull -------------------------------------------------------------------------------------

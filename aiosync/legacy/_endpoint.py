@@ -26,7 +26,7 @@ from aiosync.errors import (
 from aiosync.legacy._greeting import Speaks, greet, understand
 from aiosync.legacy._pipes import say_goodbye
 from aiosync.protocol import VersionClock
-from aiosync.schemes._liveness import watch_process
+from aiosync.sender.workers import watch_process
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._link import without_frames

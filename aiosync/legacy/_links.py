@@ -29,10 +29,10 @@ from aiosync.legacy._greeting import Greeting, ask_who_writes, greet, hear
 from aiosync.legacy._pipes import has_ended, say_goodbye
 from aiosync.legacy._relay import link_over
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS
-from aiosync.schemes._liveness import watch_process
 from aiosync.schemes.handles import SendHandle
-from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import is_per_worker
+from aiosync.sender import WeightSender
+from aiosync.sender.workers import watch_process
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello
 
@@ -121,10 +121,10 @@ class PipeLinks:
             workers.not_reached(idx, kind(f"worker {idx} could not attach: {exc}"))
             return
         del self._socks[idx]
-        while transport in workers._arriving:
+        while transport in workers.arriving:
             await workers.changed.wait()
-        if idx not in workers.peers and idx not in workers.lost:
-            why = "; ".join(workers._refused) or "its end of the pipe was closed"
+        if not self._has_attached(idx):
+            why = "; ".join(workers.refusals) or "its end of the pipe was closed"
             workers.not_reached(idx, ConnectError(f"worker {idx} could not attach: {why}"))
 
     async def _link(self, idx: int, sock: socket.socket, greeting: Greeting) -> Transport:
@@ -173,9 +173,8 @@ class PipeLinks:
             PartialSyncError: As ``WeightSyncScheme.send`` raises it.
             ConfigError: There is no pipe for a worker that is named.
         """
-        sender = self._sender
         addressed = self._addressed(weights, worker_ids)
-        if addressed <= sender.peers.keys() | sender.workers.lost.keys():
+        if all(map(self._has_attached, addressed)):
             await self._scheme.send(weights, worker_ids)
             return frozenset()
         return await self.finish(await self.begin(weights, worker_ids))
@@ -185,7 +184,7 @@ class PipeLinks:
         scheme, sender, workers = self._scheme, self._sender, self._sender.workers
         workers.check()
         addressed = self._addressed(weights, worker_ids)
-        known = addressed & (sender.peers.keys() | workers.lost.keys())
+        known = set(filter(self._has_attached, addressed))
         late = frozenset(addressed - known)
         if self._give_up is None:
             self._give_up = asyncio.get_running_loop().time() + GRACE_SECONDS
@@ -196,14 +195,12 @@ class PipeLinks:
         if known:
             mine = _only(weights, known)
             first = retrieved(scheme.send_nowait(mine, None if is_per_worker(mine) else known))
-        version = sender.clock.next() if first is None else first.version
+        version = workers.clock.next() if first is None else first.version
         if late:
             planned = scheme._plan(_only(weights, late))
             for idx in late:
                 plan = planned.get(idx) or planned[None]
-                snapshot = sender.maker.take_nowait(plan)
-                snapshot.version = version
-                workers.latest.add(idx, snapshot)
+                sender.keep_for(idx, plan, version)
         return Sending(version, first, late)
 
     async def finish(self, sending: Sending) -> frozenset[int]:
@@ -227,7 +224,8 @@ class PipeLinks:
                     await workers.changed.wait()
         failed = {idx: error for idx in attached if (error := self._error(idx, sending.version))}
         if failed:
-            workers.unreported -= failed.keys()
+            for idx in failed:
+                workers.record(idx).reported = True
             acked |= attached - failed.keys()
             raise PartialSyncError(acked=acked, failed=failed, version=sending.version)
         return sending.late - attached
@@ -244,23 +242,23 @@ class PipeLinks:
         return named
 
     def _has_attached(self, idx: int) -> bool:
-        return idx in self._sender.peers or idx in self._sender.workers.lost
+        record = self._sender.workers.record(idx)
+        return record.link is not None or record.is_lost
 
     def _is_settled(self, idx: int, version: int) -> bool:
-        peer = self._sender.peers.get(idx)
-        workers = self._sender.workers
-        workers.check()
-        return peer is None or idx in workers._failures or peer.visible >= version
+        self._sender.workers.check()
+        record = self._sender.workers.record(idx)
+        link = record.link
+        return link is None or link.visible >= version or record.failure(version) is not None
 
     def _error(self, idx: int, version: int) -> AiosyncError | None:
-        workers = self._sender.workers
-        peer = workers.peers.get(idx)
-        if peer is None:
-            return workers.lost[idx]
-        if peer.visible >= version:
+        record = self._sender.workers.record(idx)
+        if record.link is None:
+            return record.error
+        if record.link.visible >= version:
             return None
         late = f"worker {idx} attached, but did not apply version {version} in time"
-        return workers._failures.pop(idx, AckTimeout(late, worker_ids=[idx], version=version))
+        return record.failure(version) or AckTimeout(late, worker_ids=[idx], version=version)
 
     async def deliver_rest(self, seconds: float, wanted: Callable[[], bool]) -> None:
         """Wait for workers that have yet to get what was sent to them.
@@ -278,12 +276,12 @@ class PipeLinks:
 
     def _owes(self) -> bool:
         workers = self._sender.workers
-        if workers._arriving or any(map(workers.newest_for, self._socks)):
+        if workers.arriving or any(map(workers.newest_for, self._socks)):
             return True
-        for idx, peer in workers.peers.items():
+        for idx, link in workers.links.items():
             snapshot = workers.newest_for(idx)
-            if snapshot is not None and idx not in workers._failures:
-                if peer.visible < snapshot.version:
+            if snapshot is not None and link.visible < snapshot.version:
+                if workers.record(idx).failure(snapshot.version) is None:
                     return True
         return False
 

@@ -17,7 +17,7 @@ from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, PartialSyncError
 from aiosync.legacy._endpoint import Arrived, Endpoint
 from aiosync.legacy._greeting import Greeting
-from aiosync.schemes._liveness import watch_process
+from aiosync.sender.workers import watch_process
 from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
 

@@ -68,90 +68,70 @@ class Outbox:
         worker_idx: Named in the errors of outcomes; ``None`` when there is no such index.
 
     Attributes:
-        epoch: Epoch of the sender.
+        epoch: As given.
         worker_idx: As given.
+        pending: The version that waits for the link.
+        in_flight: Versions that the link took and that are not resolved, oldest first.
+        newest: The version that was offered last, or that the receiver had; 0 for none.
+        applied: Newest version that the receiver said it applied; 0 before the first.
+        visible: Newest version that the receiver sees without being told; 0 for none.
+        skipped: How many versions were overtaken by a newer one.
+        stray: How many acknowledgements were ignored, because they concern nothing in flight.
+        error: Why this outbox was closed, or ``None``. Sticky.
     """
 
     __slots__ = (
-        "_applied",
-        "_error",
-        "_in_flight",
-        "_last_offered",
-        "_pending",
-        "_skipped",
-        "_stray",
         "_unreceived",
-        "_visible",
         "_waiting",
+        "applied",
         "epoch",
+        "error",
+        "in_flight",
+        "newest",
+        "pending",
+        "skipped",
+        "stray",
+        "visible",
         "worker_idx",
     )
 
     def __init__(self, epoch: int, *, worker_idx: int | None = None) -> None:
         self.epoch: int = epoch
         self.worker_idx: int | None = worker_idx
-        self._pending: int | None = None
-        self._in_flight: list[int] = []  # ascending
+        self.pending: int | None = None
+        self.in_flight: tuple[int, ...] = ()
+        self.newest: int = 0
+        self.applied: int = 0
+        self.visible: int = 0
+        self.skipped: int = 0
+        self.stray: int = 0
+        self.error: AiosyncError | None = None
         self._waiting: list[int] = []  # for all before them; ascending, and after the pending one
         self._unreceived: int | None = None  # the one in flight that shuts the window
-        self._last_offered = 0
-        self._applied = 0
-        self._visible = 0
-        self._skipped = 0
-        self._stray = 0
-        self._error: AiosyncError | None = None
 
     def __repr__(self) -> str:
-        state = "closed" if self._error is not None else "open"
-        return (
-            f"Outbox({state}, pending={self._pending}, in_flight={self._in_flight}, "
-            f"applied={self._applied})"
-        )
-
-    @property
-    def pending(self) -> int | None:
-        """The version that waits for the link."""
-        return self._pending
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Versions that the link took and that are not resolved, oldest first."""
-        return tuple(self._in_flight)
-
-    @property
-    def applied(self) -> int:
-        """Newest version that the receiver said it applied; 0 before the first."""
-        return self._applied
-
-    @property
-    def skipped(self) -> int:
-        """How many versions were overtaken by a newer one."""
-        return self._skipped
-
-    @property
-    def stray(self) -> int:
-        """How many acknowledgements were ignored, because they concern nothing in flight."""
-        return self._stray
-
-    @property
-    def error(self) -> AiosyncError | None:
-        """Why this outbox was closed, or ``None``. Sticky."""
-        return self._error
+        state = "closed" if self.error is not None else "open"
+        return f"Outbox({state}, {self.pending=}, {self.in_flight=}, {self.applied=})"
 
     @property
     def can_take(self) -> bool:
         """Whether a version is pending, the window is open, and there is room in flight."""
         return (
-            self._pending is not None
+            self.pending is not None
             and self._unreceived is None
-            and self._error is None
-            and len(self._in_flight) < MAX_IN_FLIGHT
+            and self.error is None
+            and len(self.in_flight) < MAX_IN_FLIGHT
         )
 
     @property
     def is_idle(self) -> bool:
         """Whether every version that was offered is resolved."""
-        return self._pending is None and not self._in_flight
+        return self.pending is None and not self.in_flight
+
+    @property
+    def window_open(self) -> bool:
+        """Whether the receiver answered to everything that was sent to it."""
+        return self._unreceived is None
 
     def offer(self, version: int) -> list[Outcome]:
         """Make a version pending; the newest one wins.
@@ -164,8 +144,8 @@ class Outbox:
             LocalProtocolError: Not greater than the version offered last, or closed.
         """
         self._check_newer(version)
-        replaced = self._waiting if self._pending is None else [self._pending, *self._waiting]
-        self._pending = self._last_offered = version
+        replaced = self._waiting if self.pending is None else [self.pending, *self._waiting]
+        self.pending = self.newest = version
         self._waiting = []
         return [self._skip(older, version) for older in replaced]
 
@@ -184,23 +164,20 @@ class Outbox:
         """
         self._check_newer(version)
         replaced = [older for older in self._waiting if older not in kept]
-        self._waiting = [older for older in self._waiting if older in kept]
-        self._waiting.append(version)
-        self._last_offered = version
+        self._waiting = [*(older for older in self._waiting if older in kept), version]
+        self.newest = version
         self._promote()
         return [self._skip(older, version) for older in replaced]
 
     def _check_newer(self, version: int) -> None:
-        if self._error is not None:
-            raise LocalProtocolError(f"the outbox was closed: {self._error}") from self._error
-        if version <= self._last_offered:
-            raise LocalProtocolError(
-                f"version {version} is not newer than version {self._last_offered}"
-            )
+        if self.error is not None:
+            raise LocalProtocolError(f"the outbox was closed: {self.error}") from self.error
+        if version <= self.newest:
+            raise LocalProtocolError(f"version {version} is not newer than version {self.newest}")
 
     def _promote(self) -> None:
         if self._waiting and self.is_idle:
-            self._pending = self._waiting.pop(0)
+            self.pending = self._waiting.pop(0)
 
     def take(self) -> int:
         """Move the pending version into flight, and shut the window.
@@ -208,12 +185,11 @@ class Outbox:
         Raises:
             LocalProtocolError: :attr:`can_take` is false.
         """
-        version = self._pending
+        version = self.pending
         if version is None or not self.can_take:
             raise LocalProtocolError("nothing can be taken now")
-        self._pending = None
-        self._unreceived = version
-        self._in_flight.append(version)
+        self.pending, self._unreceived = None, version
+        self.in_flight = (*self.in_flight, version)
         return version
 
     def offer_and_take(self, version: int) -> bool:
@@ -223,16 +199,16 @@ class Outbox:
             Whether the version is in flight now. If not, nothing changed.
         """
         if (
-            self._pending is not None
+            self.pending is not None
             or self._waiting
             or self._unreceived is not None
-            or self._error is not None
-            or version <= self._last_offered
-            or len(self._in_flight) >= MAX_IN_FLIGHT
+            or self.error is not None
+            or version <= self.newest
+            or len(self.in_flight) >= MAX_IN_FLIGHT
         ):
             return False
-        self._last_offered = self._unreceived = version
-        self._in_flight.append(version)
+        self.newest = self._unreceived = version
+        self.in_flight = (*self.in_flight, version)
         return True
 
     def start_at(self, version: int) -> None:
@@ -241,9 +217,9 @@ class Outbox:
         Raises:
             LocalProtocolError: Something was offered already.
         """
-        if self._last_offered:
+        if self.newest:
             raise LocalProtocolError("this outbox is in use already")
-        self._last_offered = self._applied = version
+        self.newest = self.applied = version
 
     def seen(self, version: int) -> None:
         """Register a version that the receiver sees without being told: nothing waits for it.
@@ -252,26 +228,11 @@ class Outbox:
             LocalProtocolError: Not greater than the version offered last, closed, or something
                 else is not resolved yet.
         """
-        if self._error is not None or version <= self._last_offered:
+        if self.error is not None or version <= self.newest:
             self._check_newer(version)
-        if self._in_flight or self._pending is not None:
+        if self.in_flight or self.pending is not None:
             raise LocalProtocolError(f"version {version} overtakes others")
-        self._last_offered = self._visible = version
-
-    @property
-    def visible(self) -> int:
-        """Newest version that the receiver sees without being told; 0 for none."""
-        return self._visible
-
-    @property
-    def newest(self) -> int:
-        """The version that was offered last, or that the receiver had; 0 for none."""
-        return self._last_offered
-
-    @property
-    def window_open(self) -> bool:
-        """Whether the receiver answered to everything that was sent to it."""
-        return self._unreceived is None
+        self.newest = self.visible = version
 
     def give_up(self, version: int, error: AiosyncError) -> list[Outcome]:
         """Fail a version that was taken last and that the link cannot carry.
@@ -282,12 +243,11 @@ class Outbox:
             LocalProtocolError: It is not the version that was taken last, or the receiver
                 has answered to it.
         """
-        if self._error is not None:
+        if self.error is not None:
             return []
         if version != self._unreceived:
             raise LocalProtocolError(f"version {version} is not on the link")
-        self._in_flight.remove(version)
-        self._unreceived = None
+        self.in_flight, self._unreceived = self.in_flight[:-1], None
         self._promote()
         return [Outcome(version, OutcomeKind.FAILED, error=error)]
 
@@ -303,57 +263,33 @@ class Outbox:
             :class:`~aiosync.errors.ApplyError`, SKIPPED resolves it alone: an older one may be
             on its way into the model meanwhile.
         """
-        version = ack.version
-        in_flight = self._in_flight
-        if ack.status == AckStatus.APPLIED and ack.epoch == self.epoch:
-            return self.on_applied(version)
-        if ack.epoch != self.epoch or version not in in_flight:
-            if (
-                ack.epoch == self.epoch
-                and version == self._visible
-                and ack.status == AckStatus.NACK
-            ):
-                self._visible = 0  # it looked, and could not take what it saw
-                return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
-            self._stray += 1
+        version, status, flying = ack.version, ack.status, self.in_flight
+        if ack.epoch != self.epoch or version not in flying:
+            if ack.epoch == self.epoch and version == self.visible and status == AckStatus.NACK:
+                self.visible = 0  # it looked, and could not take what it saw
+                return [self._refused(ack)]
+            self.stray += 1
             return []
-        if ack.status == AckStatus.SKIPPED:
-            return self._on_skipped(version)
+        at = flying.index(version)
+        if status == AckStatus.SKIPPED:
+            if version == flying[-1]:  # there is nothing newer that could have replaced it
+                self.stray += 1
+                return []
+            self.in_flight = flying[:at] + flying[at + 1 :]
+            return [self._skip(version, flying[at + 1])]
         if self._unreceived is not None and version >= self._unreceived:
             self._unreceived = None
-        if ack.status == AckStatus.RECEIVED:
+        if status == AckStatus.RECEIVED:
             return []
-        in_flight.remove(version)
-        self._promote()
-        return [Outcome(version, OutcomeKind.FAILED, error=self._apply_error(ack))]
-
-    def _on_skipped(self, version: int) -> list[Outcome]:
-        in_flight = self._in_flight
-        index = in_flight.index(version)
-        if index + 1 == len(in_flight):  # there is nothing newer that could have replaced it
-            self._stray += 1
-            return []
-        del in_flight[index]
-        return [self._skip(version, in_flight[index])]
-
-    def on_applied(self, version: int) -> list[Outcome]:
-        """The same for an APPLIED of this epoch."""
-        in_flight = self._in_flight
-        if version not in in_flight:
-            self._stray += 1
-            return []
-        if self._unreceived is not None and version >= self._unreceived:
-            self._unreceived = None
-        self._applied = version
-        if len(in_flight) == 1:
-            in_flight.clear()
+        if status == AckStatus.APPLIED:
+            self.applied, self.in_flight = version, flying[at + 1 :]
+            outcomes = [self._skip(older, version) for older in flying[:at]] if at else []
+            outcomes.append(Outcome(version, OutcomeKind.APPLIED))
+        else:
+            self.in_flight = flying[:at] + flying[at + 1 :]
+            outcomes = [self._refused(ack)]
+        if self._waiting:
             self._promote()
-            return [Outcome(version, OutcomeKind.APPLIED)]
-        overtaken = in_flight[: in_flight.index(version)]
-        del in_flight[: len(overtaken) + 1]
-        self._promote()
-        outcomes = [self._skip(older, version) for older in overtaken]
-        outcomes.append(Outcome(version, OutcomeKind.APPLIED))
         return outcomes
 
     def close(self, error: AiosyncError) -> list[Outcome]:
@@ -365,26 +301,26 @@ class Outbox:
         Returns:
             A FAILED outcome for every version that is not resolved, oldest first.
         """
-        if self._error is not None:
+        if self.error is not None:
             return []
-        self._error = error
-        pending = [] if self._pending is None else [self._pending]
-        versions = [*self._in_flight, *pending, *self._waiting]
-        self._in_flight, self._waiting = [], []
-        self._pending = None
-        self._unreceived = None
+        self.error = error
+        pending = [] if self.pending is None else [self.pending]
+        versions = [*self.in_flight, *pending, *self._waiting]
+        self.in_flight, self._waiting = (), []
+        self.pending = self._unreceived = None
         return [Outcome(version, OutcomeKind.FAILED, error=error) for version in versions]
 
     def _skip(self, version: int, by: int) -> Outcome:
-        self._skipped += 1
+        self.skipped += 1
         return Outcome(version, OutcomeKind.SKIPPED, by=by)
 
-    def _apply_error(self, ack: Ack) -> ApplyError:
+    def _refused(self, ack: Ack) -> Outcome:
         who = "the receiver" if self.worker_idx is None else f"worker {self.worker_idx}"
         reason = f"{ack.error_type}: {ack.error_text}" if ack.error_type else ack.error_text
-        return ApplyError(
+        error = ApplyError(
             f"{who} refused version {ack.version}: {reason or 'no reason given'}",
             worker_idx=self.worker_idx,
             version=ack.version,
             remote_type=ack.error_type,
         )
+        return Outcome(ack.version, OutcomeKind.FAILED, error=error)

@@ -24,10 +24,10 @@ from aiosync.schemes.registry import (
     scheme_from_backend,
 )
 from aiosync.schemes.rpc import RPCWeightSyncScheme
-from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.sender import WeightSender
 
 __all__ = [
     "AppliedUpdate",

@@ -32,7 +32,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 
 if TYPE_CHECKING:
-    from aiosync.schemes.sender import WeightSender
+    from aiosync.sender import WeightSender
 
 __all__ = ["INLINE_NBYTES", "EngineScheme"]
 
@@ -206,7 +206,7 @@ class EngineScheme(EngineOptions, StreamReceiving):
 
             if self._same_host is not None:
                 self._same_host.start(welcome_here, sender.workers.tasks)
-            self._listener.start(welcome, sender.workers._crashed)
+            self._listener.start(welcome, sender.workers.crashed)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
     # -- a worker ------------------------------------------------------------------------------

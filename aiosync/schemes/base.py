@@ -35,7 +35,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import VersionClock, validate_timeout
-from aiosync.protocol.indices import as_index
+from aiosync.protocol.indices import as_index, as_indices
 from aiosync.receiver.guard import (
     Guard,
     Reading,
@@ -48,12 +48,10 @@ from aiosync.rendezvous.dialer import Backoff, retry
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
-from aiosync.schemes._streaming import Streaming
 from aiosync.schemes._transforming import Transform
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import (
     DeviceMap,
     NoWeakReference,
@@ -65,6 +63,7 @@ from aiosync.schemes.sources import (
     resolve_path,
     resolve_sources,
 )
+from aiosync.sender import Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
@@ -526,7 +525,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Sender: the version that each connected worker has applied, as far as it is known."""
         if self._sender is None:
             return {}
-        return {idx: peer.applied for idx, peer in sorted(self._sender.peers.items())}
+        return {idx: link.applied for idx, link in self._sender.links.items()}
 
     @property
     def staged_version(self) -> int:
@@ -548,8 +547,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
         For inspection only: the scheme sends and receives on them, on its event loop.
         """
-        peers = {} if self._sender is None else self._sender.peers
-        return {idx: peer.transport for idx, peer in sorted(peers.items())}
+        links = {} if self._sender is None else self._sender.links
+        return {idx: link.transport for idx, link in links.items()}
 
     @property
     def shared_transport(self) -> Transport | None:
@@ -779,7 +778,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
-            if survives and self._sender is not None and self._sender.peers:
+            if survives and self._sender is not None and self._sender.links:
                 self._connected = not self._closed
                 raise
             closed, self._connecting = self._closed, None
@@ -810,7 +809,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             num_workers=self._sources.num_workers,
             expected=self._sources.expected,
             require=self.require,
-            maker=self._maker,
+            copier=self._maker,
             clock=self._clock,
             parts=not self.strict,
             streaming=self._streaming(),
@@ -961,7 +960,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._limit(timeout)
         if self._sources.device_map is not None or self._sources.per_worker:
             return None, None  # a map is asked once for each send
-        report = sender.publish(self._plan(weights), worker_ids, started)
+        report = sender.publish(self._plan(weights), _named(weights, worker_ids), started)
         return report, sender.tell if report is not None and sender.has_to_tell() else None
 
     def send_nowait(
@@ -993,7 +992,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
         planned = self._plan(weights)
-        return sender.send_nowait(planned, _named(weights, worker_ids), limit)
+        return SendHandle(*sender.send_nowait(planned, _named(weights, worker_ids), limit))
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
@@ -1024,11 +1023,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             return self._model
         context = self.context
         return None if context is None else model_or_fallback(context, self._model_id or "policy")
-
-    def _ring_workers(self) -> None:
-        """Have the workers look that compute with an older version than they were named."""
-        if self._sender is not None:
-            self._sender.ring_late(at_once=True)
 
     def prepare_weights(
         self,
@@ -1145,7 +1139,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._check_has_role()
         if self._role == "sender":
             sender = self._require_sender("wait_for_version")
-            return await sender.progress.wait_applied(version, timeout=limit, late=late)
+            return await sender.wait_for(version, timeout=limit, late=late)
         receiver = self._require_receiver("wait_for_version")
 
         def reached() -> bool:
@@ -1195,7 +1189,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._check_has_role()
         if self._role == "sender":
             sender = self._require_sender("wait_staged")
-            return await sender.progress.wait_staged(version, timeout=limit, late=late)
+            return await sender.wait_for(version, staged=True, timeout=limit, late=late)
         receiver = self._require_receiver("wait_staged")
 
         def newest() -> int:
@@ -1295,8 +1289,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             return self._receiver.inbox.version > 0 or waits
         if self._sender is None:
             return False
-        enough = len(self._sender.peers) >= max(1, self._sources.num_workers or 0)
-        return enough and all(peer.visible for peer in self._sender.workers.subscribers)
+        enough = len(self._sender.links) >= max(1, self._sources.num_workers or 0)
+        return enough and all(link.visible for link in self._sender.workers.subscribers)
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)
@@ -1307,7 +1301,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             await receiver.wait_until(self._is_ready, timeout=limit, late=late)
         else:
             sender = self._require_sender("ready")
-            await sender.progress.wait_until(self._is_ready, timeout=limit, late=late)
+            await sender.wait_until(self._is_ready, timeout=limit, late=late)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         applied = self._hooks.at_once
@@ -1572,11 +1566,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             )
 
 
-def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> int | Iterable[int] | None:
-    """Who is meant; weights for some workers mean these."""
-    if weights is None or worker_ids is not None or not is_per_worker(weights):
-        return worker_ids
-    return [as_index("a worker's index", idx) for idx in weights]
+def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
+    """Who is meant, ``None`` for all; weights for some workers mean these."""
+    if worker_ids is not None:
+        return as_indices("worker_ids", worker_ids)
+    if weights is None or not is_per_worker(weights):
+        return None
+    return {as_index("a worker's index", idx) for idx in weights}
 
 
 def _named_in(context: Any, path: str) -> Any:

@@ -17,9 +17,9 @@ from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes._engine import EngineScheme
 from aiosync.schemes._stream_receiving import StreamReceiving
-from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.options import Option, seconds
 from aiosync.schemes.sources import DeviceMap
+from aiosync.sender import Streaming
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address, any_port_of, own_host

@@ -17,10 +17,9 @@ from aiosync.rendezvous.dialer import Backoff, Dialer
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
-from aiosync.schemes._streaming import Streaming
 from aiosync.schemes.options import TCPOptions
-from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import Sources
+from aiosync.sender import Streaming, WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address
@@ -198,7 +197,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
 
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):
-            self._listener.start(sender.workers.welcome, sender.workers._crashed)
+            self._listener.start(sender.workers.welcome, sender.workers.crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
@@ -236,7 +235,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
             last = ""
             return link
 
-        sender.workers.dialled[idx] = not_joined
+        sender.workers.record(idx).where = not_joined
 
         async def introduce(link: TCPTransport) -> None:
             hello = Hello(
@@ -260,12 +259,12 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
                 return
             reached = True
             began = loop.time()
-            before = sender.workers.lost.get(idx)
+            before = sender.workers.record(idx).error
             ended = asyncio.Event()
 
             def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
                 nonlocal applied, joined
-                peer = sender.workers.peers.get(idx)  # it is forgotten after this
+                peer = sender.workers.record(idx).link  # it is forgotten after this
                 if peer is not None and peer.transport is link:
                     joined = True
                     applied = max(applied, peer.outbox.applied)
@@ -278,7 +277,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
             if loop.time() - began > OF_USE_SECONDS or applied > applied_before:
                 backoff.reset()
             await backoff.wait()
-            error = sender.workers.lost.get(idx)  # known by now, if this link was refused
+            error = sender.workers.record(idx).error  # known by now, if this link was refused
             if error is not before and isinstance(error, AuthError | ConfigError):
                 return  # for good: connect() and send() say so
             if joined and self.reconnect == 0:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from aiosync.sender.chunks import Streaming
+from aiosync.sender.sender import WeightSender
 from aiosync.sender.snapshots import Planned, Snapshot, SnapshotCopier
+from aiosync.sender.workers import WorkerRegistry
 
-__all__ = ["Planned", "Snapshot", "SnapshotCopier"]
+__all__ = [
+    "Planned",
+    "Snapshot",
+    "SnapshotCopier",
+    "Streaming",
+    "WeightSender",
+    "WorkerRegistry",
+]

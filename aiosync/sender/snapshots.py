@@ -65,10 +65,9 @@ class Live(NamedTuple):
 
 
 class Copying(NamedTuple):
-    """A thread copies them into the snapshot's memory; until then they are in the tensors."""
+    """A thread copies them into the snapshot's memory, from its start on."""
 
     done: asyncio.Future[None]
-    source: LiveBytes | None  # for links; without it they follow the copy, from its start on
 
 
 class Kept(NamedTuple):
@@ -107,6 +106,7 @@ class Snapshot:
 
     __slots__ = (
         "_free",
+        "_names",
         "_refs",
         "buffer",
         "checksums",
@@ -129,6 +129,7 @@ class Snapshot:
     ) -> None:
         self._free = free
         self._refs = 1
+        self._names: frozenset[str] | None = None
         self.layout: Layout = layout
         self.nbytes: int = layout.nbytes
         self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
@@ -152,10 +153,23 @@ class Snapshot:
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Some bytes of the payload, as pieces in order; none for none."""
-        state = self.state
-        if isinstance(state, (Live, Copying)) and state.source is not None:
-            return state.source.views(start, stop)
+        if isinstance(self.state, Live):
+            return self.state.source.views(start, stop)
         return [self.buffer.memoryview()[start:stop]] if stop > start else []
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that the update holds."""
+        if self._names is None:
+            leaves = self.layout.manifest.leaves
+            tensors = frozenset(name for leaf in leaves for name in (leaf.name, *leaf.aliases))
+            self._names = tensors | self.values.keys()
+        return self._names
+
+    def holds_same(self, other: Snapshot) -> bool:
+        """Whether the other update holds the same names, of the same shapes."""
+        same = self.layout is other.layout or self.layout.digest == other.layout.digest
+        return same and self.values.keys() == other.values.keys()
 
     def retain(self) -> Snapshot:
         """Add a reference."""
@@ -178,9 +192,9 @@ class Snapshot:
 
     # -- its states ----------------------------------------------------------------------------
 
-    def begin_copy(self, done: asyncio.Future[None], source: LiveBytes | None = None) -> None:
+    def begin_copy(self, done: asyncio.Future[None]) -> None:
         """A thread fills the memory until ``done``."""
-        self.state = state = Copying(done, source)
+        self.state = state = Copying(done)
         # Before what waits for it goes on: the tensors may change then.
         done.add_done_callback(lambda _: self.end_copy(state))
 
@@ -311,13 +325,8 @@ class SnapshotCopier:
         return Snapshot(prepared.layout, buffer, free, prepared.values)
 
     def _put_back(self, buffer: FlatBuffer) -> None:
-        if not self._closed and len(self._idle) < 2:
+        if self.arena is None and not self._closed and len(self._idle) < 2:
             self._idle.append(buffer)
-
-    def _in_slot(self, prepared: Prepared, slot: Slot) -> Snapshot:
-        if self._idle:
-            self._idle.clear()
-        return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     def _may_grow(self, arena: Arena, nbytes: int, *, at_once: bool) -> bool:
         """Whether there may be another slot; ``at_once``: without waiting for one to be left."""
@@ -356,20 +365,21 @@ class SnapshotCopier:
                 self.ring()
                 await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
                 pause = min(2 * pause, _PAUSE_SECONDS[1])
-            return self._in_slot(prepared, slot)
+            return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     # -- copies --------------------------------------------------------------------------------
 
     def take_nowait(self, planned: Planned) -> Snapshot:
         """Copy now, on this thread."""
         arena, prepared = self.arena, planned.prepared
-        slot = None
-        if arena is not None:
-            slot = arena.free_slot(prepared.layout.nbytes)
-            if slot is None and self._may_grow(arena, prepared.layout.nbytes, at_once=False):
-                slot = arena.grow(prepared.layout.nbytes)
-        place = self._private(prepared) if slot is None else self._in_slot(prepared, slot)
-        return self._fill(place, planned)
+        if arena is None:
+            return self._fill(self._private(prepared), planned)
+        slot = arena.free_slot(prepared.layout.nbytes)
+        if slot is None and self._may_grow(arena, prepared.layout.nbytes, at_once=False):
+            slot = arena.grow(prepared.layout.nbytes)
+        if slot is None:
+            return self._fill(self._private(prepared), planned)
+        return self._fill(Snapshot(prepared.layout, slot, slot.release, prepared.values), planned)
 
     def take_free(self, planned: Planned) -> Snapshot | None:
         """Copy now if the source is small, and memory for it is free."""
@@ -382,7 +392,9 @@ class SnapshotCopier:
         slot = arena.free_slot(nbytes)
         if slot is None and self._may_grow(arena, nbytes, at_once=True):
             slot = arena.grow(nbytes)
-        return None if slot is None else self._fill(self._in_slot(prepared, slot), planned)
+        if slot is None:
+            return None
+        return self._fill(Snapshot(prepared.layout, slot, slot.release, prepared.values), planned)
 
     @staticmethod
     def _fill(snapshot: Snapshot, planned: Planned) -> Snapshot:
@@ -442,8 +454,7 @@ class SnapshotCopier:
             if fetch is not None:
                 snapshot.state = Kept(fetch)
                 return
-            done = self._start_copy(state.planned, snapshot.buffer)
-            snapshot.begin_copy(done, state.source)
+            snapshot.begin_copy(self._start_copy(state.planned, snapshot.buffer))
             state = snapshot.state
         if isinstance(state, Copying):
             cancelled = await outlast(state.done)
@@ -478,8 +489,7 @@ class SnapshotCopier:
         try:
             state = snapshot.state
             if isinstance(state, Live):
-                done = self._start_copy(state.planned, place.buffer)
-                snapshot.begin_copy(done, state.source)
+                snapshot.begin_copy(self._start_copy(state.planned, place.buffer))
                 snapshot.move_to(place)
                 return
             await snapshot.copied()

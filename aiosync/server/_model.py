@@ -15,14 +15,11 @@ from concurrent.futures import Executor
 from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, StaleVersion
-from aiosync.protocol import Inbox, Outcome, VersionClock
+from aiosync.protocol import Inbox, VersionClock
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, greet
 from aiosync.schemes._outgoing import Outgoing
-from aiosync.schemes._peer import Peer
 from aiosync.schemes._staging import Staged, Staging
-from aiosync.schemes._streaming import Streaming
-from aiosync.schemes._workers import Workers
-from aiosync.sender.snapshots import Snapshot
+from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server._saving import Saver, Unsaved
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports.base import Received, make_ack
@@ -59,12 +56,12 @@ class ServedModel:
         self.strategy = strategy
         self.updated_at: float | None = None  # seconds since the Unix epoch
         self.versions = 0  # complete ones that came
-        self.workers = Workers(
+        self.workers = WorkerRegistry(
             model_id=model_id,
             strategy=strategy,
             num_workers=None,
             clock=VersionClock(),
-            on_outcomes=_ignore,
+            on_outcome=lambda _, outcome: False,
             on_crash=on_crash,
             streaming=streaming,
         )
@@ -104,7 +101,7 @@ class ServedModel:
     def is_unused(self) -> bool:
         """Whether there is no version, not even on its way to the disk, no trainer, no worker."""
         workers = self.workers
-        anybody = self._trainer is not None or workers.peers or workers._arriving
+        anybody = self._trainer is not None or workers.links or workers.arriving
         saving = self._saver is not None and self._saver.is_busy
         return not anybody and self.newest is None and not saving
 
@@ -126,15 +123,15 @@ class ServedModel:
         workers = self.workers
         if epoch != workers.clock.epoch:
             workers.clock = VersionClock(epoch)
-            workers.latest.clear()
-            for peer in list(workers.peers.values()):
-                peer.begin_epoch(epoch)
-                if peer.wanted is not None:
-                    workers.waiting.add(peer)
-        workers.latest.add(None, snapshot)
-        for peer in list(workers.peers.values()):
-            if peer.subscribes and not peer.has(version):
-                peer.offer(snapshot)
+            workers.history.clear()
+            for link in workers.links.values():
+                link.begin_epoch(epoch)
+                if link.wanted is not None:
+                    workers.waiting.add(link)
+        workers.history.add(None, snapshot)
+        for link in workers.links.values():
+            if link.subscribes and not link.has(version):
+                link.offer(snapshot)
         workers.answer_all()
         self.updated_at = time.time()
 
@@ -188,7 +185,7 @@ class ServedModel:
             )
             # The two agree, or one of them takes any. What is served is not yet the trainer's.
             self._trainer_strategy = hello.strategy
-            self.workers.latest.parts = hello.parts
+            self.workers.history.parts = hello.parts
             if self.newest is None:
                 self.strategy = self.workers.strategy = hello.strategy
             self._staging.next_link(link)
@@ -258,7 +255,7 @@ class ServedModel:
     def _needed_before(self, unsaved: Unsaved) -> Sequence[Snapshot]:
         if self._here is None or self._here[0] != unsaved.update.epoch:
             return []
-        return self.workers.latest.needed_before(-1, unsaved.snapshot)
+        return self.workers.history.needed_before(-1, unsaved.snapshot)
 
     def _saved(self, unsaved: Unsaved) -> None:
         self._publish(unsaved.snapshot, unsaved.update)
@@ -311,19 +308,15 @@ class ServedModel:
             "workers": [
                 {
                     "worker_idx": idx,
-                    "name": peer.name,
-                    "pid": peer.pid,
-                    "version": peer.applied,
-                    "lag": 0 if newest is None else max(0, newest.version - peer.applied),
-                    "subscribes": peer.subscribes,
-                    "skipped": peer.outbox.skipped,
-                    "sent_nbytes": peer.sent_nbytes,
-                    "connected_seconds": round(peer.age, 3),
+                    "name": link.name,
+                    "pid": link.pid,
+                    "version": link.applied,
+                    "lag": 0 if newest is None else max(0, newest.version - link.applied),
+                    "subscribes": link.subscribes,
+                    "skipped": link.outbox.skipped,
+                    "sent_nbytes": 0 if link.stream is None else link.stream.sent_nbytes,
+                    "connected_seconds": round(link.age, 3),
                 }
-                for idx, peer in sorted(self.workers.peers.items())
+                for idx, link in self.workers.links.items()
             ],
         }
-
-
-def _ignore(peer: Peer, outcomes: Sequence[Outcome]) -> None:
-    """Nobody waits for workers of a server; the status shows what became of versions."""

@@ -26,7 +26,7 @@ from aiosync.errors import (
 from aiosync.protocol.indices import as_count
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import StreamListener
-from aiosync.schemes._streaming import Streaming
+from aiosync.sender import Streaming
 from aiosync.server._model import ServedModel
 from aiosync.server._store import WeightStore
 from aiosync.transports.credentials import TLS, Credentials

@@ -1,7 +1,6 @@
-"""Weights that are sent from the tensors themselves, and then wanted by who reads shared memory.
+"""Weights that are wanted by who reads shared memory after they were sent to somebody else.
 
-The scheme of RPC does so where all workers are elsewhere. Each worker knows the address here, so
-RPC only has to seem to be there.
+Workers of the scheme of RPC know the address here, so RPC only has to seem to be there.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import aiosync
+from aiosync.sender import Snapshot, SnapshotCopier, snapshots
 from aiosync.tensors import Flattener
 from aiosync.testing import FaultProxy
 from aiosync.transports import SharedMemTransport
@@ -141,6 +142,92 @@ async def test_without_room_for_its_page_a_worker_comes_again(
         stage.proxy.resume()
         assert (await stage.sender.send(stage.source)).acked == {0, 1, 2}
         await stage.everybody_has([first, second], 2)
+
+
+# -- what was left in the tensors, as over Ray --------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def borrowed(source: nn.Module) -> AsyncIterator[tuple[SnapshotCopier, Snapshot]]:
+    """What was sent from the tensors themselves."""
+    models.fill(source, 1.0)
+    copier = SnapshotCopier(snapshots.Arena(), "state_dict")
+    try:
+        snapshot = await copier.take(copier.prepare(source), "borrow")
+        yield copier, snapshot
+        snapshot.release()
+        assert copier.arena is not None
+        assert copier.arena.num_left == copier.arena.num_slots  # nobody keeps one
+    finally:
+        await copier.aclose()
+
+
+def holds(snapshot: Snapshot, value: float) -> bool:
+    [payload] = snapshot.views(0, snapshot.nbytes)
+    return bool((torch.frombuffer(payload, dtype=torch.float32) == value).all())
+
+
+@pytest.mark.parametrize("when", ["before it is copied", "while it is copied", "afterwards"])
+async def test_one_copy_serves_all(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, begun, going = [], threading.Event(), threading.Event()
+    copy_into = Flattener.copy_into
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        copies.append(args)
+        begun.set()
+        assert going.wait(PATIENCE)
+        copy_into(*args, **kwargs)
+
+    source = large()
+    async with borrowed(source) as (copier, snapshot):
+        monkeypatch.setattr(Flattener, "copy_into", held)
+        calls = [copier.copy(snapshot), copier.bring(snapshot), copier.bring(snapshot)]
+        if when == "before it is copied":
+            calls.append(calls.pop(0))
+        first = asyncio.ensure_future(calls.pop(0))
+        if when == "afterwards":
+            going.set()
+            await first
+        else:
+            await asyncio.to_thread(begun.wait, PATIENCE)
+        others = asyncio.gather(*calls)
+        await asyncio.sleep(0.01)
+        going.set()
+        await asyncio.gather(first, others)
+        models.fill(source, -9.0)  # the caller's again
+        assert len(copies) == 1
+        assert snapshot.slot is not None
+        assert holds(snapshot, 1.0)
+
+
+async def test_who_leaves_while_it_is_brought_takes_nothing_along() -> None:
+    for turns in range(8):
+        source = large()
+        async with borrowed(source) as (copier, snapshot):
+            bringing = asyncio.ensure_future(copier.bring(snapshot))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            bringing.cancel()
+            await asyncio.wait({bringing})
+            await asyncio.gather(copier.copy(snapshot), copier.bring(snapshot))
+            models.fill(source, -9.0)
+            assert holds(snapshot, 1.0)
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
+async def test_without_room_that_fails_and_the_next_time_works(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with borrowed(large()) as (copier, snapshot):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fails)
+            with pytest.raises(aiosync.LocalProtocolError, match="no memory for a copy"):
+                await copier.bring(snapshot)
+        await copier.bring(snapshot)
+        assert holds(snapshot, 1.0)
 
 
 # -- where slots are taken at once -------------------------------------------------------------

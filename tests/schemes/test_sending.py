@@ -285,3 +285,21 @@ async def test_weights_that_are_assigned_take_the_place_of_the_model(make: Any) 
         scheme.weights = {"weight": torch.ones(2)}
         assert scheme.model is None
         assert set(scheme.weights) == {"weight"}
+
+
+async def test_workers_under_new_indices_do_not_add_up() -> None:
+    """A trainer whose workers come and go for weeks names the last ones that went."""
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    init = {"model": models.linear(1.0), "num_workers": None}
+    async with harness.here(scheme, models.linear(), sender=init) as (sender, _):
+        for idx in range(1, 101):
+            async with harness.twin(sender) as worker:
+                worker.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=idx)
+                await worker.connect(timeout=harness.PATIENCE)
+            await harness.until(lambda: len(sender.worker_versions) == 1)
+            with pytest.raises(aiosync.PartialSyncError):
+                await sender.send()
+        report = await sender.send()
+        assert report.acked == {0}
+        assert {97, 98, 99, 100} <= report.lost.keys()
+        assert len(report.lost) < 80

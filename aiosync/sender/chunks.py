@@ -1,4 +1,4 @@
-"""The sender's half of a link whose payloads travel in the stream: chunks, checksums, deadlines.
+"""Updates in chunks with checksums, over links whose payloads travel in the stream.
 
 A transfer that was cut goes on where it stopped, over the next link. Must not import torch.
 """
@@ -15,7 +15,7 @@ from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, RunningChecksum, Update, state_checksum
 
-__all__ = ["StreamWriter", "Streaming"]
+__all__ = ["ChunkWriter", "Streaming"]
 
 _NOWAIT_NBYTES = 65536
 
@@ -41,29 +41,30 @@ class Streaming:
         validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
 
 
-class StreamWriter:
+class ChunkWriter:
     """Writes updates to one worker's link, one at a time.
 
     Args:
         transport: The link.
         streaming: How.
-        epoch: Epoch of the updates.
         hello: What the worker said; it may have a part of an update already.
         on_stall: Called with the error when the worker does not answer.
+
+    Attributes:
+        sent_nbytes: Bytes of payloads that the link took.
+        resumed_nbytes: Those that did not have to be sent again.
     """
 
     def __init__(
         self,
         transport: Transport,
         streaming: Streaming,
-        epoch: int,
         hello: Hello,
         *,
         on_stall: Callable[[AiosyncError], None],
     ) -> None:
-        self.sent_nbytes: int = 0  # of payloads
-        self.resumed_nbytes: int = 0  # that did not have to be sent again
-        self.epoch: int = epoch
+        self.sent_nbytes: int = 0
+        self.resumed_nbytes: int = 0
         self._transport = transport
         self._streaming = streaming
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
@@ -72,47 +73,61 @@ class StreamWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = (0, 0)  # as it was seen last
 
-    # -- writing -------------------------------------------------------------------------------
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Another sender takes over; an update on its way goes on under its own epoch."""
-        self.epoch = epoch
-
-    def write_nowait(self, snapshot: Snapshot) -> bool:
+    def write_nowait(self, epoch: int, snapshot: Snapshot) -> bool:
         """Write a small update at once; False when nothing was written."""
-        if snapshot.nbytes > _NOWAIT_NBYTES or snapshot.nbytes > self._streaming.chunk_nbytes:
+        if snapshot.nbytes > min(_NOWAIT_NBYTES, self._streaming.chunk_nbytes):
             return False
-        plan = self._begin(snapshot)
-        update, payload = self._part(self.epoch, snapshot, plan, 0)
-        if self._transport.send_nowait(update, payload):
-            self.sent_nbytes += snapshot.nbytes
-            return True
-        self.answered()
-        return False
+        self.watch(snapshot.version)
+        update, payload = self._part(epoch, snapshot, self._plan(snapshot), 0)
+        if not self._transport.send_nowait(update, payload):
+            self.answered()
+            return False
+        self.sent_nbytes += snapshot.nbytes
+        return True
 
-    async def write(self, snapshot: Snapshot, epoch: int) -> None:
+    async def write(self, epoch: int, snapshot: Snapshot) -> None:
         """Write an update, from where the worker's part of it ends."""
-        plan = self._begin(snapshot)
-        first = 0
+        self.watch(snapshot.version)
+        plan, first = self._plan(snapshot), 0
         if self._partial[:2] == (epoch, snapshot.version):
             # The last chunk always travels: the values are with it.
             first = min(plan.index_at(self._partial[2]), plan.count - 1)
             self.resumed_nbytes += plan.span(first)[0]
         self._partial = (None, None, 0)
         for index in range(first):
-            _checksum_of(snapshot, plan, index)
+            _checksum(snapshot, index, snapshot.views(*plan.span(index)))
             await asyncio.sleep(0)  # looking at much memory must not hold the loop
         for index in range(first, plan.count):
             update, payload = self._part(epoch, snapshot, plan, index)
             await self._transport.send(update, payload)
             self.sent_nbytes += sum(view.nbytes for view in payload)
 
-    def _begin(self, snapshot: Snapshot) -> ChunkPlan:
-        self.watch(snapshot.version)
+    def _plan(self, snapshot: Snapshot) -> ChunkPlan:
         plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
         if len(snapshot.checksums) != plan.count:
             snapshot.checksums = [None] * plan.count
         return plan
+
+    def _part(
+        self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int
+    ) -> tuple[Update, list[memoryview]]:
+        views = snapshot.views(*plan.span(index))
+        checksum, state = _checksum(snapshot, index, views), None
+        digest, is_last = snapshot.layout.digest, index == plan.count - 1
+        if is_last and index:
+            state = state_checksum(digest, [each for each in snapshot.checksums if each])
+        update = Update(
+            epoch,
+            snapshot.version,
+            digest,
+            values=snapshot.values if is_last else {},
+            chunk=(index, plan.count) if plan.count > 1 else None,
+            checksum=checksum,
+            state=state,
+        )
+        return update, views
+
+    # -- the worker's answer -------------------------------------------------------------------
 
     def watch(self, version: int) -> None:
         """From now on the worker owes an answer to this update; its deadline runs."""
@@ -122,51 +137,30 @@ class StreamWriter:
             self._progress = self._progress_now()
             self._look_later(timeout)
 
-    def _part(
-        self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int
-    ) -> tuple[Update, list[memoryview]]:
-        own = _checksum_of(snapshot, plan, index)
-        chunk = (index, plan.count) if plan.count > 1 else None
-        digest, last = snapshot.layout.digest, index == plan.count - 1
-        sums = [each for each in snapshot.checksums if each is not None]
-        update = Update(
-            epoch,
-            snapshot.version,
-            digest,
-            values=snapshot.values if last else {},
-            chunk=chunk,
-            checksum=own,
-            state=state_checksum(digest, sums) if last and chunk else None,
-        )
-        return update, snapshot.views(*plan.span(index))
-
     def answered(self) -> None:
         """The worker has everything, or refused it."""
         self._owed = 0
 
     def close(self) -> None:
         """The link is gone."""
-        self.answered()
+        self._owed = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    # -- deadlines -----------------------------------------------------------------------------
-
-    def _look_later(self, seconds: float) -> None:
+    def _look_later(self, timeout: float) -> None:
         # Left to run when the answer comes: making a timer is as dear as a small send.
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._look, timeout)
 
     def _progress_now(self) -> tuple[int, int]:
         channel = self._transport.channel
         return 0 if channel is None else channel.written_nbytes, self._owed
 
-    def _look(self) -> None:
+    def _look(self, timeout: float) -> None:
         self._timer = None
-        timeout = self._streaming.stall_timeout
-        if not self._owed or timeout is None:
-            return
         progress = self._progress_now()
+        if not self._owed:
+            return
         if progress[0] > self._progress[0] or progress[1] != self._progress[1]:
             self._progress = progress
             self._look_later(timeout)
@@ -180,12 +174,12 @@ class StreamWriter:
         )
 
 
-def _checksum_of(snapshot: Snapshot, plan: ChunkPlan, index: int) -> bytes:
-    """Computed once for all workers."""
+def _checksum(snapshot: Snapshot, index: int, views: list[memoryview]) -> bytes:
+    """Of a chunk; computed once for all workers."""
     known = snapshot.checksums[index]
     if known is None:
         running = RunningChecksum()
-        for view in snapshot.views(*plan.span(index)):
+        for view in views:
             running.update(view)
         known = snapshot.checksums[index] = running.digest()
     return known

@@ -1,0 +1,667 @@
+"""The trainer's runtime: versions, sends and their deadlines, and what can be waited for.
+
+A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead one
+never delays another. Must not import the receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import select
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    SyncTimeout,
+    TransportClosed,
+)
+from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
+from aiosync.sender.chunks import Streaming
+from aiosync.sender.snapshots import Copying, Live, Planned, Snapshot, SnapshotCopier
+from aiosync.sender.worker_link import WorkerLink
+from aiosync.sender.workers import WorkerRegistry
+from aiosync.types import Require, SendReport
+
+__all__ = ["WeightSender"]
+
+_AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
+# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as
+# much as the whole round trip (docs/topics/design.md). Long enough for an answer that is
+# as quick as the last ones were; only briefly where those took longer than that.
+_LEAST_SECONDS, _MOST_SECONDS = 50e-6, 250e-6
+_TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
+_RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    """Who has answered to one version, who waits for that, and until when."""
+
+    tracker: SendTracker
+    future: asyncio.Future[SendReport]
+    started: float
+    nbytes: int
+    lost: Mapping[int, AiosyncError]  # before it began
+    borrowed: Sequence[Snapshot]  # whose bytes are still the caller's
+    timeout: float = math.inf
+    deadline: float = math.inf  # on the loop's clock
+
+    def time_out(self) -> None:
+        """Give up on the workers that have not answered."""
+        version = self.tracker.version
+        text = (
+            f"no answer to version {version} within {self.timeout:g} s; the worker may be busy, "
+            "stopped, without a model yet, or waiting for apply_pending()"
+        )
+        self.tracker.timed_out(lambda idx: AckTimeout(text, worker_ids=idx, version=version))
+
+
+class WeightSender:
+    """Sends versions of one model to its workers.
+
+    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop.
+
+    Args:
+        model_id: Which model.
+        strategy: Name of the strategy, compared in the handshake.
+        num_workers: How many workers are expected; ``None`` for any number.
+        expected: Indices of those that are waited for.
+        require: What counts as success of a send.
+        copier: Makes the snapshots.
+        clock: Draws the versions.
+        parts: Updates hold parts of the names.
+        streaming: How payloads travel over links that may damage or lose them.
+        borrows: Large payloads go out from the tensors themselves, which stay as they are until
+            ``send()`` returns; otherwise from a snapshot.
+            Not while a worker reads slots, which have to be filled for it anyway.
+        copies_ahead: Large payloads go out from a snapshot that is still being made.
+
+    Attributes:
+        require: As given; may change.
+        workers: Who is there, and who is not.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str,
+        strategy: str,
+        num_workers: int | None,
+        expected: Sequence[int],
+        require: Require,
+        copier: SnapshotCopier,
+        clock: VersionClock,
+        parts: bool = False,
+        streaming: Streaming | None = None,
+        borrows: bool = False,
+        copies_ahead: bool = False,
+    ) -> None:
+        self.require: Require = require
+        self.workers: WorkerRegistry = WorkerRegistry(
+            model_id=model_id,
+            strategy=strategy,
+            num_workers=num_workers,
+            expected=expected,
+            clock=clock,
+            parts=parts,
+            on_outcome=self._on_outcome,
+            on_crash=self._on_crash,
+            bring=copier.bring,
+            streaming=streaming,
+        )
+        self._copier = copier
+        copier.ring = lambda: self._ring_late(at_once=True)
+        self._clock = clock
+        self._borrows = borrows
+        self._copies_ahead = copies_ahead
+        self._loop = asyncio.get_running_loop()
+        self._sends: dict[int, _Send] = {}
+        self._copying = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None  # for all deadlines
+        self._timer_at = math.inf
+        self._recent = 0.0  # seconds that answers took lately
+        self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
+        self._bell: asyncio.TimerHandle | None = None
+        self._poll: select.epoll | None = None  # for what workers that read slots say
+        self._polled = -1  # changes among the workers until then
+
+    @property
+    def links(self) -> dict[int, WorkerLink]:
+        """The connected workers, by index."""
+        return self.workers.links
+
+    # -- connecting ----------------------------------------------------------------------------
+
+    async def connect(
+        self,
+        planned: Mapping[int | None, Planned],
+        *,
+        timeout: float | None,
+        processes: Sequence[Any] = (),
+    ) -> None:
+        """Send the initial weights to every worker that comes, and wait for those expected.
+
+        Raises:
+            ConnectTimeout: Some expected worker did not come in time.
+            PartialSyncError: A worker came, but could not apply the initial weights or died.
+        """
+        workers = self.workers
+        version = self._clock.next() if planned else 0
+        workers.initial = set(planned)
+        async with self._copying:  # a send that comes meanwhile has newer weights
+            for idx, plan in planned.items():
+                snapshot = await self._copier.take(plan)
+                snapshot.version = version
+                workers.initial.discard(idx)
+                workers.history.add(idx, snapshot)
+                for link in workers.subscribers:
+                    if idx in (None, link.idx):
+                        link.offer(snapshot)
+                workers.answer_all()
+        await workers.wait_until_joined(version, processes, timeout)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _targets(self, worker_ids: set[int] | None, planned: Collection[int | None]) -> set[int]:
+        """The workers that a send addresses; ``None`` in ``planned`` stands for all.
+
+        Raises:
+            ConfigError: A worker is named that never connected.
+        """
+        known, everybody = set(), set()
+        for idx, record in self.workers.records.items():
+            if record.link is not None or record.is_lost:
+                known.add(idx)
+                if record.link.subscribes if record.link else not record.reported:
+                    everybody.add(idx)
+        if worker_ids is None:
+            return everybody if None in planned else everybody.intersection(planned)
+        for idx in sorted(worker_ids - known):
+            listed = ", ".join(map(str, sorted(known))) or "none"
+            raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
+        return worker_ids
+
+    async def send(
+        self,
+        planned: Mapping[int | None, Planned],
+        worker_ids: set[int] | None,
+        timeout: float | None,
+    ) -> SendReport:
+        """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
+        started = time.perf_counter()
+        quiet = self.is_quiet()
+        if self._poll is not None and (
+            not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
+        ):
+            # Workers come and go on this loop, also where sends leave it no time: what came by now
+            # is looked at in the first turn, and what that means in the second.
+            turned = self._loop.create_future()
+            self._loop.call_soon(self._loop.call_soon, _settle_future, turned)
+            await turned
+        report = self.publish(planned, worker_ids, started)
+        if report is not None:
+            self.tell()
+            if not self._asked_at:
+                self._asked_at = started
+                self._loop.call_soon(self._note_turn)
+            return report
+        targets = self._targets(worker_ids, planned)
+        if worker_ids is not None and not targets:
+            return self._to_nobody(started)
+        # The usual case, small weights and memory that is free, without any await.
+        snapshots: dict[int | None, Snapshot] = {}
+        if len(planned) == 1 and not self._copying.locked():
+            [(key, plan)] = planned.items()
+            snapshot = self._copier.take_free(plan)
+            if snapshot is not None:
+                snapshots[key] = snapshot
+        if not snapshots:
+            async with self._copying:
+                self.workers.check()  # it may have been closed meanwhile
+                snapshots = await self._take(planned)
+                self.workers.check()
+                targets = self._targets(worker_ids, planned)  # somebody may have joined meanwhile
+        send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        if not send.future.done():
+            if send.nbytes <= _AWAKE_NBYTES:
+                quick = self._recent < 2 * _MOST_SECONDS
+                now = time.perf_counter()
+                self._stay_awake(send.future, now + (_MOST_SECONDS if quick else _LEAST_SECONDS))
+            self._limit(send, timeout)
+        try:
+            if send.future.done():
+                await asyncio.sleep(0)  # workers come on this loop, also where it only sends
+            report = await send.future
+        except asyncio.CancelledError:
+            # The transfer goes on; a worker that fails is reported by the next send.
+            if send.future.done() and not send.future.cancelled():
+                send.future.exception()  # seen by nobody, on purpose
+            raise
+        finally:
+            if send.borrowed:
+                await self._copy(send.borrowed)
+        self._recent += (report.elapsed - self._recent) / 8
+        return report
+
+    def send_nowait(
+        self,
+        planned: Mapping[int | None, Planned],
+        worker_ids: set[int] | None,
+        timeout: float | None,
+    ) -> tuple[int, asyncio.Future[SendReport]]:
+        """Snapshot now and send in the background. See ``WeightSyncScheme.send_nowait``.
+
+        Returns:
+            The version, and what becomes of it.
+        """
+        started = time.perf_counter()
+        self.workers.check()
+        if self.workers.initial:
+            raise LocalProtocolError(
+                "send_nowait(): connect() is still copying the initial weights: use `await "
+                "send()`, or call it after connect()"
+            )
+        targets = self._targets(worker_ids, planned)
+        report = self.publish(planned, worker_ids, started)
+        if report is not None:
+            self.tell()
+        elif worker_ids is not None and not targets:
+            report = self._to_nobody(started)
+        if report is not None:
+            seen = self._loop.create_future()
+            seen.set_result(report)
+            return report.version, seen
+        snapshots = {key: self._copier.take_nowait(plan) for key, plan in planned.items()}
+        send = self._dispatch(snapshots, targets, worker_ids is None, started)
+        self._limit(send, timeout)
+        return send.tracker.version, send.future
+
+    def keep_for(self, idx: int, plan: Planned, version: int) -> None:
+        """Copy now what a worker gets that is to come."""
+        snapshot = self._copier.take_nowait(plan)
+        snapshot.version = version
+        self.workers.history.add(idx, snapshot)
+
+    def _to_nobody(self, started: float) -> SendReport:
+        # A list of workers that is empty: no version is drawn that nobody would ever have.
+        elapsed = time.perf_counter() - started
+        return SendReport(self._clock.epoch, self._clock.current, frozenset(), elapsed=elapsed)
+
+    async def _take(self, planned: Mapping[int | None, Planned]) -> dict[int | None, Snapshot]:
+        snapshots = {}
+        links = self.workers.links.values()
+        how: Literal["copy", "borrow", "copy ahead"] = "copy"
+        if self._borrows and not any(link.publisher for link in links):
+            # Links that carry bytes take them from the tensors, which must not change meanwhile.
+            how = "borrow"
+        follows = any(link.transport.follows_copies_above is not None for link in links)
+        if self._copies_ahead and len(planned) == 1 and follows:
+            how = "copy ahead"
+        try:
+            for key, plan in planned.items():
+                snapshots[key] = await self._copier.take(plan, how)
+        except BaseException:  # goes on to the caller of send()
+            for snapshot in snapshots.values():
+                snapshot.release()
+            raise
+        return snapshots
+
+    async def _copy(self, borrowed: Sequence[Snapshot]) -> None:
+        """Copy what belongs to the caller, for who joins later or is not done: all of it."""
+        first: BaseException | None = None
+        for snapshot in borrowed:
+            try:
+                await self._copier.copy(snapshot)
+            except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
+                first = first or exc
+            snapshot.release()
+        if first is not None:
+            raise first
+
+    def publish(
+        self,
+        planned: Mapping[int | None, Planned],
+        worker_ids: set[int] | None,
+        started: float,
+    ) -> SendReport | None:
+        """Name an update to workers that look for themselves, which is all that they need.
+
+        :meth:`tell` has to follow. Waits for nobody, and does nothing with the loop. A signal's
+        handler may raise at any step: then some workers may have the version, and nothing else is
+        wrong.
+
+        Returns:
+            ``None``, with nothing done, if any worker has to be told, or something else to be said.
+        """
+        workers, plan = self.workers, planned.get(None)
+        if workers.has_ended:
+            workers.check()
+        if self._copier.arena is None or plan is None or plan.prepared.values:
+            return None
+        if workers.initial or self._copying.locked():
+            return None
+        digest = plan.prepared.layout.digest
+        links: dict[int, WorkerLink] = {}
+        lost: dict[int, AiosyncError] = {}
+        for idx, record in workers.records.items():
+            link = record.link
+            if link is None:
+                if record.error is not None and record.subscribes:
+                    lost[idx] = record.error
+                if record.reported and (worker_ids is None or idx not in worker_ids):
+                    continue
+                return None
+            if idx in worker_ids if worker_ids is not None else link.subscribes:
+                if not record.reported or not link.looks_for(digest):
+                    return None
+                links[idx] = link
+        if not links or (worker_ids is not None and len(links) < len(worker_ids)):
+            return None
+        snapshot = self._copier.take_free(plan)
+        if snapshot is None:
+            return None
+        slot = snapshot.slot
+        for link in links.values():
+            publisher = link.publisher
+            if not slot or not publisher or slot.segment.segment_id not in publisher.announced:
+                snapshot.release()
+                return None
+        snapshot.version = version = self._clock.next()
+        for link in links.values():
+            link.see(snapshot)
+        if worker_ids is None:
+            workers.history.add(None, snapshot)
+        else:
+            for idx in links:
+                workers.history.add(idx, snapshot.retain())
+            snapshot.release()
+        return SendReport(
+            self._clock.epoch,
+            version,
+            frozenset(links),
+            lost=lost,
+            elapsed=time.perf_counter() - started,
+            nbytes=snapshot.nbytes,
+        )
+
+    def _dispatch(
+        self,
+        snapshots: Mapping[int | None, Snapshot],
+        targets: set[int],
+        everybody: bool,
+        started: float,
+    ) -> _Send:
+        workers, version = self.workers, self._clock.next()
+        borrowed, nbytes = [], 0
+        for snapshot in snapshots.values():
+            snapshot.version = version
+            nbytes += snapshot.nbytes
+            if isinstance(snapshot.state, Live | Copying):
+                borrowed.append(snapshot.retain())
+        tracker, lost = SendTracker(version, targets, self.require), dict[int, AiosyncError]()
+        send = _Send(tracker, self._loop.create_future(), started, nbytes, lost, borrowed)
+        self._sends[version] = send
+        for idx, record in sorted(workers.records.items()):
+            link, mine = record.link, snapshots.get(idx) or snapshots.get(None)
+            if idx not in targets:
+                if link is None and record.error is not None and record.subscribes:
+                    lost[idx] = record.error
+                continue
+            if link is None or mine is None:
+                error = record.error or ConfigError(f"no weights were given for worker {idx}")
+                tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
+            elif mine.slot is not None and link.can_see(mine):
+                link.see(mine)
+                tracker.resolve(idx, Outcome(version, OutcomeKind.APPLIED))
+            else:
+                link.offer(mine)
+            if not everybody and mine is not None:
+                workers.history.add(idx, mine.retain())  # also for one that is to come again
+        # Workers are busy with it from here on: the rest costs the sender no time.
+        for key, snapshot in snapshots.items():
+            if everybody:
+                workers.history.add(key, snapshot)
+            else:
+                snapshot.release()
+        self.tell()
+        if not tracker.waiting:
+            self._settle(send)
+        return send
+
+    # -- what becomes of sends -----------------------------------------------------------------
+
+    def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
+        send = self._sends.get(outcome.version)
+        if send is not None and send.tracker.resolve(idx, outcome):
+            self._settle(send)
+        return send is not None
+
+    def _settle(self, send: _Send) -> None:
+        tracker, workers = send.tracker, self.workers
+        if not tracker.settled or self._sends.get(tracker.version) is not send:
+            return
+        del self._sends[tracker.version]
+        if send.future.done():
+            return  # cancelled: nobody was told who failed, so the next send says it
+        untold = {}
+        for idx, record in workers.records.items():
+            if idx in tracker.failed:
+                record.reported = True
+            elif record.error is not None and not record.reported and record.link is not None:
+                untold[idx] = record.error
+        if not tracker.workers and send.lost and not workers.links:
+            send.future.set_exception(PartialSyncError(failed=send.lost, version=tracker.version))
+            return
+        elapsed = time.perf_counter() - send.started
+        try:
+            report = tracker.result(elapsed, send.nbytes, self._clock.epoch, send.lost, untold)
+        except PartialSyncError as exc:
+            if not workers.closed:
+                send.future.set_exception(exc)
+                return
+            closed = TransportClosed(
+                f"this scheme was closed while version {tracker.version} was under way"
+            )
+            closed.__cause__ = exc
+            send.future.set_exception(closed)
+            send.future.exception()  # whoever closed this knows it, where nobody waits
+            return
+        for idx in report.failed.keys() & untold.keys():
+            workers.record(idx).reported = True
+        send.future.set_result(report)
+
+    def _on_crash(self, error: BaseException) -> None:
+        for send in list(self._sends.values()):
+            if not send.future.done():
+                send.future.set_exception(error)
+        self._sends.clear()
+
+    def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
+        # A callback that is always ready keeps the loop from sleeping.
+        if not future.done() and time.perf_counter() < until:
+            self._loop.call_soon(self._stay_awake, future, until)
+
+    def _limit(self, send: _Send, timeout: float | None) -> None:
+        """Give up on the workers that have not answered ``timeout`` seconds after the start."""
+        if timeout is not None and not send.future.done():
+            send.timeout = timeout
+            send.deadline = self._loop.time() + timeout - (time.perf_counter() - send.started)
+            # The timer is left to run when a send ends: making one is as dear as a small send.
+            if send.deadline < self._timer_at:
+                self._call_at(send.deadline)
+
+    def _call_at(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = self._loop.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        now = self._loop.time()
+        for send in list(self._sends.values()):
+            if send.deadline <= now:
+                send.time_out()
+                self._settle(send)
+        deadline = min((send.deadline for send in self._sends.values()), default=math.inf)
+        if deadline < math.inf:
+            self._call_at(deadline)
+
+    # -- workers that look for themselves ------------------------------------------------------
+
+    def is_quiet(self) -> bool:
+        """Whether there are workers that read slots, and none of them said something or ended."""
+        if self._polled != self.workers.num_changes:
+            self._polled = self.workers.num_changes
+            fds = [fd for link in self.workers.links.values() for fd in link.watched]
+            if self._poll is not None:
+                self._poll.close()
+            self._poll = poll = select.epoll() if fds else None
+            if poll is not None:
+                for fd in fds:
+                    poll.register(fd, select.EPOLLIN)
+        return self._poll is not None and not self._poll.poll(0)
+
+    def has_to_tell(self) -> bool:
+        """Whether :meth:`tell` has something to do."""
+        return (
+            self._bell is None
+            or bool(self.workers.waiting)
+            or self.workers.changed.is_waited_for
+            or any(each.publisher and each.publisher.bell for each in self.workers.links.values())
+        )
+
+    def tell(self) -> None:
+        """Tell those who wait for a version that there is one, and look later who took it."""
+        workers = self.workers
+        if workers.waiting:
+            workers.answer_all()
+        workers.changed.notify()
+        for record in list(workers.records.values()):
+            link = record.link
+            if link is not None and link.publisher is not None and link.publisher.bell:
+                if link.is_behind:
+                    link.ring()
+        if self._bell is None and self._copier.arena is not None:
+            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
+
+    def _note_turn(self) -> None:
+        self._asked_at = 0.0
+
+    def _ring_late(self, *, at_once: bool = False) -> None:
+        """Ring workers that have not looked since they were named an update.
+
+        One that does not compute follows all the same, and gives its slot back.
+        """
+        now = self._loop.time()
+        if not at_once:
+            self._bell = None
+        if self.workers.closed:
+            return
+        late = False
+        for link in self.workers.links.values():
+            if at_once and link.is_behind:
+                link.ring()
+            late |= link.ring_if_behind(now, *_RING_SECONDS)
+        if late and self._bell is None:
+            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
+
+    # -- waiting for workers -------------------------------------------------------------------
+
+    async def wait_for(
+        self, version: int, *, staged: bool = False, timeout: float | None, late: SyncTimeout
+    ) -> int:
+        """Wait until every subscriber has applied at least ``version``.
+
+        Args:
+            version: The version.
+            staged: It is enough if all of it is there.
+            timeout: Seconds.
+            late: Raised after them.
+
+        Returns:
+            What the slowest one has.
+
+        Raises:
+            PartialSyncError: A worker refused it, and has nothing newer on its way; or, with
+                ``staged``, went before it had it.
+        """
+
+        def found() -> dict[int, int]:
+            links = self.workers.subscribers
+            return {each.idx: each.received_version if staged else each.visible for each in links}
+
+        def reached() -> bool:
+            versions, failed = found(), {}
+            acked = [idx for idx, each in versions.items() if each >= version]
+            for idx, record in self.workers.records.items():
+                error = None if idx in acked else record.failure(version)
+                # What is on its way to a worker that refused one may be what is waited for.
+                there = record.link is not None and record.link.outbox.is_idle
+                if error is not None and record.subscribes and (staged or there):
+                    failed[idx] = error
+            if failed:
+                raise PartialSyncError(acked=acked, failed=failed, version=version)
+            # With nobody there, nobody has it: who comes later gets it.
+            return bool(versions) and len(acked) == len(versions)
+
+        await self.wait_until(reached, timeout=timeout, late=late)
+        # Somebody may have come or gone since.
+        return max(version, min(found().values(), default=version))
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+    ) -> None:
+        """Wait for something that workers change."""
+        self.workers.check()
+        if condition():
+            await asyncio.sleep(0)  # answers come on this loop, also where nobody has to wait
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    await self.workers.changed.wait()
+                    self.workers.check()
+        except TimeoutError as exc:
+            raise late from exc
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self.workers.end()
+        for timer in (self._timer, self._bell):
+            if timer is not None:
+                timer.cancel()
+        if self._poll is not None:
+            self._poll.close()
+
+    async def aclose(self) -> None:
+        """Close every link; sends under way fail with ``TransportClosed``. Bounded."""
+        if self.workers.closed:
+            return
+        self._end()
+        try:
+            await self.workers.tasks.aclose()
+        finally:
+            await self._copier.aclose()
+
+    def abort(self) -> None:
+        """The same from synchronous code, without waiting for the tasks."""
+        if self.workers.closed:
+            return
+        self._end()
+        self.workers.tasks.abort()
+        self._copier.close()
+
+
+def _settle_future(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,438 @@
+"""The sender's side of one link: what the worker has, what is on its way, and its two flows.
+
+Writing happens at once where the link takes it and in a task where it does not; a second task
+reads the acknowledgements. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiosync._tasks import TaskOwner
+from aiosync.errors import (
+    AiosyncError,
+    LocalProtocolError,
+    PeerClosed,
+    RemoteProtocolError,
+    TransportClosed,
+)
+from aiosync.protocol import Outbox, Outcome
+from aiosync.sender.chunks import ChunkWriter, Streaming
+from aiosync.sender.history import lacking
+from aiosync.sender.snapshots import FILLED, Copying, Snapshot
+from aiosync.transports._link import without_frames
+from aiosync.transports.base import Received, Transport
+from aiosync.transports.data_plane import SharedPayload
+from aiosync.transports.shared_memory import SlotPublisher, can_lock
+from aiosync.types import AckStatus
+from aiosync.wire import (
+    Ack,
+    Current,
+    Fetch,
+    Hello,
+    ManifestMessage,
+    Promise,
+    Refuse,
+    Take,
+    Update,
+)
+
+__all__ = ["WorkerLink"]
+
+
+class WorkerLink:
+    """One connected worker, as the sender sees it.
+
+    Args:
+        idx: Index of the worker.
+        transport: The link; closed by the owner of this.
+        epoch: Epoch of the sender.
+        hello: What the worker said about itself.
+        streaming: How payloads travel in the stream of a link that may damage or lose them;
+            ``None`` where they go whole and unchecked.
+        tasks: Owner of the link's tasks.
+        on_outcomes: Told what became of versions, and of each answer.
+        on_lost: Told once, when the link ends.
+        on_fetch: Told when the worker asks for a version, see :attr:`wanted`.
+        bring: Brings a snapshot's bytes to where workers read them that do so in place.
+
+    Attributes:
+        idx: As given.
+        transport: As given.
+        epoch: Of the sender now.
+        pid: The worker's process, as it said.
+        has_target: Whether the worker had something to apply updates to.
+        subscribes: Whether it gets every update, and not only what it asks for.
+        wanted: The least version that it asked for, until that is answered.
+        outbox: What is on its way.
+        received_version: Newest version that is complete there, applied or not.
+        stream: Writes payloads in chunks; ``None`` where they go whole.
+        publisher: Names slots to a worker that reads updates in place; ``None`` for others.
+    """
+
+    def __init__(
+        self,
+        idx: int,
+        transport: Transport,
+        *,
+        epoch: int,
+        hello: Hello,
+        streaming: Streaming | None,
+        tasks: TaskOwner,
+        on_outcomes: Callable[[WorkerLink, Sequence[Outcome]], None],
+        on_lost: Callable[[WorkerLink, AiosyncError], None],
+        on_fetch: Callable[[WorkerLink], None],
+        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
+    ) -> None:
+        self.idx: int = idx
+        self.transport: Transport = transport
+        self.epoch: int = epoch
+        self.pid: int = hello.pid
+        self.has_target: bool = hello.has_target
+        self.subscribes: bool = hello.subscribe
+        self.wanted: int | None = None
+        self.outbox: Outbox = Outbox(epoch, worker_idx=idx)
+        if hello.epoch == epoch and hello.version:
+            self.outbox.start_at(hello.version)
+        self.received_version: int = self.outbox.applied
+        self.stream: ChunkWriter | None = None
+        self.publisher: SlotPublisher | None = None
+        self._channel = channel = transport.channel
+        if channel is not None and transport.capabilities.cross_host:
+            channel.refuse_payloads()  # a worker has little to say
+        transport.take_segments(False)
+        if hello.slots and can_lock():
+            self.publisher = transport.publisher
+        if streaming is not None and transport.slots is None:
+            self.stream = ChunkWriter(transport, streaming, hello, on_stall=self.lose)
+        self._since = time.monotonic()
+        self._tasks = tasks
+        self._on_outcomes = on_outcomes
+        self._on_lost = on_lost
+        self._on_fetch = on_fetch
+        self._bring = bring
+        self._snapshots: dict[int, Snapshot] = {}  # that wait for the link, by version
+        self._covers: Snapshot | None = None  # holds every name of what the link took
+        self._word: Current | None = None  # to be said when the link is free
+        self._digest: bytes | None = None  # of the manifest that the worker has
+        self._writing = False
+        self._lost = False
+        # When to ring it next, what it held when it was rung, and the pause; 0.0: it is not behind.
+        self._ring = (0.0, 0, 0.0)
+
+    def start(self) -> None:
+        """Begin to read acknowledgements."""
+        self._tasks.start(self._read(), f"aiosync acks of worker {self.idx}")
+
+    # -- what is known of the worker -----------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """How errors call the worker: its address, or its process."""
+        return f"worker {self.idx}" if self._channel is None else self._channel.name
+
+    @property
+    def watched(self) -> list[int]:
+        """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
+        channel = self._channel
+        if self.publisher is None or channel is None or channel.ended:
+            return []
+        return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
+
+    @property
+    def age(self) -> float:
+        """Seconds since its handshake."""
+        return time.monotonic() - self._since
+
+    @property
+    def applied(self) -> int:
+        """Newest version that the worker has taken, as far as it is known; 0 for none."""
+        return max(self.outbox.applied, 0 if self.publisher is None else self.publisher.holds)
+
+    @property
+    def visible(self) -> int:
+        """Version that the worker uses from now on, or has; 0 for none."""
+        return max(self.outbox.applied, self.outbox.visible)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the worker has not taken yet what it was named without a message."""
+        return self.publisher is not None and self.publisher.holds < self.outbox.visible
+
+    def has(self, version: int) -> bool:
+        """Whether the worker has this version, or it is on its way."""
+        return self.outbox.newest >= version
+
+    # -- updates by message --------------------------------------------------------------------
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Make ``snapshot`` the next update of this worker; the newest wins.
+
+        One that lacks a part of what is under way comes after that instead.
+        """
+        covers, outbox = self._covers, self.outbox
+        if covers is not None and (outbox.in_flight or outbox.pending is not None):
+            waiting = [each for each in self._snapshots.values() if each is not covers]
+            if waiting or not covers.holds_same(snapshot):
+                needed = lacking(waiting, snapshot.names)
+                if needed or not covers.names <= snapshot.names:
+                    self._snapshots[snapshot.version] = snapshot.retain()
+                    kept = {each.version for each in needed}
+                    self._settle(outbox.offer_after(snapshot.version, kept))
+                    return
+        self._covers = snapshot
+        if not (self._writing or self._lost) and outbox.offer_and_take(snapshot.version):
+            self._send(snapshot.retain())
+            return
+        self._snapshots[snapshot.version] = snapshot.retain()
+        self._settle(outbox.offer(snapshot.version))
+        self._pump()
+
+    def say(self, message: Current) -> None:
+        """Send a word between two updates, in the background where the link is busy."""
+        try:
+            if self._lost or self.transport.send_nowait(message):
+                return
+        except AiosyncError as exc:
+            self.lose(exc)
+            return
+        self._word = message  # the newest says it all, however often a worker asks
+        self._pump()
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            snapshot = self._snapshots.pop(outcome.version, None)
+            if snapshot is not None:
+                snapshot.release()
+        if outcomes:
+            self._on_outcomes(self, outcomes)
+
+    def _pump(self) -> None:
+        if self._writing or self._lost:
+            return
+        if self._word is not None:
+            self._write_soon(None)
+        elif self.outbox.can_take:
+            self._covers = snapshot = self._snapshots.pop(self.outbox.take())
+            self._send(snapshot)
+
+    def _send(self, snapshot: Snapshot) -> None:
+        """Write now, or in the background; takes over a reference."""
+        try:
+            taken = self._write_now(snapshot)
+        except AiosyncError as exc:
+            snapshot.release()
+            self._failed(snapshot.version, exc, self.epoch)
+            self._pump()  # what waited for it
+            return
+        if taken:
+            snapshot.release()
+        else:
+            self._write_soon(snapshot)
+
+    def _write_now(self, snapshot: Snapshot) -> bool:
+        publisher, digest = self.publisher, snapshot.layout.digest
+        by_word = publisher is not None and not snapshot.values
+        if isinstance(snapshot.state, Copying) or (publisher and snapshot.state is not FILLED):
+            return False  # readers would see what is half full
+        if by_word and snapshot.slot is None:
+            return False  # it is brought there first
+        if digest != self._digest:
+            if not self.transport.send_nowait(ManifestMessage(snapshot.layout.manifest)):
+                return False
+            self._digest = digest
+        if self.stream is not None:
+            return self.stream.write_nowait(self.epoch, snapshot)
+        if publisher is None or not by_word or snapshot.slot is None:
+            return self.transport.send_nowait(self._update(snapshot), self._payload(snapshot))
+        if not publisher.announce_nowait(snapshot.slot):
+            return False
+        snapshot.slot.seal(snapshot.version, digest, snapshot.nbytes)
+        publisher.store(snapshot.slot, snapshot.version)
+        return self.transport.send_nowait(Take(self.epoch, snapshot.version))
+
+    def _write_soon(self, snapshot: Snapshot | None) -> None:
+        self._writing = True
+        # The epoch of now: another sender may take over before the task begins.
+        self._tasks.start(self._write(snapshot, self.epoch), f"aiosync send to worker {self.idx}")
+
+    async def _write(self, snapshot: Snapshot | None, epoch: int) -> None:
+        try:
+            while self._word is not None:
+                word, self._word = self._word, None
+                await self.transport.send(word)
+            if snapshot is not None:
+                await self._write_update(snapshot, epoch)
+        except AiosyncError as exc:
+            self._failed(0 if snapshot is None else snapshot.version, exc, epoch)
+        finally:
+            if snapshot is not None:
+                snapshot.release()
+            self._writing = False
+        self._pump()
+
+    async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
+        if self.stream is not None:
+            self.stream.watch(snapshot.version)  # the manifest may be stuck, too
+        if snapshot.layout.digest != self._digest:
+            await self.transport.send(ManifestMessage(snapshot.layout.manifest))
+            self._digest = snapshot.layout.digest
+        above = self.transport.follows_copies_above
+        if self.publisher is not None and self._bring is not None:
+            await self._bring(snapshot)
+        elif above is None or snapshot.nbytes <= above:
+            await snapshot.copied()
+        if self.stream is not None:
+            await self.stream.write(epoch, snapshot)
+        elif self.publisher is not None and snapshot.slot is not None and not snapshot.values:
+            await self.publisher.announce(snapshot.slot)
+            snapshot.slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
+            self.publisher.store(snapshot.slot, snapshot.version)
+            await self.transport.send(Take(epoch, snapshot.version))
+        else:
+            await self.transport.send(self._update(snapshot, epoch), self._payload(snapshot))
+
+    def _update(self, snapshot: Snapshot, epoch: int | None = None) -> Update:
+        digest, values = snapshot.layout.digest, snapshot.values
+        return Update(epoch or self.epoch, snapshot.version, digest, values=values)
+
+    @staticmethod
+    def _payload(snapshot: Snapshot) -> list[memoryview]:
+        return SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.memo)
+
+    def _failed(self, version: int, error: AiosyncError, epoch: int) -> None:
+        if not isinstance(error, LocalProtocolError):
+            self.lose(error)
+        elif epoch == self.epoch and version in self.outbox.in_flight:
+            # It cannot be said, and the link is as it was.
+            if not self.outbox.window_open:  # else the worker has answered all the same
+                outcomes = self.outbox.give_up(version, without_frames(error))
+                if self.stream is not None:
+                    self.stream.answered()
+                self._settle(outcomes)
+
+    # -- what the worker sees without being told -----------------------------------------------
+
+    def looks_for(self, digest: bytes) -> bool:
+        """Whether the worker takes updates of this manifest, once named, before it computes again.
+
+        Not while others are on their way to it: their answers come in order.
+        """
+        publisher, outbox = self.publisher, self.outbox
+        return (
+            publisher is not None
+            and publisher.promised == digest
+            and not (self._lost or self._writing)
+            and not (self._channel and self._channel.ended)  # which the loop is about to see
+            and outbox.pending is None
+            and not outbox.in_flight
+        )
+
+    def can_see(self, snapshot: Snapshot) -> bool:
+        """Whether nothing but naming this update is needed: it is in a slot that is known there."""
+        slot, publisher = snapshot.slot, self.publisher
+        return (
+            slot is not None
+            and publisher is not None
+            and slot.segment.segment_id in publisher.announced
+            and snapshot.state is FILLED
+            and not snapshot.values
+            and self.looks_for(snapshot.layout.digest)
+        )
+
+    def see(self, snapshot: Snapshot) -> None:
+        """Name an update to the worker, which promised to look: it counts as applied."""
+        publisher, slot = self.publisher, snapshot.slot
+        assert publisher is not None
+        assert slot is not None
+        if slot.locked:
+            slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
+        publisher.store(slot, snapshot.version)
+        self.outbox.seen(snapshot.version)
+        self.received_version = snapshot.version
+
+    def ring(self) -> None:
+        """Have the worker look now. What the link does not take is not said."""
+        try:
+            self.transport.send_nowait(Take(self.epoch, 0))
+        except AiosyncError as exc:
+            self.lose(exc)
+
+    def ring_if_behind(self, now: float, first: float, longest: float) -> bool:
+        """Ring the worker if it is time for that; less and less often while it does nothing.
+
+        Returns:
+            Whether it may have to be rung again.
+        """
+        at, rung_for, pause = self._ring
+        if not self.is_behind or self._lost:
+            self._ring = (0.0, 0, 0.0)
+            return False
+        holds = 0 if self.publisher is None else self.publisher.holds
+        if not pause or holds != rung_for:
+            at, pause = now, first
+        if now >= at:
+            self.ring()
+            pause = min(2 * pause, longest)
+            at = now + pause
+        self._ring = (at, holds, pause)
+        return True
+
+    # -- what the worker says, and the end -----------------------------------------------------
+
+    async def _read(self) -> None:
+        try:
+            self.transport.subscribe(self._on_message)
+            while True:
+                self._on_message(await self.transport.recv())
+        except AiosyncError as exc:
+            self.lose(exc)
+
+    def _on_message(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, Ack):
+            if message.epoch == self.epoch and message.status is not AckStatus.NACK:
+                self.received_version = max(self.received_version, message.version)
+            outcomes = self.outbox.on_ack(message)
+            if self.stream is not None and self.outbox.window_open:
+                self.stream.answered()
+            self._on_outcomes(self, outcomes)  # some wait for no more than that it arrived
+            self._pump()
+        elif isinstance(message, Fetch):
+            self.wanted = message.min_version
+            self._on_fetch(self)
+        elif isinstance(message, Promise):
+            if self.publisher is not None:
+                self.publisher.promised = message.digest or None
+                if not message.digest:  # one that this does not reach looks on, in vain
+                    self.transport.send_nowait(message)
+        elif isinstance(message, Refuse):
+            raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
+        else:
+            raise RemoteProtocolError(
+                f"worker {self.idx} sent {type(message).__name__} where only acknowledgements are "
+                "expected"
+            )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Another sender takes over: versions start again. The link stays."""
+        if self._snapshots and not self.subscribes:
+            self.wanted = self.wanted or 1  # the rest of what it asked for never comes
+        outcomes = self.outbox.close(TransportClosed("another sender took over"))
+        self.epoch, self.outbox = epoch, Outbox(epoch, worker_idx=self.idx)
+        self._covers, self.received_version = None, 0
+        self._settle(outcomes)
+
+    def lose(self, error: AiosyncError) -> None:
+        """The link is gone: everything on its way fails with ``error``."""
+        if self._lost:
+            return
+        self._lost = True
+        outcomes = self.outbox.close(without_frames(error))
+        if self.stream is not None:
+            self.stream.close()
+        if self.publisher is not None:
+            self.publisher.end()
+        self._on_lost(self, error)
+        self._settle(outcomes)

@@ -1,0 +1,579 @@
+"""The workers of a sender: who is there, who is not and why, and what a late joiner gets.
+
+Must not import the receiver, nor know what a send is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import select
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    PartialSyncError,
+    TransportClosed,
+)
+from aiosync.protocol import Outcome, OutcomeKind, VersionClock
+from aiosync.rendezvous.handshake import admit
+from aiosync.sender.chunks import Streaming
+from aiosync.sender.history import History
+from aiosync.sender.snapshots import Snapshot
+from aiosync.sender.worker_link import WorkerLink
+from aiosync.transports._processes import has_ended, open_pidfd
+from aiosync.transports.base import Transport
+from aiosync.wire import Current, Hello
+
+__all__ = ["WorkerRecord", "WorkerRegistry", "watch_process"]
+
+_REMEMBERED = 64  # workers that went and did not come again
+# Tells that the peer will write no more even while bytes of it are unread. Linux only.
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
+_ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """What a sender knows of the worker with one index.
+
+    Attributes:
+        idx: The index.
+        link: Its link; ``None`` while it is not connected.
+        pid: The process that the index was given to, as it said.
+        session: Of the receiver that the index was given to.
+        subscribes: Whether it gets every update, so that sends miss it.
+        error: Why it is not there; or why it refused, or did not get, its newest such version.
+        version: Which version that was; 0 for none.
+        reported: Whether some call of the user has said so, or will.
+        where: What an error says while a worker that has to be dialled is not there.
+    """
+
+    idx: int
+    link: WorkerLink | None = None
+    pid: int = 0
+    session: bytes | None = None
+    subscribes: bool = True
+    error: AiosyncError | None = None
+    version: int = 0
+    reported: bool = True
+    where: Callable[[], str] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was there, or was to be, and sends have to do without it."""
+        return self.link is None and self.error is not None and self.subscribes
+
+    def failure(self, version: int) -> AiosyncError | None:
+        """Why it will not have this version, if it refused it or a newer one, or went before."""
+        has_it = self.link is not None and self.link.visible >= version
+        return self.error if self.version >= version and not has_it else None
+
+    def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
+        """Note why it is not there, or lacks a version."""
+        self.error, self.version, self.reported = error, version, reported
+
+    def recover(self) -> None:
+        """It is there, or has something newer."""
+        self.error, self.version, self.reported = None, 0, True
+
+
+class WorkerRegistry:
+    """Admits links, notices their end, and keeps the newest weights for those that join later.
+
+    Args:
+        model_id: Which model.
+        strategy: Name of the strategy, compared in the handshake.
+        num_workers: How many workers are expected; ``None`` for any number.
+        expected: Indices of those that are waited for.
+        clock: Draws the versions.
+        on_outcome: Told what became of a version at a worker; says whether a send counts it.
+        on_crash: Told when a background task ends with an exception.
+        parts: Updates hold parts of the names.
+        streaming: How payloads travel over links that may damage or lose them.
+        bring: Brings a snapshot's bytes to where workers read them that do so in place.
+
+    Attributes:
+        records: What is known of each worker, by index.
+        num_changes: How often a worker came or went.
+        arriving: Links in their handshake, with the worker's index once it is known, else -1.
+        refusals: Why the last ones were not let in.
+        initial: Of whom the initial weights are still being copied; ``None`` for everybody.
+        waiting: Those that asked for a version that is not here yet.
+        history: What workers get that join later.
+        changed: Wakes those who wait for anything of this.
+        on_empty: Called when the last worker's link was lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str,
+        strategy: str,
+        num_workers: int | None,
+        expected: Sequence[int] = (),
+        clock: VersionClock,
+        on_outcome: Callable[[int, Outcome], bool],
+        on_crash: Callable[[BaseException], None],
+        parts: bool = False,
+        streaming: Streaming | None = None,
+        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
+    ) -> None:
+        self.model_id = model_id
+        self.strategy = strategy
+        self.num_workers = num_workers
+        self.expected = expected
+        self.clock = clock
+        self.streaming = streaming
+        self._bring = bring
+        self._on_outcome = on_outcome
+        self._on_crash = on_crash
+        self._crash: tuple[BaseException, TracebackType | None] | None = None
+        self.closed: bool = False
+        self.has_ended: bool = False  # check() raises
+        self.records: dict[int, WorkerRecord] = {}
+        self.num_changes: int = 0
+        self.arriving: dict[Transport, int] = {}
+        self.refusals: list[str] = []
+        self.initial: set[int | None] = set()
+        self.waiting: set[WorkerLink] = set()
+        self.history: History = History(num_workers, parts=parts)
+        self.changed: Notifier = Notifier()
+        self.on_empty: Callable[[], None] = lambda: None
+        self.tasks: TaskOwner = TaskOwner(self.crashed)
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def record(self, idx: int) -> WorkerRecord:
+        """What is known of a worker, made when there is nothing yet."""
+        return self.records.setdefault(idx, WorkerRecord(idx))
+
+    @property
+    def links(self) -> dict[int, WorkerLink]:
+        """The connected workers, by index."""
+        records = sorted(self.records.items())
+        return {idx: record.link for idx, record in records if record.link is not None}
+
+    @property
+    def subscribers(self) -> list[WorkerLink]:
+        """The connected workers that get every update, and not only what they ask for."""
+        return [link for link in self.links.values() if link.subscribes]
+
+    @property
+    def lost(self) -> dict[int, AiosyncError]:
+        """Why workers are not there any more, or could not be reached, by index."""
+        return {
+            idx: each.error for idx, each in self.records.items() if each.error and each.is_lost
+        }
+
+    def check(self) -> None:
+        """Raise what ended the sender, if anything did."""
+        if self._crash is not None:
+            error, traceback = self._crash
+            raise error.with_traceback(traceback)  # which would grow at each raise
+        if self.closed:
+            raise TransportClosed("this scheme was closed")
+
+    def crashed(self, error: BaseException) -> None:
+        """A background task met a bug: nothing it was to do will happen, so every call says so."""
+        self._crash, self.has_ended = (error, error.__traceback__), True
+        self._on_crash(error)
+        if isinstance(error, TransportClosed):  # cancelled by others: nobody reads the links
+            self._end_links(error)
+        self.changed.notify()
+
+    # -- who comes -----------------------------------------------------------------------------
+
+    def welcome(
+        self,
+        transport: Transport,
+        worker_idx: int | None = None,
+        hello: Hello | None = None,
+        *,
+        given: bool = False,
+    ) -> None:
+        """Start the handshake on a new link, in the background.
+
+        Args:
+            transport: The link.
+            worker_idx: Whose link it is.
+            hello: What was read from it already.
+            given: There will be no other link to that worker.
+        """
+        if self._crash is not None:
+            transport.abort()
+            return
+        self.arriving[transport] = -1
+        coroutine = self._welcome(transport, worker_idx, hello, given=given)
+        self.tasks.start(coroutine, "aiosync handshake")
+
+    async def _welcome(
+        self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
+    ) -> None:
+        try:
+            hello, idx = await admit(
+                transport,
+                model_id=self.model_id,
+                strategy=self.strategy,
+                epoch=self.clock.epoch,
+                num_workers=self.num_workers,
+                worker_idx=expected_idx,
+                holder=self._holder,
+                reserve=lambda idx, hello: self._reserve(transport, idx, hello),
+                hello=hello,
+                given=given,
+            )
+        except AiosyncError as exc:
+            # The worker was told why; connect() repeats it if it waits for that worker in vain.
+            self.arriving.pop(transport, None)
+            self.not_let_in(str(exc))
+            if expected_idx is not None and (given or isinstance(exc, ConfigError)):
+                self.not_reached(expected_idx, exc)  # for good
+            elif expected_idx is not None and self.record(expected_idx).is_lost:
+                self.record(expected_idx).error = exc  # send() says why it does not come back
+            await transport.aclose()
+            self.changed.notify()
+            return
+        except BaseException:  # cancelled, or a bug that crashed() is told
+            self.arriving.pop(transport, None)
+            transport.abort()
+            raise
+        if self.arriving.pop(transport, None) is not None:  # else its index was given to the next
+            self._join(transport, idx, hello)
+
+    def _join(self, transport: Transport, idx: int, hello: Hello) -> None:
+        record = self.record(idx)
+        old, record.link = record.link, None
+        if old is not None:  # it has ended, though nobody noticed; the worker started again
+            old.lose(TransportClosed(f"worker {idx} opened a newer link"))
+            old.transport.abort()
+        snapshot = self.newest_for(idx)
+        newest = max(self.clock.current, 0 if snapshot is None else snapshot.version)
+        if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
+            # Nobody can have it: not to be believed, or send() would find it newer than its own.
+            hello = dataclasses.replace(hello, epoch=None, version=None)
+        record.recover()
+        record.subscribes = hello.subscribe
+        record.link = link = WorkerLink(
+            idx,
+            transport,
+            epoch=self.clock.epoch,
+            hello=hello,
+            streaming=self.streaming,
+            tasks=self.tasks,
+            on_outcomes=self._on_outcomes,
+            on_lost=self._on_lost,
+            on_fetch=self.answer,
+            bring=self._bring,
+        )
+        self.num_changes += 1
+        watch_process(transport, hello.pid)
+        link.start()
+        if link.subscribes:
+            self._offer_history(link)
+        self.changed.notify()
+
+    def _holder(self, idx: int, hello: Hello) -> int | None:
+        """The process that has an index and is alive, its link too; ``None`` if it is free.
+
+        It is free, too, for the very receiver that has it: its old link broke in the middle.
+        """
+        record = self.records.get(idx)
+        if record is None or (hello.session is not None and record.session == hello.session):
+            return None
+        links = [link for link, taken in self.arriving.items() if taken == idx]
+        if record.link is not None:
+            links.append(record.link.transport)
+        return record.pid if any(map(_is_up, links)) else None
+
+    def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
+        for link in [link for link, taken in self.arriving.items() if taken == idx]:
+            del self.arriving[link]  # it ended during its handshake
+            link.abort()
+        self.arriving[transport] = idx
+        record = self.record(idx)
+        record.pid, record.session = hello.pid, hello.session
+        if idx in self.initial or None in self.initial:
+            return self.clock.current
+        snapshot = self.newest_for(idx)
+        return 0 if snapshot is None else snapshot.version
+
+    def not_let_in(self, error: OSError | str) -> None:
+        """Somebody came, but there is no link; connect() says so if it waits in vain."""
+        text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
+        self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
+
+    def not_reached(self, idx: int, error: AiosyncError) -> None:
+        """A worker that cannot come by itself cannot be reached any more."""
+        record = self.record(idx)
+        if record.link is None:
+            record.subscribes = True
+            record.fail(error, reported=False)
+        self.changed.notify()
+
+    # -- what they get -------------------------------------------------------------------------
+
+    def newest_for(self, idx: int) -> Snapshot | None:
+        """The newest update for a worker that joins now."""
+        return self.history.newest_for(idx)
+
+    def _offer_history(self, link: WorkerLink) -> None:
+        chain = self.history.for_worker(link.idx)
+        missing = [snapshot for snapshot in chain if not link.has(snapshot.version)]
+        if len(missing) > 1 and not link.subscribes:
+            link.say(Current(self.clock.epoch, missing[-1].version))  # the first is not all
+        for snapshot in missing:
+            link.offer(snapshot)
+
+    def answer(self, link: WorkerLink) -> None:
+        """Give a worker what it asked for, if that is here: the newest version, or a word."""
+        if link.wanted is None:
+            return
+        snapshot = self.newest_for(link.idx)
+        version = 0 if snapshot is None else snapshot.version
+        if version < link.wanted:
+            self.waiting.add(link)  # a later send answers
+            return
+        link.wanted = None
+        self.waiting.discard(link)
+        if snapshot is None or link.has(version):
+            link.say(Current(self.clock.epoch, version))
+        else:
+            self._offer_history(link)
+
+    def answer_all(self) -> None:
+        """There is a new version: answer those who wait for one."""
+        for link in list(self.waiting):
+            self.answer(link)
+
+    def _on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
+        record = self.records.get(link.idx)
+        for outcome in outcomes:
+            counted = self._on_outcome(link.idx, outcome)
+            if record is None:
+                continue
+            if outcome.error is not None and record.link is link:
+                record.fail(outcome.error, outcome.version, reported=counted)
+            elif outcome.error is not None and record.link is None:
+                record.version = outcome.version  # it went with this on its way
+            elif outcome.kind is OutcomeKind.APPLIED and outcome.version > record.version:
+                record.recover()
+        self.changed.notify()
+
+    # -- who goes ------------------------------------------------------------------------------
+
+    def _on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
+        self.waiting.discard(link)
+        self.num_changes += 1
+        record = self.records.get(link.idx)
+        if record is not None and record.link is link:
+            record.link = None
+            if not self.closed:
+                # No send misses one that only asks; connect() may.
+                record.fail(error, reported=not link.subscribes)
+                self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
+                self._forget()
+        link.transport.abort()
+        self.changed.notify()
+        if not self.closed and not any(each.link for each in self.records.values()):
+            self.on_empty()
+
+    def _forget(self) -> None:
+        """Remember only the last workers that went: others may come under new indices for ever."""
+        kept = {*self.expected, *self.arriving.values()}
+        gone = [
+            idx
+            for idx, each in self.records.items()
+            if each.link is None and each.reported and idx not in kept
+        ]
+        for idx in gone[:-_REMEMBERED]:
+            del self.records[idx]
+
+    def end(self) -> None:
+        """Close every link; what is on its way fails with ``TransportClosed``."""
+        self.closed = self.has_ended = True
+        self._end_links(TransportClosed("this scheme was closed"))
+        self.history.clear()
+        self.changed.notify()
+
+    def _end_links(self, error: AiosyncError) -> None:
+        for link in self.links.values():
+            link.lose(error)
+            link.transport.abort()
+        for transport in self.arriving:  # a task that never ran cannot close its link
+            transport.abort()
+
+    # -- waiting for those expected ------------------------------------------------------------
+
+    async def wait_until_joined(
+        self, version: int, processes: Sequence[Any], timeout: float | None
+    ) -> None:
+        """Wait until every expected worker has applied ``version``, or has failed.
+
+        Raises:
+            ConnectTimeout: Some expected worker did not come in time.
+            PartialSyncError: A worker came, but could not apply the weights or died.
+            ConfigError: What was given as a process is none.
+        """
+        watch = ProcessWatch(processes)
+        try:
+            watch.start(self.changed.notify)
+            async with asyncio.timeout(timeout):
+                while True:
+                    self.check()
+                    failures = dict(self._failures(watch))
+                    joined = {idx for idx in self.expected if self._has_joined(idx, version)}
+                    if len(joined | failures.keys()) == len(self.expected):
+                        break
+                    await self.changed.wait()
+        except TimeoutError as exc:
+            raise self._nobody_came(timeout, version) from exc
+        finally:
+            watch.close()
+        for idx, error in failures.items():
+            record = self.record(idx)
+            record.fail(error, record.version, reported=True)
+        if failures:
+            raise PartialSyncError(acked=joined - failures.keys(), failed=failures, version=version)
+
+    def _failures(self, watch: ProcessWatch) -> Iterator[tuple[int, AiosyncError]]:
+        """Why some expected workers are not there and will not come."""
+        links = self.links
+        joined = {link.pid for link in links.values()}
+        for idx in self.expected:
+            record = self.records.get(idx)
+            if record is not None and record.error is not None:
+                yield idx, record.error
+            elif idx not in links and (pids := watch.ended_for(idx, joined, len(self.expected))):
+                ended = ", ".join(f"process {pid}" for pid in pids)
+                text = f"no process is left that could become worker {idx}: {ended} ended"
+                yield idx, ConnectError(text + self._refused())
+
+    def _refused(self) -> str:
+        return f"; refused: {'; '.join(self.refusals)}" if self.refusals else ""
+
+    def _has_joined(self, idx: int, version: int) -> bool:
+        record = self.records.get(idx)
+        link = None if record is None else record.link
+        if link is None or not link.subscribes or not self.newest_for(idx):
+            return link is not None
+        return (link.visible if link.has_target else link.received_version) >= version
+
+    def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
+        parts, absent, late = [], [], []
+        for idx in self.expected:
+            record = self.record(idx)
+            if record.link is not None and not self._has_joined(idx, version):
+                late.append(idx)
+            elif record.link is None and record.where is not None:
+                parts.append(record.where())
+            elif record.link is None:
+                absent.append(idx)
+        if absent:
+            parts.append(
+                f"workers {absent} did not connect: each has to call init_on_receiver() and "
+                "connect() on its copy of this scheme in that time (timeout=), within which its "
+                "process has to start, too"
+            )
+        if late:
+            parts.append(f"workers {late} connected but have not applied the initial weights")
+        return ConnectTimeout(f"after {timeout:g} s " + "; ".join(parts) + self._refused())
+
+
+# -- what the kernel tells at once: the loop may not have noticed yet ------------------------------
+
+
+def _is_up(transport: Transport) -> bool:
+    """Whether the other end of a link is open and its process has not ended.
+
+    A link without a stream below, in one process, counts as up.
+    """
+    channel = transport.channel
+    if channel is None:
+        return True
+    if channel.ended or (channel.pidfd >= 0 and has_ended(channel.pidfd)):
+        return False
+    poller = select.poll()
+    poller.register(channel.io.read_fd, _PEER_CLOSED)
+    return not any(event & _ENDED for _, event in poller.poll(0))
+
+
+def watch_process(transport: Transport, pid: int) -> None:
+    """Notice the worker's death even if another process holds a copy of its end of a pipe."""
+    channel = transport.channel
+    # Of another host the number says nothing here.
+    if channel is not None and channel.pidfd < 0 and not transport.capabilities.cross_host:
+        with contextlib.suppress(ConnectError):  # no such process in our namespace
+            channel.watch_process(pid)
+
+
+class ProcessWatch:
+    """The processes that are to become workers, and whether they still can.
+
+    Args:
+        processes: Process objects or ids, by the index that each worker is expected to have.
+
+    Raises:
+        ConfigError: One is neither, or was not started.
+    """
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self.pids: list[int] = []
+        for process in processes:
+            pid = process if isinstance(process, int) else getattr(process, "pid", None)
+            if pid is None:
+                raise ConfigError(f"{process!r} is neither a started process nor a process id")
+            self.pids.append(int(pid))
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[int, int] = {}  # by index; -1 where only the timeout can tell
+        for idx, pid in enumerate(self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                self._pidfds[idx] = open_pidfd(pid)
+
+    def start(self, on_end: Callable[[], None]) -> None:
+        """Call ``on_end`` whenever one ends."""
+
+        def ended(pidfd: int) -> None:
+            self._loop.remove_reader(pidfd)
+            on_end()
+
+        for pidfd in self._pidfds.values():
+            if pidfd >= 0:
+                self._loop.add_reader(pidfd, ended, pidfd)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for pidfd in self._pidfds.values():
+            if pidfd >= 0:
+                self._loop.remove_reader(pidfd)
+                os.close(pidfd)
+
+    def _has_ended(self, idx: int) -> bool:
+        pidfd = self._pidfds.get(idx)
+        return pidfd is None or (pidfd >= 0 and has_ended(pidfd))
+
+    def ended_for(self, idx: int, joined: Collection[int], expected: int) -> list[int]:
+        """The processes whose end means that a worker will not come; none while it may.
+
+        That is its own; or all that are not workers, as those may have other indices.
+
+        Args:
+            idx: Index of the worker.
+            joined: The process ids of workers that are connected.
+            expected: How many workers are waited for.
+        """
+        if idx < len(self.pids) and self._has_ended(idx):
+            return [self.pids[idx]]
+        idle = [each for each, pid in enumerate(self.pids) if pid not in joined]
+        if expected > len(self.pids) or not all(map(self._has_ended, idle)):
+            return []
+        return [self.pids[each] for each in idle]
