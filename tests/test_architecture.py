@@ -73,7 +73,6 @@ ALLOWED = {
     "schemes._pickling": {"pickle"},  # only to see whether the user's strategy can be pickled
     "transports._gloo": {"torch"},
     "transports.distributed": {"torch"},
-    "transports._rpc_meeting": {"torch"},
     "transports.rpc": {"torch"},
     "transports._ray_actor": {"torch"},  # in the processes of actors without aiosync
 }

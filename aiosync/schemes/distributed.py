@@ -9,21 +9,19 @@ import asyncio
 import os
 from typing import Any, Literal
 
-from aiosync.errors import ConnectError, ConnectTimeout
-from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.errors import ConnectError
+from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
 from aiosync.schemes.options import Fixed, Option, count, seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address, any_port_of, own_host
-from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport, check_backend
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 
 __all__ = ["DistributedWeightSyncScheme"]
 
-_LOOK_SECONDS = 0.05
 _SEPARATOR = b"\n"
 
 
@@ -34,7 +32,7 @@ def _check_backend(name: str, value: Any) -> Literal["gloo", "nccl"]:
     return backend
 
 
-class DistributedWeightSyncScheme(EngineScheme):
+class DistributedWeightSyncScheme(ClusterScheme):
     """Sends weights over process groups of ``torch.distributed``.
 
     Each worker has a control stream to the sender, which carries messages and small updates, and
@@ -141,8 +139,12 @@ class DistributedWeightSyncScheme(EngineScheme):
     _copies_ahead = True
 
     @property
-    def _may_change(self) -> bool:
-        return self._store is not None
+    def _invites(self) -> str:  # type: ignore[override]  # a constant above
+        return (
+            ""
+            if self._store is None
+            else "its address is not in the store, under the same model_id"
+        )
 
     @property
     def _shares_memory(self) -> bool:
@@ -184,26 +186,15 @@ class DistributedWeightSyncScheme(EngineScheme):
         except RuntimeError as exc:  # of torch
             raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
 
-    async def _look_up(self, timeout: float | None) -> None:
-        if self._store is None:
-            return
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
         try:
-            async with asyncio.timeout(timeout):
-                # Only check() neither blocks nor leaves a thread behind when it is cancelled.
-                there = await asyncio.to_thread(self._store.check, [self._key])
-                while not there:
-                    await asyncio.sleep(_LOOK_SECONDS)
-                    there = await asyncio.to_thread(self._store.check, [self._key])
-                found = await asyncio.to_thread(self._store.get, self._key)
-        except TimeoutError as exc:
-            raise ConnectTimeout(
-                f"no trainer put its address into the store within {timeout:g} s: it has to run "
-                "init_on_sender() and connect() with the same store and model_id"
-            ) from exc
+            # Only check() neither blocks nor leaves a thread behind when it is cancelled.
+            if self._store is None or not await asyncio.to_thread(self._store.check, [self._key]):
+                return None
+            found = await asyncio.to_thread(self._store.get, self._key)
         except RuntimeError as exc:  # of torch
             if self._addresses:
-                return  # the store is gone; the trainer may not be
+                return None  # the store is gone; the trainer may not be
             raise ConnectError(f"the store cannot be reached: {exc}") from exc
         url, _, token = bytes(found).partition(_SEPARATOR)
-        self._addresses = [Address.parse(url.decode())]
-        self._credentials = Credentials(token=bytes.fromhex(token.decode()))
+        return url.decode(), bytes.fromhex(token.decode())

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectTimeout
-from aiosync.schemes import _ray_notes as notes
-from aiosync.schemes._engine import INLINE_NBYTES, EngineScheme
+from aiosync.errors import ConfigError, ConnectError
+from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
 from aiosync.schemes.options import Option, count
 from aiosync.schemes.sources import DeviceMap
 from aiosync.strategy import WeightStrategy
@@ -28,13 +28,13 @@ from aiosync.types import Limits, Require, SendReport
 
 __all__ = ["RayWeightSyncScheme"]
 
-_LOOK_SECONDS = 0.05
+_NAMESPACE = b"aiosync"
 _CLOSE_SECONDS = 5.0
 # Larger weights go out from the tensors themselves, which only the object store copies at once.
 _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
 
 
-class RayWeightSyncScheme(EngineScheme):
+class RayWeightSyncScheme(ClusterScheme):
     """Sends weights to actors of a Ray cluster.
 
     Each worker has a control stream to the sender, which carries messages and small updates.
@@ -221,15 +221,16 @@ class RayWeightSyncScheme(EngineScheme):
             await self._puts_done()
 
     async def _puts_done(self) -> None:
-        if self._objects is not None:
-            await self._objects.idle()
         for link in self._links.values():
             if isinstance(link, RayActorTransport):
                 await link.idle()
+        if self._objects is not None:
+            await self._objects.idle()
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
         if listened and self._objects is None:
             self._objects = RayObjects()
+            self._to_close.add(self._objects)
         link = RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
         if not listened:
             link.introduce()
@@ -245,57 +246,82 @@ class RayWeightSyncScheme(EngineScheme):
 
     # -- finding each other --------------------------------------------------------------------
 
+    _invites = (
+        "it has not announced itself in this Ray cluster with the scheme that this one was "
+        "copied from, and the same model_id"
+    )
+
     @property
     def _key(self) -> bytes:
         return f"aiosync:{self._meeting}:{self._model_id or 'policy'}".encode()
 
     async def _publish(self, address: Address) -> None:
         self._published = str(address).encode()
-        await asyncio.to_thread(notes.put, self._key, self._published)
+        await asyncio.to_thread(Notes.put, self._key, self._published)
 
-    async def _look_up(self, timeout: float | None) -> None:
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
         need_cluster()
-        try:
-            async with asyncio.timeout(timeout):
-                found = await asyncio.to_thread(notes.find, self._key)
-                while found is None and not self._knows_address:
-                    await asyncio.sleep(_LOOK_SECONDS)
-                    found = await asyncio.to_thread(notes.find, self._key)
-        except TimeoutError as exc:
-            raise ConnectTimeout(
-                f"no trainer announced itself in the Ray cluster within {timeout or 0:g} s: it has "
-                "to run init_on_sender() and connect() with the scheme that this one was copied "
-                "from, and the same model_id"
-            ) from exc
-        if found is not None:
-            self._addresses = [Address.parse(found.decode())]
-
-    @property
-    def _knows_address(self) -> bool:
-        return bool(self._addresses) and self._addresses[0].port != 0
+        found = await asyncio.to_thread(Notes.find, self._key)
+        return None if found is None else (found.decode(), None)
 
     # -- closing -------------------------------------------------------------------------------
 
     async def _close_here(self) -> None:
-        objects, self._objects = self._objects, None
         published, self._published = self._published, None
+        self._to_close.update(self._links.values())
         connected = load_ray().is_initialized()  # before anything of Ray's connects again
         try:
             await super()._close_here()
-            for link in self._links.values():
-                await link.aclose()
         finally:
-            try:
-                if objects is not None:
-                    await objects.aclose()
-            finally:
-                if published is not None and connected and load_ray().is_initialized():
-                    withdrawing = asyncio.to_thread(notes.forget, self._key, published)
-                    with contextlib.suppress(TimeoutError):  # workers find nobody there then
-                        await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
+            if published is not None and connected and load_ray().is_initialized():
+                withdrawing = asyncio.to_thread(Notes.forget, self._key, published)
+                with contextlib.suppress(TimeoutError):  # workers find nobody there then
+                    await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
         super().abort()
         if self._objects is not None:
             self._objects.abort()
+
+
+class Notes:
+    """Short notes that all processes of a Ray cluster can read: its internal key-value store.
+
+    Every call blocks for a round trip to the cluster's head, and fails with errors of many types.
+    """
+
+    @staticmethod
+    def put(key: bytes, value: bytes) -> None:
+        """Leave a note, in the place of an older one.
+
+        Raises:
+            ConnectError: The cluster did not take it.
+        """
+        try:
+            _store()._internal_kv_put(key, value, True, namespace=_NAMESPACE)
+        except Exception as exc:  # connect() and send() raise it
+            raise ConnectError(
+                f"the trainer could not be registered in the Ray cluster: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+
+    @staticmethod
+    def find(key: bytes, unknown: bytes | None = None) -> bytes | None:
+        """What was left under a key; ``unknown`` where the cluster cannot say so now."""
+        try:
+            found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
+        except Exception:  # noqa: BLE001 - the caller looks again
+            return unknown
+        return None if found is None else bytes(found)
+
+    @staticmethod
+    def forget(key: bytes, value: bytes) -> None:
+        """Take a note back if it still says ``value``: somebody else may have left another one."""
+        with contextlib.suppress(Exception):  # the cluster has ended
+            if _store()._internal_kv_get(key, namespace=_NAMESPACE) == value:
+                _store()._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def _store() -> Any:
+    return importlib.import_module("ray.experimental.internal_kv")

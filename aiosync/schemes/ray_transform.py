@@ -22,8 +22,7 @@ from aiosync.errors import (
     ConnectTimeout,
     RecvTimeout,
 )
-from aiosync.schemes import _ray_notes as notes
-from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.ray import Notes, RayWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.transports._ray_store import landed, need_cluster
 from aiosync.transports.base import Transport
@@ -36,6 +35,7 @@ __all__ = [
 ]
 
 _CLOSE_SECONDS = 5.0
+_WAITS = b"waits"
 _LOOK_SECONDS = 0.2  # between two looks whether the trainer still waits
 
 
@@ -207,7 +207,7 @@ class RayModuleTransformSender:
         Cancellation:
             The actor stops to join, or does not begin.
         """
-        put = asyncio.ensure_future(asyncio.to_thread(notes.put, self._ticket, b"waits"))
+        put = asyncio.ensure_future(asyncio.to_thread(Notes.put, self._ticket, _WAITS))
         try:
             cancelled = await outlast(put)
             if cancelled is not None:
@@ -216,7 +216,9 @@ class RayModuleTransformSender:
             await self._start(scheme, model_id, timeout)
         finally:
             if self._ray.is_initialized():
-                forgetting = asyncio.ensure_future(asyncio.to_thread(notes.forget, self._ticket))
+                forgetting = asyncio.ensure_future(
+                    asyncio.to_thread(Notes.forget, self._ticket, _WAITS)
+                )
                 await asyncio.wait({forgetting}, timeout=_CLOSE_SECONDS)
 
     async def _start(
@@ -310,7 +312,7 @@ class RayModuleTransformReceiver:
                 await asyncio.wait({connecting}, timeout=_LOOK_SECONDS)
                 if self._closed:
                     raise ConnectError("the receiver was closed")
-                if not connecting.done() and not await asyncio.to_thread(notes.has, self.ticket):
+                if not connecting.done() and not await asyncio.to_thread(_is_wanted, self.ticket):
                     raise _not_wanted()
         finally:
             connecting.cancel()
@@ -337,6 +339,10 @@ _receivers: dict[tuple[int, str], RayModuleTransformReceiver] = {}
 stay as picklable as it is."""
 
 
+def _is_wanted(ticket: bytes) -> bool:
+    return Notes.find(ticket, unknown=_WAITS) is not None
+
+
 def _not_wanted() -> ConnectError:
     return ConnectError("the trainer is no longer waiting for this actor")
 
@@ -349,7 +355,7 @@ def _join(
     ticket: bytes,
 ) -> None:
     """Inside the actor: receive for its module."""
-    if not notes.has(ticket):
+    if not _is_wanted(ticket):
         raise _not_wanted()  # it has waited behind other calls
     if getattr(transform, "module", None) is None:
         raise ConfigError(f"{type(transform).__name__} has no attribute 'module'")

@@ -6,17 +6,17 @@ Must not import another concrete scheme, nor torch.
 from __future__ import annotations
 
 import asyncio
-import importlib
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
-from aiosync.errors import ConfigError, ConnectError, ConnectTimeout
-from aiosync.rendezvous.dialer import Backoff
-from aiosync.schemes._engine import EngineScheme
+from aiosync.errors import ConfigError, ConnectError
+from aiosync.rendezvous.dialer import retry
 from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.schemes.cluster import ClusterScheme
 from aiosync.schemes.options import Option, seconds
 from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import Streaming
@@ -24,10 +24,7 @@ from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
-from aiosync.transports.credentials import Credentials
-from aiosync.transports.rpc import RPCTransport, check_rpc
-from aiosync.transports.stream import FramedTransport
-from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.rpc import RPCTransport, invitation, invite, need_rpc
 from aiosync.types import Limits, Require
 
 __all__ = ["RPCWeightSyncScheme"]
@@ -36,7 +33,7 @@ _TELL_SECONDS = 5.0  # for one call that tells a worker the address
 _KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
 
 
-class RPCWeightSyncScheme(EngineScheme):
+class RPCWeightSyncScheme(ClusterScheme):
     """Sends weights to the workers of a ``torch.distributed.rpc`` group.
 
     RPC tells each worker where the sender listens; updates travel in a stream of its own, in
@@ -124,18 +121,12 @@ class RPCWeightSyncScheme(EngineScheme):
     def _reset(self) -> None:
         super()._reset()
         self._rpc_workers: list[str] = []
-        self._link_lost = asyncio.Event()
 
     def _separate(self) -> None:
         super()._separate()
         self._scheme_id = secrets.token_hex(16)
 
     # -- links ---------------------------------------------------------------------------------
-
-    def _carry(self, control: TCPTransport, *, listened: bool) -> TCPTransport:
-        if listened:
-            control.channel.call_on_end(self._link_lost.set)
-        return control
 
     def _streaming(self) -> Streaming:
         return Streaming(stall_timeout=self.patience)
@@ -144,9 +135,6 @@ class RPCWeightSyncScheme(EngineScheme):
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return RPCTransport(sock, limits=self.limits, name=name)
-
-    def _joined_here(self, channel: FramedTransport) -> None:
-        channel.call_on_end(self._link_lost.set)
 
     def _default_address(self) -> Address:
         return any_port_of(own_host(os.environ.get("MASTER_ADDR")))
@@ -217,49 +205,30 @@ class RPCWeightSyncScheme(EngineScheme):
         """Tell every worker, and again whenever a link was lost: it may have started again."""
         while self._rpc_workers:
             self._link_lost.clear()
-            telling = [
-                asyncio.ensure_future(self._keep_telling(name, str(address)))
-                for name in self._rpc_workers
-            ]
-            try:
-                await asyncio.gather(*telling)
-                await self._link_lost.wait()
-            finally:
-                for each in telling:
-                    each.cancel()
+            async with asyncio.TaskGroup() as telling:
+                for name in self._rpc_workers:
+                    telling.create_task(self._keep_telling(name, str(address)))
+            await self._link_lost.wait()
 
     async def _keep_telling(self, name: str, url: str) -> None:
-        give_up = asyncio.get_running_loop().time() + _KEEP_TELLING_SECONDS
-        backoff = Backoff()
         token = self._credentials.token_bytes
-        while asyncio.get_running_loop().time() < give_up:
-            try:
-                await _meeting().tell(name, self._scheme_id, url, token, _TELL_SECONDS)
-            except ConnectError:  # connect() and send() say who is missing
-                await backoff.wait()
-            else:
-                return
+
+        def attempt() -> Awaitable[None]:
+            return invite(name, self._scheme_id, url, token, _TELL_SECONDS)
+
+        with contextlib.suppress(ConnectError):  # connect() and send() say who is missing
+            await retry(attempt, _KEEP_TELLING_SECONDS, late=ConnectError)
 
     # -- a worker is told ----------------------------------------------------------------------
 
-    async def _look_up(self, timeout: float | None) -> None:
-        check_rpc()
-        where = self._addresses[0] if self._addresses else None
-        if where is None or not (where.port or where.path):
-            try:
-                async with asyncio.timeout(timeout):
-                    await _meeting().wait_until_told(self._scheme_id)
-            except TimeoutError as exc:
-                raise ConnectTimeout(
-                    f"the trainer did not tell this process its address within {timeout or 0:g} s: "
-                    "its init_on_sender() has to know this RPC worker by name (workers=, or a "
-                    "context with collector_infos), or this copy has to be made after it"
-                ) from exc
-        found = _meeting().told(self._scheme_id)
-        if found is not None:
-            url, token = found
-            self._addresses = [Address.parse(url)]
-            self._credentials = Credentials(token=token)
+    _invites = (
+        "it has not told this process its address, and has to know this RPC worker by name "
+        "(workers=, or a context with collector_infos)"
+    )
+
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
+        need_rpc()
+        return invitation(self._scheme_id)
 
 
 def _name_of(info: Any) -> str:
@@ -267,8 +236,3 @@ def _name_of(info: Any) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{info!r} is neither the name of an RPC worker nor its WorkerInfo")
     return name
-
-
-def _meeting() -> Any:
-    """The module by which RPC workers meet; loaded late, as some builds of torch have no RPC."""
-    return importlib.import_module("aiosync.transports._rpc_meeting")

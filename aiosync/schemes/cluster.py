@@ -1,21 +1,21 @@
-"""What schemes of distributed engines share: a control stream, and payloads beside it.
+"""What schemes of clusters share: a control stream, and a data plane beside it.
 
-The sender listens, workers dial, as with TCP; how a worker finds the address and what carries
-the payloads is each engine's own. Workers on the sender's host may read shared memory instead.
+The sender listens, workers dial, as with TCP; how a worker finds the address and what moves
+large payloads is each scheme's own. Workers on the sender's host may read shared memory instead.
 Must not import torch, nor a concrete scheme.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import secrets
 import socket
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectTimeout
+from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError, ConnectTimeout
+from aiosync.rendezvous.dialer import Backoff, is_final, retry
 from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.rendezvous.same_host import SameHost, available, dial_here
 from aiosync.schemes._stream_receiving import StreamReceiving
@@ -34,7 +34,7 @@ from aiosync.types import Limits, Require
 if TYPE_CHECKING:
     from aiosync.sender import WeightSender
 
-__all__ = ["INLINE_NBYTES", "EngineScheme"]
+__all__ = ["INLINE_NBYTES", "ClusterScheme"]
 
 INLINE_NBYTES = 4 * 2**20
 """Updates up to this size travel in the control stream.
@@ -43,11 +43,10 @@ Setting a transfer beside it going takes a few messages or calls, and a thread o
 stream takes for so many bytes.
 """
 
-_AGAIN_SECONDS = 0.2
-_ATTEMPT_SECONDS = 5.0  # at one address, before it is looked up again
+_LONGEST_PAUSE = 0.5  # between two looks for the sender
 
 
-class EngineScheme(EngineOptions, StreamReceiving):
+class ClusterScheme(EngineOptions, StreamReceiving):
     """Messages over a control stream, large payloads beside it.
 
     Args:
@@ -104,7 +103,8 @@ class EngineScheme(EngineOptions, StreamReceiving):
 
     def _reset(self) -> None:
         super()._reset()
-        self._beside_links: weakref.WeakSet[Transport] = weakref.WeakSet()
+        self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # links, and what they share
+        self._link_lost = asyncio.Event()
         self._same_host: SameHost | None = None
 
     @property
@@ -113,11 +113,12 @@ class EngineScheme(EngineOptions, StreamReceiving):
         # takes it however busy the process is, unless it is gone.
         return None if self._keepalive is None else 2 * self._keepalive
 
-    # -- what an engine decides ----------------------------------------------------------------
+    # -- what each of them decides -------------------------------------------------------------
 
-    @abc.abstractmethod
     def _carry(self, control: TCPTransport, *, listened: bool) -> Transport:
         """A link over a control stream, which it owns from then on; or that stream."""
+        del listened
+        return control
 
     def _default_address(self) -> Address:
         """Where the sender listens if no address was given."""
@@ -126,17 +127,12 @@ class EngineScheme(EngineOptions, StreamReceiving):
     async def _publish(self, address: Address) -> None:
         """Sender: let workers that have no address find this one."""
 
-    async def _look_up(self, timeout: float | None) -> None:
-        """Worker: find the sender's address, if it is to be found anywhere else than here.
+    _invites: str = ""
+    """What :meth:`_invitation` lacks while there is none; empty where there never is one."""
 
-        Raises:
-            ConnectTimeout: It did not appear in time.
-        """
-
-    @property
-    def _may_change(self) -> bool:
-        """Whether looking the sender up again may find another one."""
-        return False
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
+        """Worker: what the sender published last: its address, and its token if that is new."""
+        return None
 
     @property
     def _shares_memory(self) -> bool:
@@ -147,9 +143,6 @@ class EngineScheme(EngineOptions, StreamReceiving):
         """Worker: how the sender's errors may call this process, if it has a name."""
         return ""
 
-    def _joined_here(self, channel: FramedTransport) -> None:
-        """Sender: a worker on this host opened a link through shared memory."""
-
     # -- links ---------------------------------------------------------------------------------
 
     def _linked(self, control: TCPTransport, *, listened: bool) -> Transport:
@@ -158,7 +151,7 @@ class EngineScheme(EngineOptions, StreamReceiving):
         except BaseException:  # raised again: the caller sees it
             control.abort()
             raise
-        self._beside_links.add(link)
+        self._to_close.add(link)
         return link
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
@@ -196,16 +189,16 @@ class EngineScheme(EngineOptions, StreamReceiving):
     def _start_listening(self, sender: WeightSender) -> None:
         if isinstance(self._listener, StreamListener):
 
-            def welcome(control: TCPTransport) -> None:
-                with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
-                    sender.workers.welcome(self._linked(control, listened=True))
-
-            def welcome_here(link: SharedMemTransport) -> None:
-                self._joined_here(link.channel)
+            def join(link: Transport, channel: FramedTransport) -> None:
+                channel.call_on_end(self._link_lost.set)
                 sender.workers.welcome(link)
 
+            def welcome(control: TCPTransport) -> None:
+                with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
+                    join(self._linked(control, listened=True), control)
+
             if self._same_host is not None:
-                self._same_host.start(welcome_here, sender.workers.tasks)
+                self._same_host.start(lambda link: join(link, link.channel), sender.workers.tasks)
             self._listener.start(welcome, sender.workers.crashed)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
@@ -214,44 +207,58 @@ class EngineScheme(EngineOptions, StreamReceiving):
     async def _reach(self, timeout: float | None) -> Transport:
         if self._pipe is not None:
             return await super()._reach(timeout)
-        loop = asyncio.get_running_loop()
-        give_up = None if timeout is None else loop.time() + timeout
-        while True:
-            left = None if give_up is None else max(0.0, give_up - loop.time())
-            await self._look_up(left)
-            if not self._addresses:
-                raise ConfigError(
-                    "this worker does not know where the trainer listens: pickle or copy the "
-                    "scheme after init_on_sender(), or pass address="
-                )
-            left = None if give_up is None else max(0.0, give_up - loop.time())
-            attempt = _ATTEMPT_SECONDS if left is None else min(_ATTEMPT_SECONDS, left)
-            try:
-                return await self._reach_at(self._addresses[0], attempt)
-            except ConnectTimeout:
-                if left is not None and left <= attempt:
-                    raise
-                continue
-            except AuthError:
-                # A new trainer may be about to say where it is, and what its token is.
-                if not self._may_change or (left is not None and left <= _AGAIN_SECONDS):
-                    raise
-                await asyncio.sleep(_AGAIN_SECONDS)
-                continue
-
-    async def _reach_at(self, address: Address, timeout: float) -> Transport:
-        dialler = self._dialler(address, "the trainer")
+        looking = invited = False
 
         async def attempt() -> TCPTransport | SharedMemTransport:
-            here = None
+            nonlocal looking, invited
+            looking = True
+            found = await self._invitation()
+            looking = False
+            invited = self._accept(found)
+            address, here = self._addresses[0], None
+            dialer = self._dialler(address, "the trainer")
             if self._shares_memory:
-                here = await dial_here(
-                    address, self._credentials, self.limits, called=self._called()
-                )
-            return here or await dialler.dial(again=self._greeted is not None)
+                try:
+                    async with asyncio.timeout(self.handshake_timeout):
+                        here = await dial_here(
+                            address, self._credentials, self.limits, called=self._called()
+                        )
+                except TimeoutError as exc:
+                    raise ConnectError(f"{dialer.name} does not answer") from exc
+            return here or await dialer.dial(again=self._greeted is not None)
 
-        link = await dialler.until(attempt, timeout)
+        def late(why: str) -> ConnectTimeout:
+            where = f" at {self._addresses[0]}" if self._addresses else ""
+            return ConnectTimeout(
+                f"the trainer{where} was not reached within {timeout:g} s: it has to run "
+                f"init_on_sender() and connect(){why}"
+            )
+
+        def final(error: AiosyncError) -> bool:
+            # A new trainer may be about to say where it is, and what its token is.
+            return looking or (is_final(error) and not (invited and isinstance(error, AuthError)))
+
+        backoff = Backoff(longest=_LONGEST_PAUSE)
+        link = await retry(attempt, timeout, late=late, final=final, backoff=backoff)
         return link if isinstance(link, SharedMemTransport) else self._linked(link, listened=False)
+
+    def _accept(self, found: tuple[str, bytes | None] | None) -> bool:
+        """Take over where the sender is; whether that came with a token."""
+        if found is not None:
+            url, token = found
+            self._addresses = [Address.parse(url)]
+            if token is not None:
+                self._credentials = Credentials(token=token)
+            return token is not None
+        where = self._addresses[0] if self._addresses else None
+        if self._invites and (where is None or not (where.port or where.path)):
+            raise ConnectError(self._invites)
+        if where is None:
+            raise ConfigError(
+                "this worker does not know where the trainer listens: pickle or copy the scheme "
+                "after init_on_sender(), or pass address="
+            )
+        return False
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -261,8 +268,8 @@ class EngineScheme(EngineOptions, StreamReceiving):
             self._same_host.close()
 
     async def _close_here(self) -> None:
-        links = list(self._beside_links)
+        opened = list(self._to_close)
         try:
             await super()._close_here()
         finally:
-            await asyncio.gather(*(link.aclose() for link in links))
+            await asyncio.gather(*(each.aclose() for each in opened))
