@@ -28,8 +28,7 @@ from aiosync.legacy._endpoint import rebuild
 from aiosync.legacy._greeting import ask_who_writes, greet, hear
 from aiosync.legacy._pipes import ProcessWatch, creator_of, say_goodbye
 from aiosync.legacy._relay import Relay
-from aiosync.schemes.base import raise_refusal
-from aiosync.schemes.receiver import WeightReceiver
+from aiosync.receiver.receiver import Refusal, WeightReceiver
 from aiosync.tensors import FlatBuffer
 from aiosync.transports._link import without_frames
 
@@ -67,7 +66,7 @@ class Attachment:
         self._ended = threading.Event()  # attaching, in whatever way
         self.error: BaseException | None = None  # why there never was a link
         self._seen: tuple[int | None, int] = (None, 0)
-        self._told: tuple[int, BaseException] | None = None  # an update that was refused
+        self._told: Refusal | None = None  # an update that was refused
         self._tasks = TaskOwner(self._failed)
         self._process: ProcessWatch | None = None
         self._relay: Relay | None = None
@@ -164,7 +163,7 @@ class Attachment:
             return
         scheme._model = model
         if not receiver.has_staged:
-            receiver.prepare_target()
+            receiver.applier.prepare()
         elif scheme.apply == "auto" and scheme._resolve_target() is not None:
             receiver.apply_soon()  # what does not fit is refused, and the trainer told
 
@@ -222,7 +221,7 @@ class Attachment:
         """
         await self._has_attached(None)
         await self._until(lambda: self._receiver.has_staged, None)
-        staged, model_id = self._receiver._staged, self._scheme.model_id
+        staged, model_id = self._receiver.applier.waiting, self._scheme.model_id
         assert staged is not None
         flat = FlatBuffer(staged.layout.nbytes)
         flat.memoryview()[:] = staged.flat.memoryview()[: staged.layout.nbytes]
@@ -231,7 +230,7 @@ class Attachment:
 
     def _has_news(self) -> bool:
         told, self._told = self._told, self._receiver.refused
-        raise_refusal(self._receiver, 0, told)
+        self._receiver.check_refused(beside=told)
         inbox = self._receiver.inbox
         return inbox.version > 0 and (inbox.epoch, inbox.version) != self._seen
 

@@ -26,6 +26,7 @@ from aiosync.errors import (
 from aiosync.legacy._greeting import Speaks, greet, understand
 from aiosync.legacy._pipes import say_goodbye
 from aiosync.protocol import VersionClock
+from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.sender.workers import watch_process
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
@@ -37,7 +38,6 @@ from aiosync.wire import Ack, ManifestMessage, Message, Setup, Update, Welcome
 __all__ = ["Arrived", "Endpoint", "naming", "rebuild"]
 
 _KIND = "model"
-_KNOWN_LAYOUTS = 16
 _MAX_WAITING = 8  # updates that nobody has asked for yet; the sender waits then
 _WRITE_SECONDS = 2.0  # that an answer may take to leave
 _KEPT_ACKS = 256
@@ -98,8 +98,7 @@ class Endpoint:
         self._told: tuple[str, str] | None = None
         self._digest: bytes | None = None
         self._named: tuple[str, str] | None = None
-        self._layouts: dict[bytes, Layout] = {}
-        self._landing: FlatBuffer | None = None
+        self._updates = UpdateReader(transport)
         self._arrived: deque[Arrived] = deque()
         self._acks: dict[int, Ack] = {}
         self._out: deque[tuple[Message, Sequence[memoryview]]] = deque()
@@ -116,6 +115,7 @@ class Endpoint:
             self.error = without_frames(error) if isinstance(error, AiosyncError) else error
             say_goodbye(self._sock)
             self._transport.abort()
+            self._updates.close()
         self._changed.notify()
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -248,25 +248,10 @@ class Endpoint:
             while True:
                 # Of the newest only, there is one for each model, and none may hold up another.
                 await self._until(lambda: self._newest_only or len(self._arrived) < _MAX_WAITING)
-                self._on_message(await self._transport.recv(into=self._lend))
+                self._on_message(await self._transport.recv(into=self._updates.lender))
                 self._changed.notify()
         except AiosyncError as exc:
             self._fail(exc)
-
-    def _lend(self, message: Message, nbytes: int) -> list[memoryview]:
-        layout = self._layout_of(message)
-        if nbytes != layout.nbytes:
-            raise RemoteProtocolError(f"{nbytes} bytes do not fit a manifest of {layout.nbytes}")
-        self._landing = FlatBuffer(nbytes)
-        return [self._landing.memoryview()]
-
-    def _layout_of(self, message: Message) -> Layout:
-        if not isinstance(message, Update) or message.codec != "dense" or message.chunk:
-            raise RemoteProtocolError(f"{type(message).__name__} came with an unknown payload")
-        layout = self._layouts.get(message.digest)
-        if layout is None or self._named is None:
-            raise RemoteProtocolError("an update names a model or manifest that was never sent")
-        return layout
 
     def _on_message(self, received: Received) -> None:
         message = received.message
@@ -274,13 +259,10 @@ class Endpoint:
             self._named = (message.key, message.value.decode(errors="replace"))
         elif (greeting := understand(message)) is not None:
             self._on_greeting(greeting.pid, greeting.speaks)
-        elif isinstance(message, ManifestMessage):
-            layout = Layout(message.manifest)
-            self._layouts[layout.digest] = layout
-            while len(self._layouts) > _KNOWN_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-        elif isinstance(message, Update):
-            self._on_update(message, received)
+        elif isinstance(message, ManifestMessage | Update):
+            staged = self._updates.read(received)
+            if staged is not None:
+                self._on_update(staged)
         elif isinstance(message, Welcome):
             return  # of a scheme, which asked nothing
         elif isinstance(message, Ack):
@@ -299,21 +281,16 @@ class Endpoint:
             )
         watch_process(self._transport, pid)
 
-    def _on_update(self, message: Update, received: Received) -> None:
-        layout = self._layout_of(message)
-        flat, self._landing = self._landing, None
-        if flat is None:
-            if received.nbytes != layout.nbytes:
-                raise RemoteProtocolError("an update does not fit its manifest")
-            flat = FlatBuffer(layout.nbytes)
-        assert self._named is not None
+    def _on_update(self, staged: Staged) -> None:
+        if self._named is None:
+            raise RemoteProtocolError("an update came for a model that was never named")
         model_id, form = self._named
-        weights = rebuild(layout, flat, message.values, form)
-        arrived = Arrived(model_id, weights, message.epoch, message.version)
+        weights = rebuild(staged.layout, staged.flat, staged.values, form)
+        arrived = Arrived(model_id, weights, staged.epoch, staged.version)
         if self._newest_only:
             self._arrived = deque(each for each in self._arrived if each.model_id != model_id)
             # A scheme waits until its weights were applied; for this end they are, now.
-            self._say(make_ack(message.epoch, message.version, AckStatus.APPLIED, None))
+            self._say(make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None))
         self._arrived.append(arrived)
 
     # -- closing -------------------------------------------------------------------------------

@@ -124,10 +124,11 @@ class Inbox:
         self.newest_epoch = epoch
         self.newest = version
 
-    def seen(self, epoch: int, version: int) -> None:
-        """Register an update that was found, and not offered; nothing where it is no news."""
+    def found(self, epoch: int, version: int) -> None:
+        """Register that an update was applied that was found, and need not have been offered."""
         if epoch != self.newest_epoch or version > self.newest:
             self.newest_epoch, self.newest = epoch, version
+        self.epoch, self.version = epoch, version
 
     def applied(self, epoch: int, version: int) -> None:
         """Register that an offered update was applied.

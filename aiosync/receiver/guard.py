@@ -105,6 +105,7 @@ class Guard:
     Attributes:
         at_read: What is applied now is applied by a read that begins or ends.
         fit: It may change the model: torch operations of this thread are what they say.
+        looks: Whether reads look at a word, see :meth:`watch_word`.
         seen: The word that was dealt with, see :meth:`watch_word`.
         before_next_read: Called under the lock when the next read starts, before it sees anything.
         elsewhere: Called when a read of a thread that is not fit leaves an update behind: to have
@@ -114,7 +115,7 @@ class Guard:
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
-        self.elsewhere: Callable[[], None] = _nothing
+        self.elsewhere: Callable[[], object] = _nothing
         self.reset()
         _guards.add(self)
 
@@ -128,22 +129,23 @@ class Guard:
         # Open reads of each thread: the frame of a forward; of a block its task, or None.
         self._open: dict[int, list[_Read]] = {}
         # Thread and frame that apply, and what they took from _pending.
-        self._applying: tuple[int, FrameType, Callable[[], None] | None] | None = None
-        self._pending: Callable[[], None] | None = None
+        self._applying: tuple[int, FrameType, Callable[[], object] | None] | None = None
+        self._pending: Callable[[], object] | None = None
         self._claims = 0  # calls that wait for the readers
         self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
         self.at_read: bool = False
         self.fit: bool = True
-        self.before_next_read: Callable[[], None] | None = None
+        self.before_next_read: Callable[[], object] | None = None
         self._words: memoryview | None = None
-        self._on_word: Callable[[], None] = _nothing
-        self._on_overlap: Callable[[], None] = _nothing
+        self.looks: bool = False
+        self._on_word: Callable[[], object] = _nothing
+        self._on_overlap: Callable[[], object] = _nothing
         self.seen: int = 0
 
     # -- a word that others write --------------------------------------------------------------
 
     def watch_word(
-        self, words: memoryview, on_word: Callable[[], None], on_overlap: Callable[[], None]
+        self, words: memoryview, on_word: Callable[[], object], on_overlap: Callable[[], object]
     ) -> None:
         """Look at a word whenever an outermost read begins or ends while no other is open.
 
@@ -155,11 +157,13 @@ class Guard:
         """
         with self._lock:
             self._on_word, self._on_overlap, self._words = on_word, on_overlap, words
+            self.looks = True
 
     def ignore_word(self) -> None:
         """Do not look at a word any more. Idempotent."""
         with self._lock:
             self._words, self._on_word, self._on_overlap = None, _nothing, _nothing
+            self.looks = False
 
     def note_overlap(self) -> None:
         """Another task of this thread is about to begin a read while one of them is in one."""
@@ -317,7 +321,7 @@ class Guard:
 
     # -- applying ------------------------------------------------------------------------------
 
-    def submit(self, apply: Callable[[], None]) -> bool:
+    def submit(self, apply: Callable[[], object]) -> bool:
         """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
 
         A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
@@ -348,7 +352,7 @@ class Guard:
             self._run(todo, at_read=False)
         return False
 
-    def put_back(self, apply: Callable[[], None]) -> None:
+    def put_back(self, apply: Callable[[], object]) -> None:
         """Have this run before the next read: it was cut short, and nothing waits in its place."""
         with self._lock:
             if self._pending is None:
@@ -361,7 +365,7 @@ class Guard:
             self._wake()
         return waited
 
-    def exclusively(self, action: Callable[[], None], *, timeout: float) -> bool:
+    def exclusively(self, action: Callable[[], object], *, timeout: float) -> bool:
         """Run ``action`` while no other thread reads; waits for the readers to leave.
 
         Args:
@@ -399,7 +403,7 @@ class Guard:
         return True
 
     def between_reads(
-        self, change: Callable[[], None], *, advice: str, patience: float = PATIENCE_SECONDS
+        self, change: Callable[[], object], *, advice: str, patience: float = PATIENCE_SECONDS
     ) -> None:
         """Change the model on this thread, after the reads of others.
 
@@ -464,7 +468,7 @@ class Guard:
                 "between two of them"
             )
 
-    def _begin(self, frame: FrameType, *, at_read: bool) -> Callable[[], None] | None:
+    def _begin(self, frame: FrameType, *, at_read: bool) -> Callable[[], object] | None:
         """Claim what is to be applied, for the method of ``frame`` to run."""
         self.fit = not (at_read and _in_transform())
         todo = self._pending if self.fit else None
@@ -481,15 +485,15 @@ class Guard:
                 self._pending = None
         return todo
 
-    def _run(self, todo: Callable[[], None], *, at_read: bool) -> None:
+    def _run(self, todo: Callable[[], object], *, at_read: bool) -> None:
         # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
-        more: Callable[[], None] | None = todo
+        more: Callable[[], object] | None = todo
         while more is not None:
             self.at_read = at_read
             more()
             more = self._end_apply(sys._getframe())
 
-    def _end_apply(self, frame: FrameType) -> Callable[[], None] | None:
+    def _end_apply(self, frame: FrameType) -> Callable[[], object] | None:
         with self._lock:
             self._applying, self.at_read = None, False
             if self._waiters:

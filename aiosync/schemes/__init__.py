@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiosync.receiver.guard import Guard, Reading
 from aiosync.receiver.hooks import SchemeHooks
-from aiosync.schemes._transforming import Transform
+from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.transform import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
@@ -16,7 +17,6 @@ from aiosync.schemes.ray_transform import (
     RayModuleTransformScheme,
     RayModuleTransformSender,
 )
-from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.registry import (
     backend_names,
     register_weight_sync_backend,

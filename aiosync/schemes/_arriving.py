@@ -118,7 +118,7 @@ class TrainersArriving(StreamOptions, WeightSyncScheme):
         if self._asked is None or self._asked[0] != state:
             self._asked = state, now
             if can_ask:
-                receiver.wishes.ask_for_a_word()
+                receiver.pulls.ask_for_a_word()
         return now - self._asked[1]
 
     def _take_newest(self, link: TCPTransport, hello: Hello) -> None:

@@ -28,7 +28,7 @@ from aiosync.types import Limits
 from aiosync.wire import Hello, Welcome
 
 if TYPE_CHECKING:
-    from aiosync.schemes.receiver import WeightReceiver
+    from aiosync.receiver.receiver import WeightReceiver
 
 __all__ = ["OF_USE_SECONDS", "StreamReceiving"]
 

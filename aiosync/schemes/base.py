@@ -24,7 +24,6 @@ from torch import nn
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
-    ApplyError,
     AuthError,
     ConfigError,
     ConnectError,
@@ -44,14 +43,14 @@ from aiosync.receiver.guard import (
     why_unguarded,
 )
 from aiosync.receiver.hooks import SchemeHooks, run_hook
+from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, retry
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
-from aiosync.schemes._transforming import Transform
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions
-from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.sources import (
     DeviceMap,
     NoWeakReference,
@@ -77,7 +76,7 @@ from aiosync.wire import Hello, Welcome
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["WeightSyncScheme", "change_hooks", "raise_refusal"]
+__all__ = ["WeightSyncScheme", "change_hooks"]
 
 
 class WeightSyncScheme(SchemeOptions, abc.ABC):
@@ -431,7 +430,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if receiver is None or self._closed or self._inherited:
             setattr(self, name, value)
             return
-        with receiver.assigning():
+        with receiver.applier.assigning():
             setattr(self, name, value)
             try:
                 run_on_loop(self._loop, receiver.model_changed)
@@ -854,7 +853,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
         welcome = await self._introduce(receiver, left)
         self._worker_idx = welcome.worker_idx
-        receiver.prepare_target()
+        receiver.applier.prepare()
         receiver.start()
         if welcome.version and self._subscribes and self._waits_for_first:
             left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
@@ -879,19 +878,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
         def arrived() -> bool:
             # What comes before the newest may be a mistake that all workers have refused.
-            of_before = receiver.inbox.newest_epoch == welcome.epoch
-            raise_refusal(receiver, welcome.version if of_before else 0)
+            same = receiver.inbox.newest_epoch == welcome.epoch
+            receiver.check_refused(welcome.version if same else 0)
             if self._resolve_target() is None:
                 return receiver.has_staged
-            if self.apply == "manual" and receiver.has_staged:
-                receiver.apply_soon()
+            receiver.apply_soon()
             inbox = receiver.inbox
             if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
                 return inbox.version >= welcome.version
             return inbox.version > 0
 
         try:
-            await receiver.wait_until(arrived, timeout=left, late=late)
+            with receiver.applier.asking():
+                await receiver.wait_until(arrived, timeout=left, late=late)
         except ConnectTimeout as exc:
             if receiver.cut_off is None:
                 raise
@@ -1081,17 +1080,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         receiver = self._require_receiver("receive")
         validate_timeout(timeout)
-        manual = self.apply == "manual"
+        manual, refused = self.apply == "manual", receiver.refused
 
         def arrived() -> bool:
             if manual:
-                before = receiver.refused
                 receiver.apply_soon()
-                raise_refusal(receiver, 0, before)
+                receiver.check_refused(beside=refused)
             return receiver.inbox.version not in (0, self._reported)
 
         try:
-            with receiver.asking():
+            with receiver.applier.asking():
                 if timeout is not None and timeout <= 0:
                     await asyncio.sleep(0)
                     receiver.look_now()
@@ -1147,10 +1145,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 receiver.apply_soon()
             if receiver.applied_version >= version:
                 return True
-            raise_refusal(receiver, version)
+            receiver.check_refused(version)
             return False
 
-        with receiver.asking():
+        with receiver.applier.asking():
             if limit is None or limit > 0:
                 self._check_not_inside("wait_for_version", receiver, reached)
             await self._wait_until(reached, limit, late)
@@ -1197,7 +1195,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
         def reached() -> bool:
             if newest() < version:
-                raise_refusal(receiver, version)
+                receiver.check_refused(version)
             return newest() >= version
 
         await receiver.wait_until(reached, timeout=limit, late=late)
@@ -1230,23 +1228,23 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         least = 0 if min_version is None else min_version
         limit = self._limit(timeout)
         late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
-        inbox, wishes, refused = receiver.inbox, receiver.wishes, receiver.refused
-        before, answers = (inbox.epoch, inbox.version), wishes.answers
+        inbox, pulls, refused = receiver.inbox, receiver.pulls, receiver.refused
+        before, answers = (inbox.epoch, inbox.version), pulls.answers
         if least > inbox.version:
             self._check_not_inside("pull", receiver, lambda: False)
-        wishes.add(least)
+        pulls.add(least)
 
         def arrived() -> bool:
             if self.apply == "manual":
                 receiver.apply_soon()
-            raise_refusal(receiver, 0, refused)
+            receiver.check_refused(beside=refused)
             if receiver.has_staged:
                 self._check_not_inside("pull", receiver, lambda: False)
-            if inbox.version < least or receiver.has_staged or receiver.lag or wishes.is_promised:
+            if inbox.version < least or receiver.has_staged or receiver.lag or pulls.promised:
                 return False
-            return wishes.answers != answers or (inbox.epoch, inbox.version) != before
+            return pulls.answers != answers or (inbox.epoch, inbox.version) != before
 
-        with receiver.asking():
+        with receiver.applier.asking():
             await self._wait_until(arrived, limit, late)
         return inbox.version
 
@@ -1579,18 +1577,6 @@ def _named_in(context: Any, path: str) -> Any:
     if context is None:
         raise ConfigError(f"Cannot resolve string reference {path!r} without context")
     return resolve_path(context, path)
-
-
-def raise_refusal(receiver: WeightReceiver, least: int, known: object = None) -> None:
-    """Raise if a version from ``least`` on was refused, unless by a refusal that is known."""
-    refused = receiver.refused
-    if refused is not None and refused is not known and refused[0] >= least:
-        version, error = refused
-        raise ApplyError(
-            f"version {version} could not be applied: {type(error).__name__}: {error}",
-            version=version,
-            remote_type=type(error).__name__,
-        ) from error
 
 
 def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:

@@ -16,16 +16,16 @@ from typing import Any
 
 from aiosync.errors import AiosyncError, ConnectError, RemoteProtocolError, StaleVersion
 from aiosync.protocol import Inbox, VersionClock
+from aiosync.receiver.outgoing import Outgoing
+from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, greet
-from aiosync.schemes._outgoing import Outgoing
-from aiosync.schemes._staging import Staged, Staging
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server._saving import Saver, Unsaved
 from aiosync.server._store import StoredUpdate, WeightStore
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Hello, ManifestMessage, Message, Refuse, Update
+from aiosync.wire import Hello, Message, Refuse
 
 __all__ = ["ServedModel"]
 
@@ -80,7 +80,7 @@ class ServedModel:
         )
         self._session = secrets.token_bytes(16)
         self._inbox = Inbox()
-        self._staging: Staging | None = None
+        self._updates = UpdateReader()
         self._trainer: TCPTransport | None = None
         self._trainer_name = ""
         self._trainer_epoch: int | None = None
@@ -161,12 +161,10 @@ class ServedModel:
         self._answers[link] = Outgoing(link, self.workers.tasks)
         # While an answer waits to be taken the kernel sends no keepalive probes.
         link.limit_untaken()
-        if self._staging is None:
-            self._staging = Staging(link)
         try:
             # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
-            partial, has = self._staging.partial or (None, None, 0), self._here
+            partial, has = self._updates.partial or (None, None, 0), self._here
             await greet(
                 link,
                 Hello(
@@ -188,10 +186,10 @@ class ServedModel:
             self.workers.history.parts = hello.parts
             if self.newest is None:
                 self.strategy = self.workers.strategy = hello.strategy
-            self._staging.next_link(link)
+            self._updates.use_link(link)
             link.subscribe(lambda received: self._on_message(link, received))
             while True:
-                self._on_message(link, await link.recv(into=self._staging.lender))
+                self._on_message(link, await link.recv(into=self._updates.lender))
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # tells the trainer
             raise
@@ -202,17 +200,10 @@ class ServedModel:
             link.abort()
 
     def _on_message(self, link: TCPTransport, received: Received) -> None:
-        message = received.message
-        assert self._staging is not None
         self._answers[link].check()
-        if isinstance(message, ManifestMessage):
-            self._staging.learn(message.manifest)
-        elif isinstance(message, Update):
-            part = self._staging.take_part(received)
-            if part is not None:
-                self._take(link, part)
-        else:
-            raise RemoteProtocolError(f"a trainer sent an unexpected {type(message).__name__}")
+        staged = self._updates.read(received)
+        if staged is not None:
+            self._take(link, staged)
 
     def _take(self, link: TCPTransport, staged: Staged) -> None:
         epoch, version = staged.epoch, staged.version
@@ -286,8 +277,7 @@ class ServedModel:
         await self.workers.tasks.aclose()
         if self._saver is not None:
             self._saver.close()
-        if self._staging is not None:
-            self._staging.close()
+        self._updates.close()
 
     def describe(self) -> dict[str, Any]:
         """What ``aiosync status`` shows of this model."""

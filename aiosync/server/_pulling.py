@@ -21,9 +21,9 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
-from aiosync.schemes._staging import Staged, Staging
 from aiosync.server._merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.tensors.values import inner_names, unpack_value
@@ -122,7 +122,7 @@ class Pull:
         self._session = secrets.token_bytes(16)
         self._welcome: Welcome | None = None
         self._link: TCPTransport | None = None
-        self._staging: Staging | None = None
+        self._updates = UpdateReader()
         self._lost: AiosyncError | None = None
         self._arriving: tuple[int, int] | None = None  # epoch and version
         self._promised: tuple[int, int] | None = None  # the newest, which comes after others
@@ -160,7 +160,7 @@ class Pull:
         """Over one link."""
         self._moved = False
         link = self._link = await self._dialler.dial(again=self._welcome is not None)
-        partial = self._staging.partial if self._staging is not None else None
+        partial = self._updates.partial
         epoch, version, nbytes = partial or (None, None, 0)
         self._here, self._resumes = nbytes, nbytes > 0
         has, self._promised = self._parts[-1] if self._parts else None, None
@@ -178,12 +178,10 @@ class Pull:
             partial_nbytes=nbytes,
         )
         self._welcome = await greet(link, hello, timeout=HANDSHAKE_SECONDS)
-        if self._staging is None:
-            self._staging = Staging(link)
-        self._staging.next_link(link)
+        self._updates.use_link(link)
         await link.send(Fetch(self._least))
         while True:
-            staged = await self._take_message(link, self._staging)
+            staged = await self._take_message(link)
             if staged is not None:
                 if self._parts and self._parts[-1].epoch != staged.epoch:
                     self._parts.clear()  # of another trainer
@@ -192,18 +190,16 @@ class Pull:
             if self._is_complete(staged):
                 return await self._finish()
 
-    async def _take_message(self, link: TCPTransport, staging: Staging) -> Staged | None:
-        received = await link.recv(into=staging.lender)
+    async def _take_message(self, link: TCPTransport) -> Staged | None:
+        received = await link.recv(into=self._updates.lender)
         message = received.message
-        if isinstance(message, ManifestMessage):
-            staging.learn(message.manifest)
-            self._sizes = {message.manifest.digest: message.manifest.nbytes}
-            return None
         if isinstance(message, Current):
             self._promised = (message.epoch, message.version)
             return None
+        if isinstance(message, ManifestMessage):
+            self._sizes = {message.manifest.digest: message.manifest.nbytes}
         if not isinstance(message, Update):
-            raise RemoteProtocolError(f"the server sent an unexpected {type(message).__name__}")
+            return self._updates.read(received)
         if (message.epoch, message.version) != self._arriving:
             self._arriving, self._here = (message.epoch, message.version), 0
         elif not self._moved:  # the first chunk over another link
@@ -211,7 +207,7 @@ class Pull:
                 self._here = 0  # from the beginning
             self._resumed += self._here
         self._moved = True
-        part = staging.take_part(received)
+        part = self._updates.read(received)
         self._here += received.nbytes
         if self._progress is not None:
             total = self._sizes.get(message.digest, self._here)

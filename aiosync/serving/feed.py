@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from aiosync.receiver.transform import Transform
     from aiosync.schemes import Ready
-    from aiosync.schemes._transforming import Transform
     from aiosync.tensors.apply import Loader
 
 __all__ = ["WeightFeed"]

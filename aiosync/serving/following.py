@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiosync._tasks import TaskOwner
+from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
-from aiosync.schemes._background import Background
 from aiosync.schemes.base import change_hooks
 from aiosync.serving.gate import AdmissionGate
 from aiosync.serving.swapping import Swap
 
 if TYPE_CHECKING:
+    from aiosync.receiver.receiver import WeightReceiver
     from aiosync.schemes import WeightSyncScheme
-    from aiosync.schemes.receiver import WeightReceiver
 
 __all__ = ["Following"]
 
@@ -76,7 +75,7 @@ class Following:
         self._links = 0
         self._reconnects = 0
         self._closing = False
-        self._thread = Background("aiosync-apply")
+        self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(lambda error: None)  # see _ended()
 
     def start(self) -> None:
@@ -179,7 +178,7 @@ class Following:
         receiver = scheme._receiver
         if receiver is not None:
             self._reconnects += receiver.reconnects
-            receiver.leave_memory()  # copying a large model would hold the loop
+            receiver.applier.leave_memory()  # copying a large model would hold the loop
         self.scheme = None
         await scheme.aclose()
 
@@ -214,7 +213,7 @@ class Following:
             swap.version = self._gate.version  # nothing has changed so far
             change_hooks(scheme, applied=functools.partial(self._on_flip, loop, swap))
             try:
-                if self._in_thread or not receiver.is_quick:
+                if self._in_thread or not receiver.applier.is_quick:
                     await self._apply_in_thread(receiver)
                 else:
                     await self._apply(scheme, receiver)

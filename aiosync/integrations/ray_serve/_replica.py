@@ -16,8 +16,8 @@ from ray.serve.exceptions import RayServeException
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.protocol import validate_seconds
+from aiosync.receiver.transform import Transform
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes._transforming import Transform
 from aiosync.serving import AdmissionGate, WeightFeed
 from aiosync.tensors.apply import Loader
 

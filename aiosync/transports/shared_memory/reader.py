@@ -311,10 +311,6 @@ class SlotReader:
         if self.words is not None:
             self.words[HOLDS] = slot.version
 
-    def has(self, slot: NamedSlot) -> bool:
-        """Whether a slot is one of this peer's."""
-        return self._views.get(slot.view.segment_id) is slot.view
-
     def refuse(self, slot: NamedSlot) -> None:
         """What is in this slot is not for the model: do not open it again."""
         self._seen = slot.want

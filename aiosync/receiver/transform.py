@@ -16,18 +16,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from aiosync._tasks import TaskOwner
+from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ManifestMismatch
 from aiosync.receiver.hooks import run_hook
-from aiosync.schemes._background import Background
-from aiosync.schemes._staging import Staged, Staging
+from aiosync.receiver.updates import Buffers, Staged, UpdateReader
 from aiosync.tensors import FlatBuffer, Layout, dtype_name
 from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import as_bytes, is_plain_cpu
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.wire import NO_LIMITS, plan_manifest
 
-__all__ = ["Transform", "Transforming"]
+__all__ = ["Transform", "Transformer"]
 
 Transform: TypeAlias = Callable[
     [Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]
@@ -36,44 +35,42 @@ Transform: TypeAlias = Callable[
 back the same tensors, views of them, or new ones; it must not write to those that it is given."""
 
 _CLOSE_SECONDS = 5.0
-_END = object()
 
 
-class Transforming:
+class Transformer:
     """Transforms updates, one at a time; of those that come meanwhile only the newest.
 
     Args:
         transform: What to do with them; ``None`` to copy them as they are.
         before: Called on the loop with epoch and version, before that.
         tasks: Runs the waiting part.
-        staging: Gets the received memory back.
-        done: Called on the loop with the update as the model wants it.
-        failed: Called on the loop with the update and why it cannot be had; the caller gives
-            its memory back.
+        updates: Gets the received memory back.
+        done: Called on the loop with the update as the model wants it and ``None``; or as it came,
+            and why it cannot be had: the caller gives its memory back then.
+
+    Attributes:
+        since: When the work that is under way began, on ``time.monotonic()``'s clock.
     """
 
     def __init__(
         self,
         transform: Transform | None,
         before: Callable[[int, int], object] | None,
-        *,
         tasks: TaskOwner,
-        staging: Staging,
-        done: Callable[[Staged], None],
-        failed: Callable[[Staged, BaseException], None],
+        updates: UpdateReader,
+        done: Callable[[Staged, BaseException | None], None],
     ) -> None:
         self._transform = transform
         self._before = before
         self._tasks = tasks
-        self._staging = staging
+        self._updates = updates
         self._done = done
-        self._failed = failed
         self._next: Staged | None = None
-        self._now: Staged | None = None
-        self.since: float | None = None  # when the work on _now began
-        self._thread = Background("aiosync-mapping")
+        self._busy = False
+        self.since: float | None = None
+        self._thread = WorkerThread("aiosync-mapping")
         self._layout: Layout | None = None  # of the last result
-        self._spare: list[FlatBuffer] = []
+        self._buffers = Buffers()
         self._closed = False
 
     def begin(self, staged: Staged) -> None:
@@ -81,51 +78,39 @@ class Transforming:
         old, self._next = self._next, staged
         if old is not None:
             old.give_back()
-        if self._now is None:
-            self._now = staged
+        if not self._busy:
+            self._busy = True
             self._tasks.start(self._run(), "aiosync transform")
-
-    def has(self, epoch: int, version: int) -> bool:
-        """Whether this update is being transformed, or will be."""
-        pending = (self._now, self._next)
-        return any(
-            each is not None and (each.epoch, each.version) == (epoch, version) for each in pending
-        )
 
     def close(self) -> None:
         """Forget every buffer, and let the thread end."""
         self._closed = True
         self._next = None
-        self._spare.clear()
+        self._buffers.close()
         self._thread.close(patience=_CLOSE_SECONDS)
 
     async def _run(self) -> None:
         try:
-            while self._next is not None:
-                (staged, self._next) = (self._next, None)
-                self._now, self.since = staged, time.monotonic()
+            while (staged := self._next) is not None:
+                self._next, self.since = None, time.monotonic()
                 work = functools.partial(self._work, staged)
                 try:
                     if self._before is not None:
                         await run_hook(self._before, staged.epoch, staged.version)
                     layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
                 except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
-                    self._failed(staged, exc)
+                    self._done(staged, exc)
                     continue
-                self._staging.retire(staged)
+                self._updates.retire(staged)
                 self._layout = layout
-                give_back = lambda flat=flat: self._put_back(flat)  # noqa: E731 - bound to it
+                give_back = functools.partial(self._buffers.put_back, flat)
                 result = Staged(
                     staged.epoch, staged.version, layout, flat, staged.values, give_back
                 )
                 if not self._closed:
-                    self._done(result)  # also with a newer one waiting, which may be overtaken, too
+                    self._done(result, None)  # also with a newer one waiting
         finally:
-            self._now = self.since = None
-
-    def _put_back(self, flat: FlatBuffer) -> None:
-        if len(self._spare) < 2 and not self._closed:
-            self._spare.append(flat)
+            self._busy, self.since = False, None
 
     # -- in the thread -------------------------------------------------------------------------
 
@@ -133,7 +118,7 @@ class Transforming:
         """The result of the transform, in memory of its own."""
         if self._transform is None:
             nbytes = staged.layout.nbytes
-            flat = self._buffer(nbytes)
+            flat = self._buffers.take(nbytes)
             flat.memoryview()[:nbytes] = staged.flat.memoryview()[:nbytes]
             return staged.layout, flat
         # What is inside of extra states and other values is not the transform's business.
@@ -146,65 +131,44 @@ class Transforming:
         with torch.inference_mode(False), torch.no_grad():
             return self._place(chain(self._transform(iter(outer)), inner))
 
-    def _place(self, given: Any) -> tuple[Layout, FlatBuffer]:
+    def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
         """Copy each tensor to where the last version had it; plan anew when something differs."""
-        layout, names = self._layout, set[str]()
-        early: list[tuple[str, torch.Tensor]] = []
-        if layout is not None:
-            flat = self._buffer(layout.nbytes)
-            for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
-                found = next(given, _END)
-                if found is _END:
-                    break
-                name, tensor = _checked(found, names)
-                if (name, tensor.dtype, tuple(tensor.shape)) != (leaf.name, dtype, leaf.shape):
-                    early.append((name, tensor))
-                    break
-                _put(tensor, flat, leaf.offset)
-                names.add(name)
-            else:
-                more = next(given, _END)
-                if more is _END:
-                    return layout, flat
-                early.append(_checked(more, names))
-            # Another result than the last one: what was placed already is copied once more.
-            early[:0] = [
-                (leaf.name, view)
-                for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True)
-                if leaf.name in names
-            ]
-        return self._place_anew(early, given)
-
-    def _place_anew(
-        self, early: list[tuple[str, torch.Tensor]], given: Any
-    ) -> tuple[Layout, FlatBuffer]:
-        names = {name for name, _ in early}
-        for found in given:
-            name, tensor = _checked(found, names)
-            names.add(name)
-            early.append((name, tensor))
+        layout = self._layout
+        flat = None if layout is None else self._buffers.take(layout.nbytes)
+        leaves = () if layout is None else layout.manifest.leaves
+        views = [] if layout is None or flat is None else flat.views(layout)
+        found: dict[str, torch.Tensor] = {}
+        same = True
+        for each in given:
+            name, tensor = _checked(each, found)
+            index = len(found)
+            same = same and index < len(leaves) and name == leaves[index].name
+            if same and flat is not None:
+                view = views[index]
+                same = (tensor.dtype, tensor.shape) == (view.dtype, view.shape)
+                if same:
+                    _put(tensor, flat, leaves[index].offset)
+                    tensor = view
+            found[name] = tensor
+        if layout is not None and flat is not None and same and len(found) == len(leaves):
+            return layout, flat
+        # Another result than the last one: what was placed already is copied once more.
         layout = Layout(
             plan_manifest(
                 (
                     (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
-                    for name, tensor in early
+                    for name, tensor in found.items()
                 ),
                 NO_LIMITS,
             )
         )
         flat = FlatBuffer(layout.nbytes)
-        for leaf, (_, tensor) in zip(layout.manifest.leaves, early, strict=True):
-            _put(tensor, flat, leaf.offset)
+        for leaf in layout.manifest.leaves:
+            _put(found[leaf.name], flat, leaf.offset)
         return layout, flat
 
-    def _buffer(self, nbytes: int) -> FlatBuffer:
-        for index, flat in enumerate(self._spare):
-            if flat.nbytes == nbytes:
-                return self._spare.pop(index)
-        return FlatBuffer(nbytes)
 
-
-def _checked(found: Any, names: set[str]) -> tuple[str, torch.Tensor]:
+def _checked(found: Any, known: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
     try:
         name, tensor = found
     except (TypeError, ValueError):
@@ -213,7 +177,7 @@ def _checked(found: Any, names: set[str]) -> tuple[str, torch.Tensor]:
         raise TypeError(
             f"a transform must give pairs of a name and a tensor, not {type(found).__name__}"
         )
-    if name in names:
+    if name in known:
         raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
     return name, tensor.detach()
 

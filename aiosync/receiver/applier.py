@@ -1,0 +1,709 @@
+"""Applying: which model an owner has, what that has, and having it take updates.
+
+Here nothing is known of messages: what became of an update is a :class:`Result`. Everything
+that belongs to the model changes only under the guard, on whatever thread. Must not import the
+sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiosync._tasks import run_on_loop
+from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
+from aiosync.protocol import Inbox
+from aiosync.receiver.guard import Guard, takes_hooks
+from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.tensors import Layout, Target, collect
+from aiosync.tensors.apply import LoadTarget
+from aiosync.transports._fork import FORKING
+from aiosync.wire import NO_LIMITS
+
+__all__ = ["Applier", "Owner", "Result"]
+
+_LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+_MAX_TRIES = 10
+_MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What became of an update.
+
+    Attributes:
+        staged: The update.
+        taken: The model has it.
+        error: Why not; or what its owner said to it.
+        left: What the model had before it.
+        overtaken: Something newer had been applied meanwhile: it was not.
+    """
+
+    staged: Staged
+    taken: bool = False
+    error: BaseException | None = None
+    left: Staged | None = None
+    overtaken: bool = False
+
+
+class Owner(Protocol):
+    """Whoever has an applier."""
+
+    def report(self) -> None:
+        """There are results. Called on the loop, and not under the guard but for a refusal."""
+
+    def hears_of(self, digest: bytes) -> bool:
+        """Whether it wants to know that an update of this manifest was taken. On any thread."""
+
+    def withdraw_promise(self) -> None:
+        """Forwards are not sure to see what is new any more. Called on the loop."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more can be read, for this reason. Called on the loop."""
+
+
+class Applier:
+    """Has a model take updates: those that are offered, and those that the word of a link names.
+
+    Belongs to one event loop; :meth:`apply_pending` and the guard may be used from any thread.
+
+    Args:
+        owner: Is told what became of updates.
+        updates: Reads what a word names.
+        resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
+        manual: Apply only in calls that ask for it.
+        copy: Copy into the parameters instead of pointing them at the received memory.
+        strict: Every name and dtype must match.
+        guard: Keeps reads and updates apart.
+        install_hooks: Make the forwards of the model reads of the guard.
+        reads_words: What a word names is taken as it is.
+        flipped: Called with epoch and version as the model gets them, under the guard, on
+            whatever thread; must not wait. What it raises is the error of a version that was taken.
+
+    Attributes:
+        inbox: The versions that are here, and the one that the model has.
+        results: What the owner was not told yet.
+        current: What the model has, and views unless it was copied: then only the layout is valid.
+        waiting: Complete, and not applied.
+        owed: Version that a message asked for, and a word names; 0 for none.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        updates: UpdateReader,
+        *,
+        resolve: Callable[[], Any],
+        manual: bool,
+        copy: bool,
+        strict: bool,
+        guard: Guard,
+        install_hooks: bool,
+        reads_words: bool,
+        flipped: Callable[[int, int], None],
+    ) -> None:
+        self.guard = guard
+        self.manual = manual
+        self.copy = copy
+        self.inbox: Inbox = Inbox()
+        self.results: deque[Result] = deque()
+        self.current: Staged | None = None
+        self.waiting: Staged | None = None
+        self.owed: int = 0
+        self._owner = owner
+        self._updates = updates
+        self._resolve = resolve
+        self._strict = strict
+        self._install_hooks = install_hooks
+        self._reads_words = reads_words
+        self._flipped = flipped
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._taking: Staged | None = None  # is being applied, if by nobody then again
+        self._before: Staged | None = None  # what the model had before that
+        self._unread: BaseException | None = None  # why not; no read has raised it yet
+        self._target: Target | LoadTarget | None = None
+        self._target_of: Any = None
+        self._late = False  # another model was given during a read, and has to be adopted
+        self._assignments = 0  # under way: what _resolve() returns may be refused yet
+        self._askers = 0  # calls under way that have what waits applied
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        guard.elsewhere = lambda: self.call_soon(guard.retry)
+
+    # -- what there is -------------------------------------------------------------------------
+
+    @property
+    def named_version(self) -> int:
+        """Version that the word of the link names, if it is news; else 0."""
+        slots = self._updates.slots
+        return 0 if slots is None else slots.named_version
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the trainer waits for what its word names."""
+        inbox = self.inbox
+        return self.owed > inbox.version or (self.owed > 0 and inbox.epoch != inbox.newest_epoch)
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether an update waits to be applied, or to be applied again."""
+        there = self.waiting is not None or self._taking is not None
+        return there or self.is_owed or self.named_version > 0
+
+    @property
+    def staged_version(self) -> int:
+        """Version of the update that waits to be applied; 0 if there is none."""
+        waiting = 0 if self.waiting is None else self.waiting.version
+        return max(waiting, self.owed if self.is_owed else 0, self.named_version)
+
+    @property
+    def lag(self) -> int:
+        """How far the applied version is behind the newest one that is here."""
+        inbox, named = self.inbox, self.named_version
+        if named <= inbox.newest or inbox.newest_epoch != inbox.epoch:
+            return inbox.lag
+        return named - inbox.version
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether applying what waits is little more than a change of pointers."""
+        staged = self.waiting or (self.current if self.is_owed else None)
+        return staged is not None and self._is_quick(staged)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether to take what a word names is nothing but what a forward may do on its way."""
+        current = self.current
+        return (
+            not self.manual
+            and self._strict  # else updates may hold parts, and each has to be taken
+            and self._install_hooks
+            and current is not None
+            and self._is_quick(current)
+            and takes_hooks(self._target_of)
+        )
+
+    def _is_quick(self, staged: Staged) -> bool:
+        target = self._target
+        if not isinstance(target, Target) or self.copy:
+            return False
+        return target.is_quick(staged.layout, staged.values)
+
+    # -- asking for it -------------------------------------------------------------------------
+
+    def offer(self, staged: Staged | None) -> Staged | None:
+        """Have an update wait to be applied; returns what it takes the place of, and never was."""
+        with self._lock:
+            old, self.waiting = self.waiting, staged
+            return None if old is self._taking else old  # an interrupt came in between
+
+    def owe(self, version: int) -> int:
+        """A message asks for a version that a word names.
+
+        Returns:
+            The one that it asked for before, if that is not going to be taken; else 0.
+        """
+        taking, older = self._taking, self.owed
+        self.owed = version
+        begun = taking is not None and taking.slot is not None and taking.version >= older
+        return 0 if begun else older
+
+    def apply_soon(self) -> None:
+        """Apply what waits between two reads, without waiting for one. Called on the loop."""
+        if self.has_staged and (self._askers or not self.manual):
+            self._submit()
+
+    def look_now(self) -> None:
+        """Apply what the word of the link names, if it is news, now or when the reads end."""
+        slots = self._updates.slots
+        if slots is not None and slots.is_behind and not self.manual:
+            self._submit()
+
+    def _submit(self) -> None:
+        if not self.guard.submit(self.apply) and self._timer is None:
+            self._look_again(_LOOK_SECONDS[0])
+
+    def _look_again(self, pause: float) -> None:
+        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
+        def look() -> None:
+            self._timer = None
+            if not self._closed and self.guard.retry():
+                self._look_again(min(2 * pause, _LOOK_SECONDS[1]))
+
+        self._timer = self._loop.call_later(pause, look)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """While a call waits for what is staged, which it may have asked to be applied.
+
+        When applying is by hand, nothing is applied on behalf of a call that has ended. On the
+        loop.
+        """
+        self._askers += 1
+        try:
+            yield
+        finally:
+            self._askers -= 1
+            if self.manual and not (self._askers or self._taking or self._late):
+                self.guard.withdraw()
+
+    def apply_pending(self, *, patience: float) -> int | None:
+        """Apply what waits now, on this thread, between two reads.
+
+        Args:
+            patience: Seconds to wait for the forward passes of other threads.
+
+        Returns:
+            The version that was applied, or ``None`` when nothing waited.
+
+        Raises:
+            ApplyError: The model could not take it; it kept the version it had.
+            LocalProtocolError: Called inside a read.
+            SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
+        """
+        self.guard.refuse_inside_read("apply_pending")
+        if not self.has_staged:
+            return None
+        result: Result | None = None
+
+        def apply() -> None:
+            nonlocal result
+            result = self.apply(by_hand=True)
+
+        advice = "use `await scheme.receive()` there, or call apply_pending() again"
+        try:
+            self.guard.between_reads(apply, advice=advice, patience=patience)
+        finally:
+            if self._taking is not None:  # it was cut short, and is done again by the next read
+                self.guard.put_back(self.apply)
+        if result is None or result.overtaken:
+            return None
+        version, error = result.staged.version, result.error
+        if error is not None:
+            raise _refused(version, error) from error
+        return version
+
+    def finish(self) -> None:
+        """Take what was named or begun before the link goes, if nobody reads. On the loop."""
+        self.guard.exclusively(self.apply, timeout=0.0)
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def apply(self, by_hand: bool = False) -> Result | None:
+        """Have the model take what there is for it. Runs under the guard, on any thread.
+
+        What an interrupt cut short stays noted, and the next read applies it again before it
+        computes: the model has parts of two versions until then.
+
+        Args:
+            by_hand: This very call is asked for.
+
+        Raises:
+            ApplyError: The read that begins promised to see this version, and cannot have it.
+            BaseException: What the handler of a signal raised in this thread, or what a function
+                raised that is no :class:`Exception`.
+        """
+        guard = self.guard
+        if self._unread is not None and guard.at_read:
+            self._raise_unread()
+        if not guard.fit and self._taking is None:
+            self._apply_on_loop()
+            return None
+        result, tries = None, 0
+        while True:
+            try:
+                model, error = self._resolve_now()
+                again = self._taking is not None
+                if model is None and error is None:
+                    return result
+                if not again:
+                    if self.manual and not (by_hand or self._askers):
+                        return result
+                    named = self.look() if self._reads_words else None
+                    with self._lock:
+                        self._taking = named or self.waiting
+                        if self.waiting is self._taking:
+                            self.waiting = None
+                    if self._taking is None:
+                        return result
+                result = self._take(model, error)
+                if not again and (result.staged.slot is None or self.waiting is None):
+                    return result
+            except BaseException as exc:  # goes to its thread
+                tries += 1
+                on_loop = asyncio._get_running_loop() is self._loop
+                elsewhere = guard.at_read or not on_loop or self._taking is None
+                if elsewhere or tries == _MAX_TRIES:
+                    raise
+                # Not to the link that brought the update, and was just as well at its work.
+                self._loop.call_soon(_raise, exc)
+
+    def _resolve_now(self) -> tuple[Any, Exception | None]:
+        """The model, or why there is none; neither where updates wait for one."""
+        try:
+            model = self._resolve()
+            if self._late and not self._assignments:
+                self._late = False
+                if model is None:
+                    self._adopt(None)
+                else:
+                    self._take_over(model)
+        except Exception as exc:  # noqa: BLE001 - the trainer is told
+            return None, exc
+        return (None if self._target is None and self._assignments else model), None
+
+    def _take(self, model: Any, error: BaseException | None) -> Result:
+        """Have the model take what is noted; may be cut short anywhere, and called again."""
+        staged, inbox, guard = self._taking, self.inbox, self.guard
+        assert staged is not None
+        slot, same = staged.slot, staged.epoch == inbox.epoch
+        if slot is None and same and staged.version < inbox.version:
+            result = Result(staged, overtaken=True)  # by what a word named
+            self._tell(result)
+            self._taking = None
+            return result
+        done = same and staged.version == inbox.version
+        if not done:
+            try:
+                if error is not None:
+                    raise error
+                target = self._target
+                if target is None or (self._target_of is not model and not self._assignments):
+                    target = self._take_over(model)
+                # A process that another thread forks has one version, too.
+                with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+                    target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
+            except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
+                if _is_interrupt(exc):
+                    raise
+                error = exc
+        # Nobody waits for an answer: the read has to say it.
+        looked = slot is not None and guard.looks and not self.owed
+        taken = error is None
+        if taken:
+            if self.current is not staged:
+                self._before, self.current = self.current, staged
+            try:
+                self._flipped(staged.epoch, staged.version)
+            except Exception as exc:  # noqa: BLE001 - of the owner, whom the trainer hears
+                error = exc
+            # Readers see the version together with the weights, and not before all of them.
+            if slot is not None:
+                inbox.found(staged.epoch, staged.version)
+            elif not done:
+                inbox.applied(staged.epoch, staged.version)
+        before = self._before if taken else None
+        if slot is None and before is not None and before.slot is not None:
+            before.give_back()  # now, and not without a copy of what still views it
+        result = Result(staged, taken, error, before)
+        silent = slot is not None and not self._took(result, looked and not guard.at_read)
+        if not silent or (taken and error is not None):
+            self._tell(result)
+        self._taking = self._before = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if error is not None and looked and guard.at_read:
+            raise _refused(staged.version, error) from error
+        return result
+
+    def _took(self, result: Result, unread: bool) -> bool:
+        """What a word named was taken, or refused: leave the other slots.
+
+        Returns:
+            Whether the owner has to be told.
+        """
+        slots, staged, left, error = self._updates.slots, result.staged, result.left, result.error
+        slot = staged.slot
+        if slots is None or slot is None or staged.slots is not slots:  # it was of a link before
+            return True
+        if not result.taken:
+            slots.refuse(slot)
+            staged.give_back()
+            self._unread = error if unread else None
+            if not unread:
+                self.guard.seen = slot.want
+            return True
+        slots.hold(slot)
+        self.guard.seen, self._unread = slot.want, None
+        if self.copy:
+            self._updates.retire(staged)
+        elif left is not None and left.slot is not None and left.slot.key != slot.key:
+            left.give_back()
+        slots.leave_others()
+        return self.owed > 0 or self._owner.hears_of(staged.layout.digest)
+
+    def look(self) -> Staged | None:
+        """What the word of the link names, if it is news; locked. Under the guard, any thread.
+
+        Raises:
+            ApplyError: The read that begins has to see it, and cannot.
+        """
+        slots, guard = self._updates.slots, self.guard
+        if slots is None:
+            return None
+        until = 0.0
+        while True:
+            try:
+                staged = self._updates.open_named()
+            except (AiosyncError, OSError, ValueError, KeyError) as exc:
+                if slots is not self._updates.slots:  # another link took its place meanwhile
+                    return None
+                error = exc if isinstance(exc, RemoteProtocolError) else None
+                self.call_soon(self._owner.fail, error or RemoteProtocolError(str(exc)))
+                if guard.looks and guard.at_read:
+                    raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
+                return None
+            if staged is not None or not (guard.looks and guard.at_read and slots.is_behind):
+                return staged
+            # Its manifest is on its way, and what was named before it is lost.
+            until = until or time.monotonic() + _MANIFEST_SECONDS
+            if asyncio._get_running_loop() is self._loop or time.monotonic() > until:
+                raise ApplyError(
+                    "the trainer has begun to send another set of weights, whose manifest has "
+                    "not been read yet: let the event loop run, and compute again"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def _raise_unread(self) -> None:
+        error, self._unread = self._unread, None
+        slots = self._updates.slots
+        self.guard.seen = 0 if slots is None or slots.words is None else slots.words[0]
+        raise ApplyError(f"the newest version could not be applied: {error}") from error
+
+    def _apply_on_loop(self) -> None:
+        # Under torch.func the model is not what it seems: the loop applies, and this waits.
+        self.call_soon(self._owner.withdraw_promise)
+        if asyncio._get_running_loop() is self._loop:
+            raise ApplyError(
+                "a new version cannot be applied inside of a transform of torch.func that the "
+                "event loop's thread runs: put `async with scheme.reading():` around it"
+            )
+
+        def apply() -> None:
+            self.guard.fit = True  # there
+            self.apply()
+
+        run_on_loop(self._loop, apply)
+
+    def _tell(self, result: Result) -> None:
+        # In the order in which they were applied, whichever threads did it.
+        self.results.append(result)
+        if asyncio._get_running_loop() is not self._loop:
+            self.call_soon(self._owner.report)
+        elif result.error is None:
+            self._loop.call_soon(self._owner.report)
+        else:  # at once, under the guard: the next thing that runs here may be a send
+            self._owner.report()
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call on the loop, from any thread; nobody is called once that is closed."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to be told
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def assigning(self) -> Iterator[None]:
+        """While another model is assigned, which may not fit: others go on with the old one."""
+        with self._lock:  # any thread may assign
+            self._assignments += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._assignments -= 1
+            if self._late:  # one that was assigned before was accepted
+                self.call_soon(self._submit)
+
+    def prepare(self) -> None:
+        """Look for the model now, so that its forwards are guarded from the start."""
+        model = self._resolve()
+        if model is not None and model is not self._target_of:
+            self._take_over(model)
+
+    def model_changed(self) -> None:
+        """The model was given or replaced: guard it, and give it the weights of this version.
+
+        Called on the loop. With a forward running in another thread, it happens when that ends.
+
+        Raises:
+            ApplyError: The weights do not fit; nothing was changed.
+        """
+        self._owner.withdraw_promise()  # until the new one has taken an update
+        model = self._resolve()
+        if model is self._target_of:  # back to it, before it was replaced
+            self._late = False
+            self._guard_forwards(model)
+        elif not self.guard.exclusively(functools.partial(self._adopt, model), timeout=0.0):
+            self._check_fits(model)
+            self._guard_forwards(model)
+            self._late = True
+            self._submit()
+            return
+        self.apply_soon()
+
+    def _target_for(self, model: Any) -> Target | LoadTarget:
+        return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
+
+    def _take_over(self, model: Any) -> Target | LoadTarget:
+        try:
+            self._adopt(model)
+        except ApplyError:  # the context has a model of another shape: it has no version yet
+            self._let_go()
+            self._use(self._target_for(model), model)
+        assert self._target is not None
+        return self._target
+
+    def _adopt(self, model: Any) -> None:
+        """Put the version that the old model has into the new one. Runs under the guard."""
+        if model is None:
+            self._late = False
+            self._let_go()
+            return
+        target = self._target_for(model)
+        self._check_fits(model)
+        self._late = False
+        current = self.current
+        try:
+            if current is None or isinstance(target, LoadTarget):
+                pass  # there is nothing yet; a function is no model, and none follows it
+            elif self.copy:
+                assert isinstance(self._target, Target)
+                leaves = collect(self._target.target)
+                tensors = [leaf.tensor for leaf in leaves.leaves]
+                layout = Layout.plan(leaves, NO_LIMITS)
+                target.apply_tensors(layout, tensors, leaves.values)
+            else:
+                self._detach()  # first, as the two may have parameters in common
+                target.apply_(current.layout, current.flat, current.values, copy=False)
+        except Exception as exc:  # whoever gave the model sees it
+            raise _misfit(self.inbox.version, exc) from exc
+        self._use(target, model)
+
+    def _check_fits(self, model: Any) -> None:
+        newest = self.current or self.waiting
+        if model is not None and newest is not None:
+            try:
+                self._target_for(model).check(newest.layout, newest.values)
+            except Exception as exc:  # whoever gave the model sees it
+                raise _misfit(newest.version, exc) from exc
+
+    def _use(self, target: Target | LoadTarget, model: Any) -> None:
+        self._target, self._target_of = target, model
+        self._guard_forwards(model)
+
+    def _guard_forwards(self, model: Any) -> None:
+        if self._install_hooks and takes_hooks(model):
+            self.guard.install(model)
+        else:
+            self.guard.uninstall()
+
+    def _let_go(self) -> None:
+        """Nobody has the version any more."""
+        self._detach()
+        current, self.current = self.current, None
+        if current is not None and not self.copy:
+            self.call_soon(self._updates.retire, current)
+        self.inbox.forget()
+        self._target = self._target_of = None
+        self.guard.uninstall()
+
+    def _detach(self) -> None:
+        """Give the model memory of its own; its values stay the same."""
+        if isinstance(self._target, Target) and self.current is not None and not self.copy:
+            self._target.detach_(self.current.flat)
+
+    # -- links and the end ---------------------------------------------------------------------
+
+    def keep_memory(self) -> None:
+        """The link goes: what the model views of its memory becomes this process's own."""
+        self._updates.keep(self.current)
+        self._updates.keep(self._taking)
+        self.owed = 0
+
+    def leave_memory(self) -> None:
+        """Have the model keep the memory that it views, if that is this process's own.
+
+        Otherwise closing copies it. Call it right before.
+        """
+        current = self.current
+        if current is not None and current.slot is None and not current.lent:
+            self.current = None
+
+    def end(self) -> Staged | None:
+        """Take no more; returns what waits, and never will be applied."""
+        self._late, self.owed = False, 0
+        self.guard.withdraw()
+        waiting = self.offer(None)
+        if self._taking is not None:  # was cut short: the model keeps one version, not two
+            self.finish()
+        return waiting
+
+    def close(self) -> None:
+        """Give the module memory of its own, and forget it. On the loop."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        current = self.current
+        if current is not None and not self.copy:
+            # The memory goes back to the trainer, who writes the next version into it; but not
+            # below a forward that does not end. To that the values stay the same.
+            if self.guard.exclusively(self._detach, timeout=0.0):
+                self._updates.retire(current)
+            else:
+                self._detach()
+                self._updates.keep(current)
+                self.guard.submit([current].clear)  # once the reads that there are have ended
+        self.current = self._target = self._target_of = None
+        self.guard.uninstall()
+        self.guard.ignore_word()
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is that of a signal's handler, not of the code that it came up in."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        if callable(handler):
+            handler = inspect.unwrap(getattr(handler, "func", handler))
+            if not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+                handler = type(handler).__call__
+            codes.add(getattr(getattr(handler, "__func__", handler), "__code__", None))
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _refused(version: int, error: BaseException) -> ApplyError:
+    return ApplyError(
+        f"version {version} could not be applied: {error}",
+        version=version,
+        remote_type=type(error).__name__,
+    )
+
+
+def _misfit(version: int, error: BaseException) -> ApplyError:
+    return ApplyError(
+        f"version {version} does not fit the new model, so the old one stays: {error} For a model "
+        "with another shape, set `scheme.model = None` first; it then gets the next update",
+        version=version,
+        remote_type=type(error).__name__,
+    )

@@ -1,0 +1,692 @@
+"""The worker's runtime: a link, what reads the updates that come over it, and what applies them.
+
+A background task stages updates; applying happens under the guard, on the loop or on the thread of
+a forward, or when the worker calls ``apply_pending()``. What the trainer was told last of an
+update is all that is kept of its state:
+
+=========  ===================================================================================
+RECEIVED   every byte is here: it is transformed, waits for the model, or is passed on
+APPLIED    the model has it, and whoever else has to
+NACK       the transform, the model or who passes on refused it; that is final
+SKIPPED    a newer one took its place while it waited; that is final, too
+=========  ===================================================================================
+
+What a word of shared memory names is taken without a word; see ``Promise``. Must not import the
+sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import (
+    AiosyncError,
+    ApplyError,
+    PeerClosed,
+    RemoteProtocolError,
+    StaleVersion,
+    SyncTimeout,
+    TransportClosed,
+)
+from aiosync.protocol import Inbox
+from aiosync.receiver.applier import Applier, Result
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
+from aiosync.receiver.outgoing import Outgoing, PullRequests
+from aiosync.receiver.transform import Transform, Transformer
+from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.transports._link import without_frames
+from aiosync.transports.base import Received, Transport, make_ack
+from aiosync.types import AckStatus
+from aiosync.wire import Current, ManifestMessage, Promise, Take, Update
+
+__all__ = ["Refusal", "Relay", "WeightReceiver"]
+
+Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Called with the epoch and the version that the model has now."""
+
+_CLOSE_SECONDS = 1.0
+_BELL_SECONDS = 0.001
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """A version that the model refused.
+
+    Attributes:
+        epoch: Its epoch.
+        version: Its number.
+        error: Why.
+        since: When, on ``time.monotonic()``'s clock; of several in a row the first.
+    """
+
+    epoch: int
+    version: int
+    error: BaseException
+    since: float
+
+    @property
+    def text(self) -> str:
+        """Why, in words."""
+        return str(self.error) or type(self.error).__name__
+
+
+class WeightReceiver:
+    """Receives versions of one model and puts them into it.
+
+    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
+    ``apply_pending()`` and the guard may be used from any thread.
+
+    Args:
+        transport: The link; owned from now on.
+        resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
+        copy: Copy into the parameters instead of pointing them at the received memory.
+        strict: Every name and dtype must match.
+        guard: Keeps forwards and updates apart.
+        install_hooks: Make the forwards of the model reads of the guard.
+        on_applied: Called on the loop after each applied update.
+        flipped: Called with epoch and version as the model gets them, under the guard, on
+            whatever thread; must not wait. What it raises is told, and the model has the version.
+        relay: Passes on what was applied before the trainer is told; asked for at each update.
+        before_apply: Called on the loop before an update is applied; refuses it by what it raises.
+        transform: Makes of an update, in a thread, what the model wants.
+        relink: Finds another link, handshake included, after one was lost for the reason that
+            it is given; ``None`` where a lost link is the end.
+        promises: Over shared memory, forwards may take new versions before the trainer hears.
+
+    Attributes:
+        applier: Has the model.
+        lost: Why there is no link, while one is looked for.
+        cut_off: Since when, on ``time.monotonic()``'s clock, no link was of use, and why the last
+            one ended.
+        error: Why nothing more will come.
+        refused: What the model refused last, of this trainer.
+        refusing: The same, while it has nothing newer.
+        progress: Parts of updates that arrived, and answers.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        resolve: Callable[[], Any],
+        apply: Literal["auto", "manual"],
+        copy: bool,
+        strict: bool,
+        guard: Guard,
+        install_hooks: bool,
+        on_applied: Callable[[int, int], None],
+        flipped: Callable[[int, int], None] = lambda epoch, version: None,
+        relay: Callable[[], Relay | None] = lambda: None,
+        before_apply: Callable[[int, int], object] | None = None,
+        transform: Transform | None = None,
+        relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
+        promises: bool = True,
+    ) -> None:
+        self.transport: Transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._tasks = TaskOwner(self.fail)
+        self._updates = UpdateReader(transport)
+        self._outgoing = Outgoing(transport, self._tasks)
+        self.pulls: PullRequests = PullRequests(self._outgoing)
+        self._transformer: Transformer | None = None
+        self._transforming: tuple[int, int] | None = None  # the newest one that it was given
+        if transform is not None or before_apply is not None:
+            self._transformer = Transformer(
+                transform, before_apply, self._tasks, self._updates, self._transformed
+            )
+        self.guard: Guard = guard
+        self.applier: Applier = Applier(
+            self,
+            self._updates,
+            resolve=resolve,
+            manual=apply == "manual",
+            copy=copy,
+            strict=strict,
+            guard=guard,
+            install_hooks=install_hooks,
+            reads_words=self._transformer is None,
+            flipped=flipped,
+        )
+        self.inbox: Inbox = self.applier.inbox
+        self._on_applied = on_applied
+        self._relay = relay
+        self._relink = relink
+        self._promises = promises
+        self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
+        self._overlapped = False  # reads have; never again on this link a promise
+        # What the trainer was told last: epoch, version, and what.
+        self._answered: tuple[int, int, AckStatus, BaseException | None] | None = None
+        self.refused: Refusal | None = None
+        self.refusing: Refusal | None = None
+        self._to_pass_on: tuple[Relay, int, int] | None = None
+        self._passing_on = False
+        self._passed_on: tuple[int | None, int] = (None, 0)
+        self.lost: AiosyncError | None = None
+        self.cut_off: tuple[float, AiosyncError] | None = None
+        self.error: BaseException | None = None
+        self._error_traceback: TracebackType | None = None
+        self.reconnects: int = 0
+        self.progress: int = 0
+        self._progress_at = 0.0
+        self._changed = Notifier()
+        self._num_waiting = 0
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to receive in the background."""
+        self._tasks.start(self._run(), "aiosync receiver")
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come, for this reason; whoever waits raises it."""
+        if self.error is None and not self._closed:
+            self.error = without_frames(error)
+            self._error_traceback = error.__traceback__
+            self.transport.abort()  # the sender sees it at once
+        self._changed.notify()
+
+    # -- the link ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.transport.subscribe(self._on_message)
+                while True:
+                    self._on_message(await self.transport.recv(into=self._updates.lender))
+            except AiosyncError as exc:
+                lost = self.lost = without_frames(exc)
+            self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), lost)
+            if self._relink is None or self._closed:
+                self.fail(lost)
+                return
+            self.transport.abort()
+            try:
+                link = await self._relink(lost)
+            except AiosyncError as exc:
+                self.fail(exc)
+                return
+            slots = self._updates.slots
+            if slots is not None and slots.is_behind and self.guard.looks:
+                # What the last link named before it was lost: its trainer counts on that.
+                await self.guard.wait_free(_CLOSE_SECONDS)
+                self.applier.finish()
+            self.use_link(link)
+            self.reconnects += 1
+            self.pulls.ask_again()
+
+    def use_link(self, transport: Transport) -> None:
+        """Go on with another link, after its handshake."""
+        self.lost = self._promised = None
+        self.applier.keep_memory()
+        self._overlapped = False
+        self.guard.ignore_word()
+        self.transport = transport
+        self._updates.use_link(transport)
+        self._outgoing.use_link(transport)
+
+    def _on_message(self, received: Received) -> None:
+        if self._closed:  # and the link is about to be
+            received.release()
+            return
+        message = received.message
+        self._outgoing.check()
+        if isinstance(message, Update | ManifestMessage):
+            if isinstance(message, Update):
+                self.progress, self._progress_at = self.progress + 1, time.monotonic()
+            staged = self._updates.read(received)
+            if staged is not None:
+                self._stage(staged)
+        elif isinstance(message, Take):
+            self._on_take(message)
+        elif isinstance(message, Promise):
+            self.look_now()  # for what was named before the trainer heard of it
+            if self._promised is None:
+                self.guard.ignore_word()
+        elif isinstance(message, Current):
+            self._on_current(message)
+        else:
+            raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+
+    def _on_current(self, message: Current) -> None:
+        """The trainer said what its newest version is."""
+        self.progress += 1
+        inbox = self.inbox
+        if self.guard.looks:
+            self.look_now()
+        if message.version and (
+            message.epoch != inbox.newest_epoch or message.version > inbox.newest
+        ):
+            # The word overtook the update, which pull() waits for; a lost link may swallow it.
+            self.pulls.promised = (message.epoch, message.version)
+            return
+        self.pulls.promised = self.cut_off = None  # the latest word counts
+        self._has_come(message.epoch, message.version)
+
+    def _on_take(self, message: Take) -> None:
+        """The trainer has named a slot, and waits for an answer unless the version is 0."""
+        self.cut_off = None
+        epoch, version, slots = message.epoch, message.version, self._updates.slots
+        if not version:
+            self.look_now()
+            return
+        if slots is None:
+            raise RemoteProtocolError("the trainer named memory that it never announced")
+        self._updates.epoch = epoch
+        if self._transformer is not None:
+            staged = self.applier.look()
+            if staged is None:
+                stale = StaleVersion(f"version {version} is older than what the model has")
+                self._answer_stale(epoch, version, stale)
+            else:
+                if staged.slot is not None:
+                    slots.refuse(staged.slot)
+                self._stage(staged)
+        elif self._is_news(epoch, version):
+            older = self.applier.owe(version)
+            if older:
+                self._outgoing.say(make_ack(epoch, older, AckStatus.SKIPPED, None))
+            self._apply_and_answer(epoch, version)
+
+    def _is_news(self, epoch: int, version: int) -> bool:
+        """Register a version that came; one that is not news is answered as it was before."""
+        if epoch != self.inbox.newest_epoch:
+            self.refused = None  # of a trainer before
+        try:
+            self.inbox.offer(epoch, version)
+        except StaleVersion as exc:
+            self._answer_stale(epoch, version, exc)
+            self._has_come(epoch, version)
+            return False
+        if self.pulls.wanted or self.pulls.promised:
+            self._has_come(epoch, version)
+        return True
+
+    def _stage(self, staged: Staged) -> None:
+        self.cut_off = None
+        if not self._is_news(staged.epoch, staged.version):
+            staged.give_back()
+        elif self._transformer is not None:
+            self._transforming = (staged.epoch, staged.version)
+            self._transformer.begin(staged)
+        else:
+            self._take(staged)
+
+    def _take(self, staged: Staged) -> None:
+        """Have the model get this update, now or as soon as it can."""
+        old = self.applier.offer(staged)
+        if old is not None:  # else another thread has taken it, and applies it
+            self._skip(old, by=staged)
+        self._apply_and_answer(staged.epoch, staged.version)
+
+    def _apply_and_answer(self, epoch: int, version: int) -> None:
+        self.apply_soon()
+        if self._answered is None or self._answered[:2] != (epoch, version):
+            # It has to wait; APPLIED or NACK at once would have said that it was received.
+            self._answer(epoch, version, AckStatus.RECEIVED)
+        self._changed.notify()
+
+    def _transformed(self, staged: Staged, error: BaseException | None) -> None:
+        if staged.epoch != self.inbox.newest_epoch:  # its trainer has gone
+            staged.give_back()
+        elif error is None:
+            self._take(staged)
+        else:
+            self._refuse(staged.epoch, staged.version, error)
+            self._updates.retire(staged)
+            self._changed.notify()
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def _answer(
+        self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
+    ) -> None:
+        answered = self._answered
+        if answered is None or answered[0] != epoch or answered[1] <= version:
+            self._answered = (epoch, version, status, error)
+        if status is AckStatus.APPLIED:
+            self._outgoing.say_applied(epoch, version)
+        else:
+            self._outgoing.say(make_ack(epoch, version, status, error))
+
+    def _answer_stale(self, epoch: int, version: int, error: StaleVersion) -> None:
+        # After a lost link the trainer may not know that the update had arrived.
+        answered, inbox = self._answered, self.inbox
+        if answered is not None and answered[:2] == (epoch, version):
+            self._answer(*answered)
+        elif self.held == (epoch, version):
+            self._answer(epoch, version, AckStatus.APPLIED)
+        elif epoch == inbox.epoch and version < inbox.version and self._updates.slots is not None:
+            self._answer(epoch, version, AckStatus.APPLIED)  # its word named something newer
+        elif (epoch, version) in ((inbox.epoch, inbox.version), self._transforming):
+            self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
+        else:
+            self._outgoing.say(make_ack(epoch, version, AckStatus.NACK, error))
+
+    def _skip(self, staged: Staged, by: Staged) -> None:
+        staged.give_back()
+        if by.epoch == staged.epoch:
+            # Before anything is said of the newer one. The trainer would keep it otherwise
+            # until something is applied, which may be never.
+            self._outgoing.say(make_ack(staged.epoch, staged.version, AckStatus.SKIPPED, None))
+
+    def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
+        since = time.monotonic() if self.refusing is None else self.refusing.since
+        self.refused = self.refusing = Refusal(epoch, version, without_frames(error), since)
+        self.withdraw_promise()
+        self._answer(epoch, version, AckStatus.NACK, error)
+
+    def report(self) -> None:
+        """Tell the trainer and whoever waits what became of updates. On the loop."""
+        results = self.applier.results
+        while results:
+            result = results.popleft()
+            if result.staged.reported:  # an interrupt had it repeated
+                continue
+            result.staged.reported = True
+            if result.overtaken:
+                self._skip(result.staged, by=result.staged)
+            else:
+                self._report(result)
+            self._changed.notify()
+
+    def _report(self, result: Result) -> None:
+        staged, old, applier = result.staged, result.left, self.applier
+        epoch, version = staged.epoch, staged.version
+        if version >= applier.owed:
+            applier.owed = 0
+        if result.error is not None:
+            self._refuse(epoch, version, result.error)
+        else:
+            self._applied(epoch, version)
+        if not result.taken:
+            # What loads may have kept it, and Ctrl-C may have come once the model had changed.
+            if staged.slot is None:
+                self._updates.retire(staged)
+            return
+        # The trainer does not wait while the old memory is looked at and unmapped.
+        old = staged if applier.copy else old
+        if old is not None and old.slot is None:
+            self._loop.call_soon(self._updates.retire, old)
+        self._on_applied(epoch, version)
+        if staged.slot is not None and result.error is None:
+            self._promise(staged)
+            if self.pulls.wanted or self.pulls.promised:
+                self._has_come(epoch, version)
+
+    def _applied(self, epoch: int, version: int) -> None:
+        refusing, relay = self.refusing, self._relay()
+        if refusing is not None and (epoch != refusing.epoch or version > refusing.version):
+            self.refusing = None
+        if relay is None:
+            self._answer(epoch, version, AckStatus.APPLIED)
+            return
+        self._to_pass_on = (relay, epoch, version)
+        if not self._passing_on:
+            self._passing_on = True
+            self._tasks.start(self._pass_on(), "aiosync relay")
+
+    async def _pass_on(self) -> None:
+        """Pass updates on, one at a time; of those that come meanwhile only the newest."""
+        try:
+            while self._to_pass_on is not None:
+                (relay, epoch, version), self._to_pass_on = self._to_pass_on, None
+                try:
+                    await relay(epoch, version)
+                except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+                    self._refuse(epoch, version, exc)
+                else:
+                    self._passed_on = (epoch, version)
+                    self._answer(epoch, version, AckStatus.APPLIED)
+                self._changed.notify()
+        finally:
+            self._passing_on = False
+
+    @property
+    def held(self) -> tuple[int | None, int]:
+        """Epoch and version that the trainer may count on: applied, and passed on if need be."""
+        if self._relay() is None:
+            return self.inbox.epoch, self.inbox.version
+        return self._passed_on
+
+    # -- the promise that reads see what the word of the link names ----------------------------
+
+    def _promise(self, staged: Staged) -> None:
+        """Tell the trainer that the model follows by itself from now on, if it does."""
+        slots, digest = self._updates.slots, staged.layout.digest
+        if (
+            slots is None
+            or slots.words is None
+            or staged is not self.applier.current
+            or staged.slot is None
+            or staged.slots is not slots
+            or self._promised == digest
+            or self._overlapped
+            or self._closed
+            or not self._promises
+            or self._transformer is not None
+            or self._relay() is not None
+            or not self.applier.may_follow
+        ):
+            return
+        self._promised = digest
+        self.guard.watch_word(slots.words, self.applier.apply, self._on_overlap)
+        self._outgoing.say(Promise(digest))
+
+    def _on_overlap(self) -> None:
+        if not self._overlapped:
+            self._overlapped = True
+            self.applier.call_soon(self.withdraw_promise)
+
+    def withdraw_promise(self) -> None:
+        """Say that the model does not follow by itself any more. Idempotent. On the loop."""
+        if self._promised is not None and not self._closed:
+            self._promised = None
+            self._outgoing.say(Promise(b""))
+
+    def hears_of(self, digest: bytes) -> bool:
+        """Whether it has to be told that an update of this manifest was taken. On any thread."""
+        pulls, waited = self.pulls, self._num_waiting or self.refusing is not None
+        return bool(self._promised != digest or waited or pulls.wanted or pulls.promised)
+
+    # -- what there is -------------------------------------------------------------------------
+
+    @property
+    def partial(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part."""
+        return self._updates.partial
+
+    @property
+    def partial_since(self) -> float | None:
+        """When the last part of an update came that is still incomplete; ``None`` without one.
+
+        On ``time.monotonic()``'s clock.
+        """
+        return None if self.partial is None else self._progress_at
+
+    @property
+    def transforming_since(self) -> float | None:
+        """When the transform began that is at work now; ``None`` if none is."""
+        return None if self._transformer is None else self._transformer.since
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether an update waits to be applied, or to be applied again."""
+        return self.applier.has_staged
+
+    @property
+    def staged_version(self) -> int:
+        """Version of the update that is waiting to be applied; 0 if there is none."""
+        return self.applier.staged_version
+
+    @property
+    def applied_version(self) -> int:
+        """Version that the model has, if it is of the newest epoch that there is; else 0."""
+        inbox = self.inbox
+        return inbox.version if inbox.epoch == inbox.newest_epoch else 0
+
+    @property
+    def lag(self) -> int:
+        """How far the applied version is behind the newest one that is here."""
+        return self.applier.lag
+
+    # -- applying ------------------------------------------------------------------------------
+
+    def apply_by_hand(self) -> None:
+        """From now on apply only on request."""
+        self.applier.manual = True
+        self.withdraw_promise()
+
+    def apply_soon(self) -> None:
+        """Apply what is staged between two reads, without waiting. Called on the loop."""
+        self.applier.apply_soon()
+        self.report()
+
+    def look_now(self) -> None:
+        """Apply what the word of the link names, if it is news, now or when the reads end."""
+        self.applier.look_now()
+        self.report()
+
+    def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
+        """See :meth:`Applier.apply_pending`."""
+        try:
+            return self.applier.apply_pending(patience=patience)
+        finally:
+            if asyncio._get_running_loop() is self._loop:
+                self.report()
+
+    def model_changed(self) -> None:
+        """See :meth:`Applier.model_changed`."""
+        self.applier.model_changed()
+        self.report()
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what ended the link, if it has ended."""
+        if self._closed:
+            raise TransportClosed("this scheme was closed")
+        if self.error is not None:
+            if isinstance(self.error, PeerClosed):
+                text = "the trainer closed the link, or its process ended"
+                if self._relink is not None:
+                    text = str(self.error)  # says for how long it was looked for
+                raise PeerClosed(text) from self.error
+            raise self.error.with_traceback(self._error_traceback)  # it would grow at each raise
+
+    def check_refused(self, at_least: int = 0, *, beside: Refusal | None = None) -> None:
+        """Raise what the model refused last, if it did.
+
+        Args:
+            at_least: Only a version from this one on counts.
+            beside: This one does not: it was known before.
+
+        Raises:
+            ApplyError: It did.
+        """
+        refused = self.refused
+        if refused is not None and refused is not beside and refused.version >= at_least:
+            raise ApplyError(
+                f"version {refused.version} could not be applied: "
+                f"{type(refused.error).__name__}: {refused.error}",
+                version=refused.version,
+                remote_type=type(refused.error).__name__,
+            ) from refused.error
+
+    def _has_come(self, epoch: int, version: int) -> None:
+        """What pull() may have asked for is here, or the model refused it before."""
+        self.pulls.has_come(epoch, version)
+        refusing = self.refusing
+        if refusing is not None and (refusing.epoch, refusing.version) == (epoch, version):
+            self.refused = dataclasses.replace(refusing)  # news to who asked
+        self._changed.notify()
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+    ) -> None:
+        """Wait for something that updates change.
+
+        Raises:
+            SyncTimeout: ``late``, when the timeout passed.
+            PeerClosed: The trainer went away before.
+        """
+        self.look_now()
+        if condition():
+            await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
+            return
+
+        def rung() -> bool:
+            self._ring_me()
+            return condition()
+
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.sleep(0)
+                while not condition():
+                    self.check()
+                    # Another thread may have taken it in between, and told nobody.
+                    await self._changed.wait(unless=rung)
+        except TimeoutError as exc:
+            if isinstance(exc, SyncTimeout):
+                raise
+            raise late from exc
+        finally:
+            self._num_waiting -= 1
+            slots = self._updates.slots
+            if slots is not None and not self._num_waiting:
+                slots.ring_me(False)
+
+    def _ring_me(self) -> None:
+        """Have the trainer tell of a new version at once, while somebody waits for one."""
+        slots = self._updates.slots
+        if slots is None or not self.guard.looks:
+            return
+        slots.ring_me(True)
+        self.look_now()
+        # The trainer may have named one in between, and neither side have seen it of the other.
+        self._loop.call_later(_BELL_SECONDS, self.look_now)
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Stop receiving, give the module memory of its own, close the link. Idempotent."""
+        if self._closed:
+            return
+        try:
+            await self.guard.wait_free(_CLOSE_SECONDS)
+        except BaseException:  # goes on to the caller
+            self.abort()
+            raise
+        self._end()
+        try:
+            await self._tasks.aclose()
+        finally:
+            self.transport.abort()
+
+    def abort(self) -> None:
+        """The same from synchronous code, without waiting for the tasks."""
+        if self._closed:
+            return
+        self._end()
+        self._tasks.abort()
+        self.transport.abort()
+
+    def _end(self) -> None:
+        if self._closed:
+            return  # meanwhile, by another call
+        waiting = self.applier.end()
+        if waiting is not None:
+            waiting.give_back()
+        self.report()  # another thread may have applied something meanwhile
+        self._closed = True
+        if self._transformer is not None:
+            self._transformer.close()
+        self.applier.close()
+        self._updates.close()
+        self._changed.notify()

@@ -1,0 +1,292 @@
+"""Updates as they arrive: their manifests, the buffers that they land in, and when those are free.
+
+Links that carry bytes land in private buffers; shared memory is read in place. Either way a
+module may be flipped to views of the buffer, so it is used again only once no tensor of this
+process uses it any more. Must not import asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from aiosync.errors import RemoteProtocolError, TransportBroken
+from aiosync.protocol import Assembly
+from aiosync.tensors import FlatBuffer, Layout
+from aiosync.transports.base import Received, Transport
+from aiosync.transports.shared_memory import NamedSlot, SlotReader
+from aiosync.wire import ManifestMessage, Message, RunningChecksum, Update
+
+__all__ = ["Buffers", "Staged", "UpdateReader"]
+
+_KNOWN_LAYOUTS = 4
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """One complete update that waits to be applied, or that the module views."""
+
+    epoch: int
+    version: int
+    layout: Layout
+    flat: FlatBuffer
+    values: Mapping[str, Any]
+    give_back: Callable[[], None]
+    slot: NamedSlot | None = None  # whose memory it is, if it is shared, and who read it
+    slots: SlotReader | None = None
+    lent: bool = False  # it is that of the link
+    reported: bool = False  # the receiver knows what became of it
+
+
+class Buffers:
+    """Buffers that were used, to be used again."""
+
+    def __init__(self) -> None:
+        self._spare: list[FlatBuffer] | None = []
+
+    def take(self, nbytes: int) -> FlatBuffer:
+        """A buffer of so many bytes.
+
+        Raises:
+            TransportBroken: There is no memory.
+        """
+        spare = self._spare or []
+        for index, flat in enumerate(spare):
+            if flat.nbytes == nbytes:
+                return spare.pop(index)
+        spare.clear()
+        try:
+            return FlatBuffer(nbytes)
+        except MemoryError as exc:
+            raise TransportBroken(
+                f"this process has no memory for an update of {nbytes} bytes"
+            ) from exc
+
+    def put_back(self, flat: FlatBuffer) -> None:
+        """Nothing uses a buffer any more."""
+        if self._spare is not None and len(self._spare) < 2:
+            self._spare.append(flat)
+
+    def close(self) -> None:
+        """Keep none, from now on."""
+        self._spare = None
+
+
+class UpdateReader:
+    """Reads the updates that come over a link, and over the next one after it.
+
+    Pass it to ``recv(into=...)`` as :attr:`lender`, and every manifest and update to :meth:`read`.
+
+    Attributes:
+        slots: Reads what the word of the link names; ``None`` where none does.
+        epoch: Epoch of that, once it is known.
+    """
+
+    def __init__(self, transport: Transport | None = None) -> None:
+        self._layouts: dict[bytes, Layout] = {}
+        self._buffers = Buffers()
+        self._landing: FlatBuffer | None = None
+        self._assembly: Assembly | None = None  # of the update that comes in parts
+        self._part = memoryview(b"")  # what is landing
+        self._running: RunningChecksum | None = None  # over what has landed of that
+        self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
+        self._in_parts = False  # each has a checksum
+        self.slots: SlotReader | None = None
+        self.epoch: int | None = None
+        self.lender: UpdateReader | None = self  # None where the link lends its own memory
+        if transport is not None:
+            self.use_link(transport)
+
+    def use_link(self, transport: Transport) -> None:
+        """Go on with this link: what was verified of an update stays."""
+        capabilities = transport.capabilities
+        self._in_parts = capabilities.cross_host and not capabilities.whole_payloads
+        self.lender = None if capabilities.zero_copy_recv else self
+        if self._assembly is not None:
+            self._assembly.resume()
+        self._mapped.clear()
+        if self.slots is not None:
+            self.slots.close()
+        self.slots, self.epoch = transport.slots, None
+        if self.slots is not None:
+            # What was named last before the link ended is still to be read.
+            self.slots.outlives_link = True
+
+    @property
+    def partial(self) -> tuple[int, int, int] | None:
+        """Epoch, version and verified bytes of an update that is here in part."""
+        assembly = self._assembly
+        if assembly is None or not assembly.good_nbytes:
+            return None
+        return assembly.epoch, assembly.version, assembly.good_nbytes
+
+    def __call__(self, message: Message, nbytes: int) -> list[memoryview]:
+        """Lend buffers for the payload of ``message``, checked against its manifest."""
+        update, layout = self._layout_of(message, nbytes)
+        if self._in_parts:
+            assembly, landing = self._assembly_of(update, layout)
+            start, stop = assembly.place(update, nbytes)
+            self._part, self._running = landing.memoryview()[start:stop], RunningChecksum()
+            return [self._part]
+        self._landing = self._buffers.take(layout.nbytes)
+        return [self._landing.memoryview()]
+
+    def landed(self, nbytes: int) -> None:
+        """So many bytes of the part that is on its way are in place: look while they are hot."""
+        running = self._running
+        if running is not None and nbytes > running.nbytes:
+            running.update(self._part[running.nbytes : nbytes])
+
+    def read(self, received: Received) -> Staged | None:
+        """Take over a manifest, an update or a part of one.
+
+        Returns:
+            The update that is complete now, as tensors can see it, if one is.
+
+        Raises:
+            RemoteProtocolError: The message is none of these, or does not belong there.
+            TransportBroken: It was damaged on its way, or there is no memory for it.
+        """
+        message = received.message
+        if isinstance(message, ManifestMessage):
+            layout = Layout(message.manifest)
+            self._layouts.pop(layout.digest, None)
+            self._layouts[layout.digest] = layout
+            while len(self._layouts) > _KNOWN_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            return None
+        if not isinstance(message, Update):
+            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
+        update, layout = self._layout_of(message, received.nbytes)
+        epoch, version, values = update.epoch, update.version, update.values
+        if self._in_parts:
+            landing = self._assemble(update, layout, received)
+            if landing is None:
+                return None
+        elif isinstance(received.key, tuple):  # the link's own memory, which it lends
+            lent = self._map(received.key, received.payload[0])
+            return Staged(epoch, version, layout, lent, values, received.release, lent=True)
+        else:
+            landing, self._landing = self._landing, None
+            if landing is None:
+                landing = self._buffers.take(layout.nbytes)
+                _fill(landing, received)
+            received.release()
+        give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
+        return Staged(epoch, version, layout, landing, values, give_back)
+
+    def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
+        if not isinstance(message, Update):
+            raise RemoteProtocolError(f"{type(message).__name__} came with a payload")
+        layout = self._layouts.get(message.digest)
+        if layout is None:
+            raise RemoteProtocolError("an update names a manifest that was never sent")
+        if message.codec != "dense" or (message.chunk is not None and not self._in_parts):
+            raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
+        if nbytes != layout.nbytes and not self._in_parts:
+            raise RemoteProtocolError(
+                f"an update of {nbytes} bytes does not fit its manifest of {layout.nbytes} bytes"
+            )
+        return message, layout
+
+    # -- updates in checked parts --------------------------------------------------------------
+
+    def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
+        """What an update is a part of, and where that lands; a newer one takes the place."""
+        current, landing = self._assembly, self._landing
+        named = (update.epoch, update.version, update.digest)
+        if current is not None and landing is not None:
+            if (current.epoch, current.version, current.digest) == named:
+                return current, landing
+        if landing is None or landing.nbytes != layout.nbytes:
+            self._landing = self._assembly = None  # before another one is allocated
+            landing = self._landing = self._buffers.take(layout.nbytes)
+        current = self._assembly = Assembly(
+            layout.nbytes, layout.digest, update.epoch, update.version
+        )
+        return current, landing
+
+    def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
+        """A part of an update arrived: all of that, if it was the last one."""
+        assembly, landing = self._assembly_of(update, layout)
+        start, stop = assembly.place(update, received.nbytes)
+        running = self._running if self._running and received.nbytes else RunningChecksum()
+        self._running = None
+        running.update(landing.memoryview()[start + running.nbytes : stop])
+        if not assembly.arrived(update, running.digest()):
+            return None
+        self._assembly = self._landing = None
+        return landing
+
+    # -- memory of others ----------------------------------------------------------------------
+
+    def _map(self, key: tuple[Any, ...], payload: memoryview) -> FlatBuffer:
+        """A link's own memory as tensors can see it; the same object for the same memory."""
+        flat = self._mapped.get(key)
+        if flat is None or flat.nbytes < payload.nbytes:
+            for old in [old for old in self._mapped if old[0] != key[0]]:
+                del self._mapped[old]  # what the sender replaced
+            flat = self._mapped[key] = FlatBuffer.wrap(payload.obj)
+        return flat
+
+    def open_named(self) -> Staged | None:
+        """What the word of the link names, if that is news, where it lies. On any thread.
+
+        Raises:
+            ApplyError: The sender was stopped while it wrote.
+            RemoteProtocolError: The word names nothing that was announced.
+        """
+        slots, epoch = self.slots, self.epoch
+        slot = None if slots is None or epoch is None else slots.open()
+        if slots is None or slot is None or epoch is None:
+            return None
+        layout = self._layouts.get(slot.digest)
+        if layout is None or layout.nbytes != slot.nbytes:
+            slots.leave(slot, keep=False)
+            return None  # its manifest is on its way, and a message behind it
+        flat = self._mapped.get(slot.key)
+        if flat is None:
+            flat = self._mapped[slot.key] = FlatBuffer.wrap(slot.memory)
+
+        def give_back() -> None:
+            kept = not flat.exclusive()
+            if kept:  # a state_dict() that somebody kept, a graph: their memory stays as it is
+                self._mapped.pop(slot.key, None)
+            slots.leave(slot, keep=kept)
+
+        return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, slot, slots)
+
+    def retire(self, staged: Staged) -> None:
+        """The module left ``staged``: give its memory back, unless something else uses it.
+
+        Then it goes when its last user lets go.
+        """
+        if staged.slot is not None or staged.flat.exclusive():
+            staged.give_back()
+
+    def keep(self, staged: Staged | None) -> None:
+        """Give what is in a slot memory of this process: nobody keeps the sender from it now."""
+        if self.slots is not None and staged is not None and staged.slot is not None:
+            self._mapped.pop(staged.slot.key, None)
+            self.slots.leave(staged.slot, keep=True)
+
+    def close(self) -> None:
+        """Forget every buffer."""
+        self._buffers.close()
+        self._assembly = self._landing = self._running = None
+        self._part = memoryview(b"")
+        self._mapped.clear()
+        self._layouts.clear()
+        if self.slots is not None:
+            self.slots.close()
+            self.slots = None
+
+
+def _fill(flat: FlatBuffer, received: Received) -> None:
+    target, offset = flat.memoryview(), 0
+    for piece in received.payload:
+        target[offset : offset + piece.nbytes] = piece
+        offset += piece.nbytes
