@@ -831,8 +831,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         model = self._resolve_target()
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
-        if self._hooks.prepare_model is not None:
-            await run_hook(self._hooks.prepare_model, model)
+        await self._prepare_model(model)
         transport = await self._reach(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,
@@ -865,6 +864,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
                 stacklevel=2,
             )
+
+    async def _prepare_model(self, model: Any) -> None:
+        if self._hooks.prepare_model is not None:
+            await run_hook(self._hooks.prepare_model, model)
 
     async def _wait_for_first(
         self,

@@ -6,16 +6,16 @@ Must not import a concrete transport, nor another concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from aiosync._tasks import running_loop
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol.indices import as_index
-from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.base import WeightSyncScheme, change_hooks
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.schemes.sources import Sources
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
@@ -25,6 +25,8 @@ from aiosync.wire import NO_LIMITS, Manifest
 
 __all__ = ["NoWeightSyncScheme"]
 
+_NOTHING = SendReport(epoch=0, version=0, acked=frozenset())
+
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """A scheme that does nothing: the workers' models are updated by other means, or never.
@@ -32,18 +34,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None``.
     """
 
-    # Of carry(), and unlike what _reset() sets, in pickles.
-    _carried: tuple[Manifest, bytes, dict[str, Any]] | None = None
-    _not_carried = ""
-
     def _reset(self) -> None:
         super()._reset()
-        self._closing: asyncio.Event | None = None  # for who waits
+        self._ended: asyncio.Event | None = None  # for who waits
 
     def _abort_unused_links(self) -> None:
         super()._abort_unused_links()
-        if self._closing is not None:
-            self._closing.set()
+        if self._ended is not None:
+            self._ended.set()
+
+    def _make_listener(self, sources: Sources) -> None:
+        del sources  # nobody comes
 
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
@@ -54,67 +55,37 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Args:
             model: What to copy; nothing, if it is not a module.
         """
-        self._carried = None
-        self._not_carried = ""
-        if not isinstance(model, nn.Module):
-            return
-        try:
-            leaves = collect(model)
-        except ConfigError as exc:  # of no concern to workers that have a model of their own
-            self._not_carried = str(exc)
-            return
-        layout = Layout.plan(leaves, NO_LIMITS)
-        flat = FlatBuffer(layout.nbytes)
-        flat.array[:] = 0
-        for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
-            view.copy_(leaf.tensor.detach())
-        self._carried = (layout.manifest, bytes(flat.memoryview()), dict(leaves.values))
+        unpack = None
+        if isinstance(model, nn.Module):
+            try:
+                leaves = collect(model)
+            except ConfigError as exc:  # of no concern to workers that have a model of their own
+                unpack = functools.partial(_refuse, str(exc))
+            else:
+                layout = Layout.plan(leaves, NO_LIMITS)
+                flat = FlatBuffer(layout.nbytes)
+                flat.array[:] = 0
+                for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
+                    view.copy_(leaf.tensor.detach())
+                data = bytes(flat.memoryview())
+                unpack = functools.partial(_unpack, layout.manifest, data, dict(leaves.values))
+        change_hooks(self, carried=True, prepare_model=unpack)
 
-    def _unpack(self, model: Any) -> None:
-        """Give a model without memory the weights that were taken along."""
-        if not lacks_memory(model):
-            return
-        if self._carried is None and self._not_carried:
-            raise ConfigError(f"the worker's model is on the meta device, and {self._not_carried}")
-        if self._carried is None:
+    async def _connect_sender(
+        self, weights: Any, timeout: float | None, processes: Sequence[Any]
+    ) -> None:
+        del weights, timeout, processes
+
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+        del timeout
+        if worker_idx is not None:
+            self._worker_idx = as_index("worker_idx", worker_idx)
+        await self._prepare_model(self.model)
+        if lacks_memory(self.model):
             raise ConfigError(
                 "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
                 "device: materialise it in the worker, or use a scheme that sends weights"
             )
-        manifest, data, values = self._carried
-        layout = Layout(manifest)
-        flat = FlatBuffer(layout.nbytes)
-        flat.memoryview()[:] = data
-        Target(model).apply_tensors(layout, flat.views(layout), values)
-
-    def _make_listener(self, sources: Sources) -> None:
-        del sources  # nobody comes
-
-    async def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float | None = None,
-        processes: Sequence[Any] = (),
-    ) -> None:
-        """Connect nothing.
-
-        Raises:
-            ConfigError: A receiver's model is on the meta
-                device: nothing would ever give it memory. Or the timeout is not a number.
-            LocalProtocolError: Before ``init_on_*``.
-        """
-        del weights, processes
-        self._limit(timeout)  # mistakes are refused as by the schemes that wait
-        self._check_open()
-        self._check_has_role()
-        if self._role == "receiver":
-            self._unpack(self.model)
-        if worker_idx is not None:
-            self._worker_idx = as_index("worker_idx", worker_idx)
-        self._loop = running_loop()
-        self._connected = True
 
     async def send(
         self,
@@ -125,10 +96,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> SendReport:
         """Send nothing."""
         del weights, worker_ids
-        self._limit(timeout)
+        self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._check_connected("send", "sender")
         await asyncio.sleep(0)  # who sends in a loop lets others run
-        return SendReport(epoch=0, version=0, acked=frozenset())
+        return _NOTHING
 
     def send_nowait(
         self,
@@ -142,7 +113,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._limit(timeout)
         self._check_connected("send_nowait", "sender")
         future = asyncio.get_running_loop().create_future()
-        future.set_result(SendReport(epoch=0, version=0, acked=frozenset()))
+        future.set_result(_NOTHING)
         return SendHandle(0, future)
 
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
@@ -164,10 +135,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if timeout is None or timeout <= 0:
             await asyncio.sleep(0)  # who receives in a loop lets others run
             return None
-        self._closing = self._closing or asyncio.Event()
+        self._ended = self._ended or asyncio.Event()
         try:
             async with asyncio.timeout(limit):
-                await self._closing.wait()
+                await self._ended.wait()
         except TimeoutError:
             return None
         raise TransportClosed("this scheme was closed")
@@ -192,14 +163,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._check_connected("pull", "receiver")
         return await self.wait_for_version(min_version or 0, timeout=timeout)
 
-    def _is_ready(self) -> bool:
-        return self._connected  # there is nothing to wait for
-
-    async def _wait_until_ready(self, timeout: float | None) -> None:
-        self._limit(timeout)
-        self._check_has_role()
-        self._check_connected("ready", self._role or "receiver")
-
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: nothing is ever staged."""
         return await self.wait_for_version(version, timeout=timeout)
@@ -208,13 +171,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return ``None``: nothing is ever staged."""
         return None
 
+    def _is_ready(self) -> bool:
+        return self._connected  # there is nothing to wait for
+
+    async def _wait_until_ready(self, timeout: float | None) -> None:
+        self._limit(timeout)
+        self._check_has_role()
+        self._check_connected("ready", self._role or "receiver")
+
     def _check_connected(self, method: str, role: str) -> None:
-        self._check_open()
-        if self._role != role or not self._connected:
-            raise LocalProtocolError(
-                f"{method}(): call init_on_{role}() and scheme.connect() first, this with `await` "
-                "unless it is of aiosync.sync"
-            )
+        if self._role != role or not self._is_usable:
+            self._refuse(method, role, "sending" if role == "sender" else "receiving")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """There is no link.
@@ -227,3 +194,17 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         sock.close()
         raise LocalProtocolError(f"NoWeightSyncScheme has no transport for {name}")
+
+
+def _unpack(manifest: Manifest, data: bytes, values: dict[str, Any], model: Any) -> None:
+    """Give a model without memory the weights that were taken along."""
+    if lacks_memory(model):
+        layout = Layout(manifest)
+        flat = FlatBuffer(layout.nbytes)
+        flat.memoryview()[:] = data
+        Target(model).apply_tensors(layout, flat.views(layout), values)
+
+
+def _refuse(why: str, model: Any) -> None:
+    if lacks_memory(model):
+        raise ConfigError(f"the worker's model is on the meta device, and {why}")
