@@ -32,6 +32,7 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.rendezvous.handshake import ANY_STRATEGY
+from aiosync.schemes.inside import sender_of
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.server import WeightClient
 from aiosync.tensors import Layout, collect
@@ -191,7 +192,7 @@ async def _push(
 
     async with scheme:
         await scheme.connect(timeout=left())
-        sender = scheme._sender
+        sender = sender_of(scheme)
         assert sender is not None
         looking = loop.create_task(_look(sender, nbytes, show))
         try:

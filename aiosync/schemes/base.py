@@ -76,7 +76,7 @@ from aiosync.wire import Hello, Welcome
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["WeightSyncScheme", "change_hooks"]
+__all__ = ["WeightSyncScheme"]
 
 
 class WeightSyncScheme(SchemeOptions, abc.ABC):
@@ -1580,21 +1580,3 @@ def _named_in(context: Any, path: str) -> Any:
     if context is None:
         raise ConfigError(f"Cannot resolve string reference {path!r} without context")
     return resolve_path(context, path)
-
-
-def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
-    """Have a receiver, or copies of a scheme that become receivers, call other hooks as well.
-
-    Args:
-        scheme: A scheme.
-        carried: Of copies and pickles that are made from now on, where they get no hooks.
-        **hooks: Fields of :class:`SchemeHooks`.
-
-    Returns:
-        Those that it has now.
-    """
-    if carried:
-        scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
-        return scheme._carried_hooks
-    scheme._hooks = dataclasses.replace(scheme._hooks, **hooks)
-    return scheme._hooks

@@ -6,6 +6,7 @@ Must not import a concrete transport, nor another concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import socket
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol.indices import as_index
-from aiosync.schemes.base import WeightSyncScheme, change_hooks
+from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.schemes.sources import Sources
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
@@ -69,7 +70,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
                     view.copy_(leaf.tensor.detach())
                 data = bytes(flat.memoryview())
                 unpack = functools.partial(_unpack, layout.manifest, data, dict(leaves.values))
-        change_hooks(self, carried=True, prepare_model=unpack)
+        self._carried_hooks = dataclasses.replace(self._carried_hooks, prepare_model=unpack)
 
     async def _connect_sender(
         self, weights: Any, timeout: float | None, processes: Sequence[Any]

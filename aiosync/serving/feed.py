@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync.errors import ConfigError
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
+from aiosync.schemes.inside import join_without_weights
 from aiosync.serving.admission import Admission
 from aiosync.serving.following import Following
 from aiosync.serving.gate import AdmissionGate
@@ -110,7 +111,7 @@ class WeightFeed:
     def _make(self) -> WeightSyncScheme:
         scheme = copy.copy(self._config)
         scheme.apply = "manual"
-        scheme._waits_for_first = False
+        join_without_weights(scheme)
         if hasattr(scheme, "reconnect"):
             scheme.reconnect = None
         scheme.init_on_receiver(**self._init)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
-from aiosync.schemes.base import change_hooks
+from aiosync.schemes.inside import change_hooks, receiver_of, skip_news
 from aiosync.serving.gate import AdmissionGate
 from aiosync.serving.swapping import Swap
 
@@ -104,7 +104,7 @@ class Following:
     @property
     def receiver(self) -> WeightReceiver | None:
         """What receives now; ``None`` while the source is looked for."""
-        return None if self.scheme is None else self.scheme._receiver
+        return None if self.scheme is None else receiver_of(self.scheme)
 
     @property
     def connected(self) -> bool:
@@ -164,7 +164,7 @@ class Following:
                 self._lost = None
                 await self._follow(scheme)
             except AiosyncError as exc:  # the status says it
-                receiver = scheme._receiver
+                receiver = receiver_of(scheme)
                 since = time.monotonic() if self._lost is None else self._lost[0]
                 if self._lost is None and receiver is not None and receiver.cut_off is not None:
                     since = receiver.cut_off[0]
@@ -175,7 +175,7 @@ class Following:
             pause, patience = min(2 * pause, self._max_pause), min(2 * patience, longest)
 
     async def _drop(self, scheme: WeightSyncScheme) -> None:
-        receiver = scheme._receiver
+        receiver = receiver_of(scheme)
         if receiver is not None:
             self._reconnects += receiver.reconnects
             receiver.applier.leave_memory()  # copying a large model would hold the loop
@@ -184,7 +184,7 @@ class Following:
 
     async def _follow(self, scheme: WeightSyncScheme) -> None:
         """Switch to each version that is complete, until the link ends, which raises why."""
-        receiver = scheme._receiver
+        receiver = receiver_of(scheme)
         assert receiver is not None
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -239,7 +239,8 @@ class Following:
     async def _apply(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
         """Change the pointers on the loop; or, with a forward in another thread, there."""
         limit = self._gate.swap_timeout or math.inf
-        scheme._reported = receiver.inbox.version  # one that was applied in the thread is no news
+        # One that was applied in the thread is no news.
+        skip_news(scheme, receiver.inbox.version)
         while await scheme.receive(timeout=limit) is None:
             if receiver.has_staged:  # and nobody is going to apply it: receive() took that back
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")

@@ -17,6 +17,16 @@ import aiosync.schemes as aio
 from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
 from aiosync.receiver.guard import on_behalf_of_reader
 from aiosync.schemes.handles import has_failed
+from aiosync.schemes.inside import (
+    bind_early,
+    check_open,
+    guard_of,
+    is_closed,
+    is_inherited,
+    receiver_of,
+    runs,
+    sender_of,
+)
 from aiosync.schemes.options import (
     EngineOptions,
     Fixed,
@@ -57,6 +67,7 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
+    "core_of",
     "twin_of",
 ]
 
@@ -77,7 +88,8 @@ class _Tenant:
     def forgotten(self) -> None:
         if self.owner is not None:
             return  # its collector or server closes no scheme: no mistake of the user's
-        if not self._scheme._closed and _has_runtime(self._scheme):
+        made = sender_of(self._scheme) is not None or receiver_of(self._scheme) is not None
+        if made and not is_closed(self._scheme):
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
                 ResourceWarning,
@@ -87,10 +99,6 @@ class _Tenant:
 
     def abort(self) -> None:
         self._scheme.abort()
-
-
-def _has_runtime(scheme: aio.WeightSyncScheme) -> bool:
-    return scheme._sender is not None or scheme._receiver is not None
 
 
 class Ready:
@@ -221,7 +229,7 @@ class WeightSyncScheme(SchemeOptions):
     def _check(self, what: str, instead: str | None = None) -> None:
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
-        self._scheme._check_open()
+        check_open(self._scheme)
         if self._is_inherited:
             raise LocalProtocolError(
                 f"{what}(): this scheme was set up before the process forked; call "
@@ -239,7 +247,7 @@ class WeightSyncScheme(SchemeOptions):
 
     @property
     def _is_inherited(self) -> bool:
-        return self._scheme._role is not None and self._scheme._inherited
+        return is_inherited(self._scheme)
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -247,7 +255,7 @@ class WeightSyncScheme(SchemeOptions):
         except BaseException:  # goes on to the caller
             coroutine.close()
             raise
-        guard = self._scheme._guard_object
+        guard = guard_of(self._scheme)
         try:
             if guard.reading_here:  # what waits for an update has to know
                 with on_behalf_of_reader(guard):
@@ -288,8 +296,7 @@ class WeightSyncScheme(SchemeOptions):
 
     @property
     def _lives(self) -> bool:
-        scheme = self._scheme
-        return not scheme._closed and (scheme._connected or _has_runtime(scheme))
+        return runs(self._scheme)
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -487,7 +494,7 @@ class WeightSyncScheme(SchemeOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         if rpc_runs():
-            self._scheme._bind_early()  # calls carry copies away before anything has begun
+            bind_early(self._scheme)  # calls carry copies away before anything has begun
         return {"_scheme": copy.copy(self._scheme)}  # configuration only: copies share no role
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -496,6 +503,11 @@ class WeightSyncScheme(SchemeOptions):
 
     def __repr__(self) -> str:
         return f"<aiosync.sync twin of {self._scheme!r}>"
+
+
+def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:
+    """The async scheme of a blocking one."""
+    return facade._scheme
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:

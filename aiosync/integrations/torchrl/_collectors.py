@@ -37,7 +37,15 @@ from aiosync.integrations.torchrl._policies import (
     from_factories,
     refuse_no_module,
 )
-from aiosync.schemes.base import change_hooks
+from aiosync.schemes.inside import (
+    change_hooks,
+    guard_of,
+    is_closed,
+    loop_of,
+    sender_of,
+    separate,
+    sources_of,
+)
 from aiosync.sync import (
     NoWeightSyncScheme,
     RayWeightSyncScheme,
@@ -45,6 +53,7 @@ from aiosync.sync import (
     WeightSyncScheme,
 )
 from aiosync.sync._discovery import rpc_runs
+from aiosync.sync._schemes import core_of
 from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner"]
@@ -128,25 +137,25 @@ class CollectorOwner:
         # get theirs later. But RPCCollector has given its workers theirs already.
         may_separate = not hasattr(collector, "collector_rrefs")
         if may_separate and scheme._is_copy and isinstance(scheme, _MET_ELSEWHERE):
-            scheme._scheme._separate()
+            separate(core_of(scheme))
         try:
             proceed(*args, **given)
         except ConfigError:
             if not may_separate or scheme.initialized_on_sender:
                 raise
-            scheme._scheme._separate()  # another copy listens already
+            separate(core_of(scheme))  # another copy listens already
             proceed(*args, **given)
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
-        core = scheme._scheme
-        if core._sources.weights is None and not core._sources.per_worker:
+        core = core_of(scheme)
+        if sources_of(core).weights is None and not sources_of(core).per_worker:
             if find_model(collector, model_id) is None and model_id == "policy":
-                made = from_factories(collector, core._sources.num_workers)
+                made = from_factories(collector, sources_of(core).num_workers)
                 self._made = made is not None
                 if isinstance(made, nn.Module):
-                    core._sources.weights = made
+                    sources_of(core).weights = made
                 elif made is not None:
-                    core._sources.per_worker = made
+                    sources_of(core).per_worker = made
         if isinstance(scheme, NoWeightSyncScheme):
             scheme.carry(find_model(collector, model_id))
         elif model_id == "policy":
@@ -174,13 +183,18 @@ class CollectorOwner:
                 raise
         finally:
             self._counted = scheme.version
-            core = scheme._scheme
-            sender = core._sender
+            core = core_of(scheme)
+            sender = sender_of(core)
             if sender is not None:
                 owned = (self._collector, self._scheme)
                 close = sender.workers.on_empty = functools.partial(_close_after, owned)
-                if core._connected and core._loop is not None and acts_itself(scheme, collector):
-                    core._loop.call_soon_threadsafe(close)  # it may never have a worker to lose
+                loop = loop_of(core)
+                if (
+                    scheme.synchronized_on_sender
+                    and loop is not None
+                    and acts_itself(scheme, collector)
+                ):
+                    loop.call_soon_threadsafe(close)  # it may never have a worker to lose
 
     def _send(
         self,
@@ -200,7 +214,7 @@ class CollectorOwner:
             self._count(scheme, collector)
         if self._made and not isinstance(weights, str | None):
             # Where nothing is given, what was given last is sent, not what the factories made.
-            scheme._scheme._sources.follow(weights, kwargs.get("worker_ids"))
+            sources_of(core_of(scheme)).follow(weights, kwargs.get("worker_ids"))
         return result
 
     def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
@@ -246,7 +260,7 @@ class CollectorOwner:
         self._attach(scheme, collector)
 
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
-        core = scheme._scheme
+        core = core_of(scheme)
         model_id = scheme.model_id or "policy"
         if has_workers(collector):
             self._cascade = Cascade(collector, scheme)
@@ -254,7 +268,7 @@ class CollectorOwner:
         elif model_id == "policy":
             labels = Labels(
                 collector,
-                core._guard_object,
+                guard_of(core),
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
             )
@@ -306,7 +320,7 @@ def _close_after(
 ) -> None:
     """No worker is left: close the scheme once the collector is shut down. On the loop."""
     collector, scheme = (reference() for reference in owned)
-    if scheme is None or scheme._scheme._closed or scheme.worker_versions:
+    if scheme is None or is_closed(core_of(scheme)) or scheme.worker_versions:
         return
     if collector is None or getattr(collector, "closed", False):
         scheme.abort()

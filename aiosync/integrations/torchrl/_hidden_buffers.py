@@ -17,8 +17,9 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.integrations.torchrl._policies import factories_of, find_model
-from aiosync.schemes.base import change_hooks
+from aiosync.schemes.inside import change_hooks
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
+from aiosync.sync._schemes import core_of
 from aiosync.tensors import FlatBuffer, Layout, collect
 from aiosync.wire import NO_LIMITS, Manifest
 
@@ -42,7 +43,7 @@ def carry_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
         view.copy_(leaf.tensor.detach())
     data = bytes(flat.memoryview())
     unpack = functools.partial(_unpack, layout.manifest, data)
-    change_hooks(scheme._scheme, carried=True, prepare_model=unpack)
+    change_hooks(core_of(scheme), carried=True, prepare_model=unpack)
 
 
 def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
@@ -52,7 +53,7 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
         ConfigError: The scheme was initialised before there was a collector to look into, and
             what its workers have does not come from a factory.
     """
-    if change_hooks(scheme._scheme, carried=True).prepare_model is not None:
+    if change_hooks(core_of(scheme), carried=True).prepare_model is not None:
         return
     if not hasattr(collector, "procs") or factories_of(collector):
         return
@@ -66,7 +67,7 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
 
 def _hidden(scheme: WeightSyncScheme, collector: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of each buffer of the policy that the scheme does not send."""
-    if scheme._scheme.strategy_str != "state_dict" or isinstance(scheme, NoWeightSyncScheme):
+    if scheme.strategy_str != "state_dict" or isinstance(scheme, NoWeightSyncScheme):
         return
     policy = find_model(collector, "policy")
     if not isinstance(policy, nn.Module):

@@ -18,8 +18,10 @@ from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.integrations.torchrl._policies import find_model
 from aiosync.protocol.indices import as_index, as_indices
 from aiosync.receiver.guard import Guard
+from aiosync.schemes.inside import guard_of, is_closed
 from aiosync.schemes.sources import is_per_worker
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
+from aiosync.sync._schemes import core_of
 
 __all__ = ["acts_itself", "guard_forwards", "send_to_itself"]
 
@@ -89,17 +91,17 @@ def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: floa
         return  # the model is the source
     if not isinstance(model, nn.Module):
         return
-    core = scheme._scheme
-    guard, limit = core._guard_object, core._limit(timeout)
+    core = core_of(scheme)
+    guard, limit = guard_of(core), scheme.timeout if timeout is None else timeout
     if guard.reading_here:  # which exclusively() does not wait for
         raise LocalProtocolError(
             "update_policy_weights_() was called inside a forward pass of the policy or a "
             "reading() block; call it between two of them"
         )
-    given = core._strategy.extract_weights(weights)
+    given = scheme.strategy.extract_weights(weights)
 
     def apply() -> None:
-        core._strategy.apply_weights(model, given, strict=core.strict)
+        scheme.strategy.apply_weights(model, given, strict=scheme.strict)
 
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
         raise SyncTimeout(
@@ -115,7 +117,7 @@ def guard_forwards(scheme: WeightSyncScheme, collector: Any) -> None:
     ``Collector.start()`` collects in a thread of its own, and the trainer updates in another.
     The policy itself gets no hooks: it is the trainer's, who may compile, export or script it.
     """
-    core = scheme._scheme
+    core = core_of(scheme)
     if (scheme.model_id or "policy") != "policy" or core.guard != "forward":
         return
     policy = getattr(collector, "_wrapped_policy", None)
@@ -130,12 +132,12 @@ class _Guarded:
 
     def __init__(self, policy: Any, scheme: WeightSyncScheme) -> None:
         self._policy = policy
-        self._scheme = weakref.ref(scheme._scheme)
-        self._guard: Guard = scheme._scheme._guard_object
+        self._scheme = weakref.ref(core_of(scheme))
+        self._guard: Guard = guard_of(core_of(scheme))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         core = self._scheme()
-        if core is None or core._closed:
+        if core is None or is_closed(core):
             return self._policy(*args, **kwargs)
         guard = self._guard
         frame = sys._getframe()

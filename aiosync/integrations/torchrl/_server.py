@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import AiosyncError, ApplyError
+from aiosync.schemes.inside import loop_of, receiver_of
 from aiosync.sync import WeightSyncScheme
+from aiosync.sync._schemes import core_of
 
 __all__ = ["ServerOwner"]
 
@@ -44,7 +46,7 @@ class ServerOwner:
         scheme.apply = "manual"
         if getattr(server, "static_batch_size", None) is not None:
             scheme.apply_copy = True  # a CUDA graph knows addresses
-        receiver = scheme._scheme._receiver
+        receiver = receiver_of(core_of(scheme))
         if receiver is not None:
             receiver.apply_by_hand()
             self._note()
@@ -95,7 +97,7 @@ class ServerOwner:
         """How many versions have come since the last time."""
         scheme = self._scheme()
         assert scheme is not None
-        receiver = scheme._scheme._receiver
+        receiver = receiver_of(core_of(scheme))
         if receiver is None:
             return 0
         (epoch, version), before = (receiver.inbox.epoch or 0, receiver.inbox.version), self._known
@@ -107,7 +109,7 @@ class ServerOwner:
     ) -> Any:
         scheme, server = self._scheme(), self._server()
         assert scheme is not None
-        receiver = scheme._scheme._receiver
+        receiver = receiver_of(core_of(scheme))
         if kwargs.get("timeout") == 0 and receiver is not None:
             # The server asks before every batch: look before going to the other thread.
             if not receiver.has_staged and (receiver.error is None or self._ended):
@@ -134,7 +136,7 @@ class ServerOwner:
 
 def _call_on_loop(scheme: WeightSyncScheme | None, call: Callable[[], None]) -> None:
     """Have the loop of a connected scheme call something."""
-    loop = None if scheme is None else scheme._scheme._loop
+    loop = None if scheme is None else loop_of(core_of(scheme))
     if loop is not None:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(call)

@@ -20,7 +20,9 @@ from aiosync.integrations.vllm._base import (
     WeightTransferUpdateInfo,
 )
 from aiosync.protocol import validate_seconds
+from aiosync.schemes.inside import join_without_weights, meet_at, meeting_point
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
+from aiosync.sync._schemes import core_of
 from aiosync.transports.credentials import TLS, Secret
 
 __all__ = ["AiosyncInitInfo", "AiosyncTrainerInitInfo", "AiosyncUpdateInfo"]
@@ -81,14 +83,13 @@ class AiosyncInitInfo(WeightTransferInitInfo):
         if self.address.startswith(f"{_SHARED}:"):
             scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=self.timeout)
             parts = urlsplit(self.address)
-            inner = scheme._scheme
             pid = parse_qs(parts.query).get("pid", [""])[0]
             if not parts.path.strip("/") and not parts.netloc:
                 raise ConfigError(
                     f"{self.address!r} is not the address of a trainer's shared memory"
                 )
-            inner._address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
-            inner._sender_pid = int(pid) if pid.isdigit() else None
+            address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
+            meet_at(core_of(scheme), address, int(pid) if pid.isdigit() else None)
         else:
             scheme = TCPWeightSyncScheme(
                 self.address,
@@ -100,7 +101,7 @@ class AiosyncInitInfo(WeightTransferInitInfo):
                 reconnect=None,  # the engine outlives trainers, and goes on with what it has
             )
         # Weights are loaded in update_weights(), on the thread that runs the model, nowhere else.
-        scheme._scheme._waits_for_first = False
+        join_without_weights(core_of(scheme))
         return scheme
 
 
@@ -205,10 +206,9 @@ def address_of(scheme: WeightSyncScheme) -> str:
     """Where workers find the sender; after ``init_on_sender()``."""
     if isinstance(scheme, TCPWeightSyncScheme):
         return scheme.address
-    inner = scheme._scheme
-    found = inner._address
+    found, pid = meeting_point(core_of(scheme))
     where = f"//{found[1:]}" if found.startswith("\0") else f"//{found}"
-    return f"{_SHARED}:{where}?pid={inner._pid}"
+    return f"{_SHARED}:{where}?pid={pid}"
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:

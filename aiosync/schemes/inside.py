@@ -1,0 +1,129 @@
+"""What other packages of aiosync may know of a scheme, and do with it. Not for users.
+
+Must not import a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from aiosync.receiver.guard import Guard
+from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.receiver import WeightReceiver
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.sources import Sources
+from aiosync.sender import WeightSender
+
+__all__ = [
+    "bind_early",
+    "change_hooks",
+    "check_open",
+    "guard_of",
+    "is_closed",
+    "is_inherited",
+    "join_without_weights",
+    "loop_of",
+    "meet_at",
+    "meeting_point",
+    "receiver_of",
+    "runs",
+    "sender_of",
+    "separate",
+    "skip_news",
+    "sources_of",
+]
+
+
+def receiver_of(scheme: WeightSyncScheme) -> WeightReceiver | None:
+    """What receives, once a receiver is connected."""
+    return scheme._receiver
+
+
+def sender_of(scheme: WeightSyncScheme) -> WeightSender | None:
+    """What sends, once a sender connects."""
+    return scheme._sender
+
+
+def guard_of(scheme: WeightSyncScheme) -> Guard:
+    """What keeps reads and updates apart."""
+    return scheme._guard_object
+
+
+def sources_of(scheme: WeightSyncScheme) -> Sources:
+    """What a sender sends, and to how many workers."""
+    return scheme._sources
+
+
+def loop_of(scheme: WeightSyncScheme) -> asyncio.AbstractEventLoop | None:
+    """The event loop of a scheme that connects or has connected."""
+    return scheme._loop
+
+
+def is_closed(scheme: WeightSyncScheme) -> bool:
+    """Whether it was closed."""
+    return scheme._closed
+
+
+def is_inherited(scheme: WeightSyncScheme) -> bool:
+    """Whether it had a role before this process was forked."""
+    return scheme._role is not None and scheme._inherited
+
+
+def runs(scheme: WeightSyncScheme) -> bool:
+    """Whether there is something to close."""
+    made = scheme._sender is not None or scheme._receiver is not None
+    return not scheme._closed and (made or scheme._connected)
+
+
+def join_without_weights(scheme: WeightSyncScheme) -> None:
+    """Have ``connect()`` of a receiver return before the initial weights are applied."""
+    scheme._waits_for_first = False
+
+
+def skip_news(scheme: WeightSyncScheme, version: int) -> None:
+    """Have ``receive()`` wait for what is newer than this version."""
+    scheme._reported = version
+
+
+def bind_early(scheme: WeightSyncScheme) -> None:
+    """Have copies made before ``init_on_sender()`` know where the sender will be."""
+    scheme._bind_early()
+
+
+def check_open(scheme: WeightSyncScheme) -> None:
+    """Raise :class:`~aiosync.TransportClosed` if it was closed."""
+    scheme._check_open()
+
+
+def separate(scheme: WeightSyncScheme) -> None:
+    """Have this copy meet only copies that are made of it from now on."""
+    scheme._separate()
+
+
+def meeting_point(scheme: WeightSyncScheme) -> tuple[str, int]:
+    """The Unix socket where workers find a sender of this host, and its process."""
+    return scheme._address, scheme._pid
+
+
+def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
+    """Have a receiver find its sender there."""
+    scheme._address, scheme._sender_pid = address, pid
+
+
+def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
+    """Have a receiver, or copies of a scheme that become receivers, call other hooks as well.
+
+    Args:
+        scheme: A scheme.
+        carried: Of copies and pickles that are made from now on, where they get no hooks.
+        **hooks: Fields of :class:`SchemeHooks`.
+
+    Returns:
+        Those that it has now.
+    """
+    name = "_carried_hooks" if carried else "_hooks"
+    changed: SchemeHooks = dataclasses.replace(getattr(scheme, name), **hooks)
+    setattr(scheme, name, changed)
+    return changed
