@@ -420,6 +420,7 @@ class WeightSender:
                 tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
             elif mine.slot is not None and link.can_see(mine):
                 link.see(mine)
+                record.recover()
                 tracker.resolve(idx, Outcome(version, OutcomeKind.APPLIED))
             else:
                 link.offer(mine)
@@ -536,7 +537,7 @@ class WeightSender:
             self._bell is None
             or bool(self.workers.waiting)
             or self.workers.changed.is_waited_for
-            or any(each.publisher and each.publisher.bell for each in self.workers.links.values())
+            or any(each.link and each.link.wants_bell for each in self.workers.records.values())
         )
 
     def tell(self) -> None:
@@ -547,9 +548,8 @@ class WeightSender:
         workers.changed.notify()
         for record in list(workers.records.values()):
             link = record.link
-            if link is not None and link.publisher is not None and link.publisher.bell:
-                if link.is_behind:
-                    link.ring()
+            if link is not None and link.publisher is not None and link.wants_bell:
+                link.ring()
         if self._bell is None and self._copier.arena is not None:
             self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
 

@@ -97,6 +97,7 @@ class WorkerRegistry:
         expected: Indices of those that are waited for.
         clock: Draws the versions.
         on_outcome: Told what became of a version at a worker; says whether a send counts it.
+            ``None`` where nobody waits for workers, and nothing is to be reported.
         on_crash: Told when a background task ends with an exception.
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
@@ -122,7 +123,7 @@ class WorkerRegistry:
         num_workers: int | None,
         expected: Sequence[int] = (),
         clock: VersionClock,
-        on_outcome: Callable[[int, Outcome], bool],
+        on_outcome: Callable[[int, Outcome], bool] | None,
         on_crash: Callable[[BaseException], None],
         parts: bool = False,
         streaming: Streaming | None = None,
@@ -358,7 +359,7 @@ class WorkerRegistry:
     def _on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
         record = self.records.get(link.idx)
         for outcome in outcomes:
-            counted = self._on_outcome(link.idx, outcome)
+            counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if record is None:
                 continue
             if outcome.error is not None and record.link is link:
@@ -379,7 +380,7 @@ class WorkerRegistry:
             record.link = None
             if not self.closed:
                 # No send misses one that only asks; connect() may.
-                record.fail(error, reported=not link.subscribes)
+                record.fail(error, reported=not link.subscribes or self._on_outcome is None)
                 self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
                 self._forget()
         link.transport.abort()

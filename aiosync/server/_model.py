@@ -61,7 +61,7 @@ class ServedModel:
             strategy=strategy,
             num_workers=None,
             clock=VersionClock(),
-            on_outcome=lambda _, outcome: False,
+            on_outcome=None,
             on_crash=on_crash,
             streaming=streaming,
         )

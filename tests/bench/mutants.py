@@ -285,8 +285,8 @@ MUTANTS = [
     Mutant(
         "a worker that came again stays lost",
         "sender/workers.py",
-        "        record.recover()\n        record.subscribes",
-        "        record.subscribes",
+        "record.link = link = WorkerLink(",
+        "link = WorkerLink(",
         contract("dead_worker"),
     ),
     Mutant(

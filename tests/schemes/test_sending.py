@@ -18,7 +18,11 @@ import torch
 from tensordict import TensorDict
 
 import aiosync
+from aiosync.protocol import VersionClock
+from aiosync.sender import WorkerRegistry
 from aiosync.tensors import Flattener
+from aiosync.transports import MemoryTransport
+from aiosync.wire import Hello
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -303,3 +307,25 @@ async def test_workers_under_new_indices_do_not_add_up() -> None:
         assert report.acked == {0}
         assert {97, 98, 99, 100} <= report.lost.keys()
         assert len(report.lost) < 80
+
+
+async def test_nor_do_they_where_nobody_sends() -> None:
+    """A weight server serves workers under new indices for as long as it lives."""
+    workers = WorkerRegistry(
+        model_id="policy",
+        strategy="tensordict",
+        num_workers=None,
+        clock=VersionClock(),
+        on_outcome=None,
+        on_crash=pytest.fail,
+    )
+    for idx in range(80):
+        hello = Hello("receiver", "policy", 1, idx, strategy="tensordict")
+        ours, theirs = MemoryTransport.connected_pair()
+        workers.welcome(ours, None, hello)
+        await harness.until(lambda idx=idx: idx in workers.links)  # type: ignore[misc]
+        theirs.abort()
+        await harness.until(lambda: not workers.links)
+    assert len(workers.records) < 75
+    workers.end()
+    await workers.tasks.aclose()
