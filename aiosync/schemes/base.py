@@ -765,6 +765,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"Cannot specify {given} on {self._role} side during synchronization."
             )
         limit = self._limit(timeout)
+        if worker_idx is not None:
+            worker_idx = as_index("worker_idx", worker_idx)
         self._loop = running_loop()
         self._connecting = task = asyncio.current_task()
         assert task is not None
@@ -827,7 +829,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         assert self._loop is not None
         started = self._loop.time()
         if worker_idx is not None:
-            self._worker_idx = as_index("worker_idx", worker_idx)
+            self._worker_idx = worker_idx
         model = self._resolve_target()
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)

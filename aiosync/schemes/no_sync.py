@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.protocol.indices import as_index
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.schemes.sources import Sources
@@ -80,7 +79,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
         del timeout
         if worker_idx is not None:
-            self._worker_idx = as_index("worker_idx", worker_idx)
+            self._worker_idx = worker_idx
         await self._prepare_model(self.model)
         if lacks_memory(self.model):
             raise ConfigError(
