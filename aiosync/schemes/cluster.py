@@ -7,6 +7,7 @@ Must not import torch, nor a concrete scheme.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import secrets
@@ -120,19 +121,20 @@ class ClusterScheme(EngineOptions, StreamReceiving):
         del listened
         return control
 
+    @abc.abstractmethod
     def _default_address(self) -> Address:
         """Where the sender listens if no address was given."""
-        return Address.parse("tcp://127.0.0.1:0")
 
+    @abc.abstractmethod
     async def _publish(self, address: Address) -> None:
         """Sender: let workers that have no address find this one."""
 
     _invites: str = ""
     """What :meth:`_invitation` lacks while there is none; empty where there never is one."""
 
+    @abc.abstractmethod
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         """Worker: what the sender published last: its address, and its token if that is new."""
-        return None
 
     @property
     def _shares_memory(self) -> bool:

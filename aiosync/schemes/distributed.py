@@ -25,13 +25,6 @@ __all__ = ["DistributedWeightSyncScheme"]
 _SEPARATOR = b"\n"
 
 
-def _check_backend(name: str, value: Any) -> Literal["gloo", "nccl"]:
-    del name
-    check_backend(value)
-    backend: Literal["gloo", "nccl"] = value
-    return backend
-
-
 class DistributedWeightSyncScheme(ClusterScheme):
     """Sends weights over process groups of ``torch.distributed``.
 
@@ -81,7 +74,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
     """
 
-    backend: Option[Literal["gloo", "nccl"]] = Option(_check_backend)
+    backend: Option[Literal["gloo", "nccl"]] = Option(lambda _, value: check_backend(value))
     inline_nbytes: Option[int] = Option(count(0))
     patience: Option[float] = Option(seconds())
     group: Fixed = Fixed()

@@ -355,7 +355,7 @@ class RayPlane(DataPlane):
 
     Args:
         objects: What the sender has in the store, shared by its links; ``None`` makes one of
-            its own for this link when it first sends.
+            its own for this link.
     """
 
     kind = "ray"
@@ -363,8 +363,8 @@ class RayPlane(DataPlane):
     def __init__(self, objects: RayObjects | None) -> None:
         self._ray = need_cluster()
         self._loop = asyncio.get_running_loop()
-        self._objects = objects
-        self._own_objects: RayObjects | None = None
+        self._objects = RayObjects() if objects is None else objects
+        self._owns_objects = objects is None
         self._end: asyncio.Future[None] = self._loop.create_future()
         # What the peer was told of, and until it holds the object itself.
         self._announced: tuple[Entry, asyncio.Future[None]] | None = None
@@ -397,11 +397,8 @@ class RayPlane(DataPlane):
     ) -> Mapping[str, ExtValue]:
         """See :class:`DataPlane`. Puts the payload, unless another link did."""
         self._check()
-        if self._objects is None:
-            self._objects = self._own_objects = RayObjects()
-        objects = self._objects
-        entry = await objects.put(memo, objects, lambda: in_lines(payload))
-        hub, told = await objects.publish(entry)
+        entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
+        hub, told = await self._objects.publish(entry)
         self._check()
         told.add_done_callback(self._on_told)
         self._announced = entry, self._loop.create_future()
@@ -491,16 +488,16 @@ class RayPlane(DataPlane):
             self._end.set_result(None)
         self._announced = None
         self._threads.end()
-        if self._own_objects is not None:
-            self._own_objects.abort()
+        if self._owns_objects:
+            self._objects.abort()
 
     async def aclose(self) -> None:
         """See :class:`DataPlane`."""
         self.end()
         self._hub = "", None
         await self._threads.aclose(_CLOSE_SECONDS)
-        if self._own_objects is not None:
-            await self._own_objects.aclose()
+        if self._owns_objects:
+            await self._objects.aclose()
 
 
 def _said(exc: BaseException) -> str:

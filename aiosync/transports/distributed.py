@@ -20,8 +20,8 @@ from aiosync.types import Cancellation, Capabilities, Limits
 __all__ = ["DistributedTransport", "check_backend"]
 
 
-def check_backend(backend: str) -> None:
-    """Say early that a back-end cannot be used here.
+def check_backend(backend: str) -> Literal["gloo", "nccl"]:
+    """The back-end, if it can be used here.
 
     Raises:
         ConfigError: It is unknown or not supported, or this build of torch lacks it.
@@ -32,6 +32,7 @@ def check_backend(backend: str) -> None:
         raise ConfigError(f"backend must be 'gloo', got {backend!r}")
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError("this build of torch has no torch.distributed with gloo")
+    return "gloo"
 
 
 class DistributedTransport(BesideTransport):
