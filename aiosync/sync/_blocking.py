@@ -44,12 +44,10 @@ class Facade(Protocol):
     """What the descriptors need of the object that they are used on."""
 
     _scheme: Any
+    _owner: Any
 
     def _find_owner(self, context: Any) -> None:
         """See who calls the scheme, if it is a library that needs something special."""
-
-    def _through_owner(self, name: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``proceed``, or what the owner does instead."""
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the portal and wait for it."""
@@ -117,7 +115,9 @@ def blocking(
                     return done
             return self._call(getattr(scheme, name)(*args, **kwargs))
 
-        return self._through_owner(name, proceed, args, kwargs)
+        if self._owner is None:
+            return proceed(*args, **kwargs)
+        return self._owner.call(name, proceed, args, kwargs)
 
     return Twin(method, way)
 
@@ -128,7 +128,9 @@ def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
         proceed = getattr(self._scheme, method.__name__)
-        return self._through_owner(method.__name__, proceed, args, kwargs)
+        if self._owner is None:
+            return proceed(*args, **kwargs)
+        return self._owner.call(method.__name__, proceed, args, kwargs)
 
     return Twin(method, way)
 

@@ -207,11 +207,6 @@ class WeightSyncScheme(SchemeOptions):
             if self._tenant is not None:
                 self._tenant.owner = self._owner
 
-    def _through_owner(self, name: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._owner is None:
-            return proceed(*args, **kwargs)
-        return self._owner.call(name, proceed, args, kwargs)
-
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
         """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
