@@ -112,11 +112,6 @@ class PullRequests:
         self.wanted.append(min_version)
         self._ask()
 
-    def ask_for_a_word(self) -> None:
-        """Have the trainer say something: which version is its newest, or that version."""
-        self._outgoing.say(Fetch(0))
-        self._ask()
-
     def ask_again(self) -> None:
         """Another link took the place of the one that was asked through."""
         self.promised = None

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from aiosync.errors import (
     AiosyncError,
@@ -19,14 +19,20 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
 )
+from aiosync.transports._link import without_frames
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 
-__all__ = ["Backoff", "Dialer", "is_final", "retry"]
+__all__ = ["Backoff", "Dialer", "Left", "is_final", "retry"]
 
 _T = TypeVar("_T")
+
+_OVER_SECONDS = 0.001  # timers fire so early at the most
+
+Left: TypeAlias = Callable[[], float | None]
+"""The seconds that are left, none for ``None``."""
 
 
 class Backoff:
@@ -45,10 +51,11 @@ class Backoff:
         """Begin with short pauses again."""
         self._pause = self._first
 
-    async def wait(self) -> None:
-        """Pause."""
+    async def wait(self, most: float | None = None) -> None:
+        """Pause, for so many seconds at most."""
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
-        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause *= random.uniform(0.5, 1.0)
+        await asyncio.sleep(pause if most is None else min(pause, most))
 
 
 def is_final(error: AiosyncError) -> bool:
@@ -57,21 +64,25 @@ def is_final(error: AiosyncError) -> bool:
 
 
 async def retry(
-    attempt: Callable[[], Awaitable[_T]],
+    attempt: Callable[[Left], Awaitable[_T]],
     timeout: float | None,
     *,
-    late: Callable[[str], AiosyncError],
+    late: Callable[[AiosyncError], AiosyncError] | None = None,
     final: Callable[[AiosyncError], bool] = is_final,
     backoff: Backoff | None = None,
+    after: AiosyncError | None = None,
 ) -> _T:
     """Await ``attempt()`` until it works.
 
     Args:
-        attempt: Cleans up after itself where it fails, or is cancelled.
+        attempt: Told how to ask for the seconds that are left, in which it ends by itself. Cleans
+            up after itself where it fails, or is cancelled.
         timeout: Seconds for all attempts; ``None`` for ever.
-        late: Makes the error for when they are over; of why the last attempt failed.
+        late: Makes the error for when they are over, of why the last attempt failed; needed with a
+            ``timeout``.
         final: Whether an error ends it.
         backoff: Pauses between attempts.
+        after: What ended the attempt before the first one, if there was any.
 
     Raises:
         AiosyncError: What is final, or ``late``, caused by the last attempt's error.
@@ -80,23 +91,27 @@ async def retry(
         Class A.
     """
     backoff = backoff or Backoff()
-    last: AiosyncError | None = None
-    limit = asyncio.timeout(timeout)
-    try:
-        async with limit:
-            while True:
-                try:
-                    return await attempt()
-                except AiosyncError as exc:
-                    if final(exc):
-                        raise
-                    last = exc
-                await backoff.wait()
-    except TimeoutError as exc:
-        if isinstance(exc, AiosyncError):
-            raise
-        why = "" if last is None else f"; the last attempt: {last}"
-        raise late(why) from last or exc
+    clock = asyncio.get_running_loop().time
+    give_up = None if timeout is None else clock() + timeout
+
+    def left() -> float | None:
+        rest = None if give_up is None else give_up - clock()
+        return rest if rest is None or rest > _OVER_SECONDS else 0.0
+
+    last = after
+    while True:
+        if last is not None:
+            await backoff.wait(left())
+            if left() == 0.0:
+                raise (late(last) if late else last) from last
+        try:
+            return await attempt(left)
+        except AiosyncError as exc:
+            if last is not None and isinstance(exc, ConnectTimeout) and left() == 0.0:
+                continue  # it only ran out of time: why there was another attempt says more
+            if final(exc):
+                raise
+            last = without_frames(exc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +138,11 @@ class Dialer:
     name: str
     advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`"
 
-    async def dial(self, *, again: bool = False) -> TCPTransport:
+    async def dial(self, timeout: float | None = None, *, again: bool = False) -> TCPTransport:
         """One attempt; see :meth:`TCPTransport.connect`.
 
         Args:
+            timeout: Seconds for it, if less than ``attempt_timeout``.
             again: There was a link before. Certificate files that cannot be read now, because
                 they are being replaced perhaps, are a ``ConnectError`` then: of the moment.
         """
@@ -144,31 +160,10 @@ class Dialer:
             payloads=False,
             keepalive=self.keepalive,
             untaken=self.untaken,
-            timeout=self.attempt_timeout,
+            timeout=self.attempt_timeout if timeout is None else min(timeout, self.attempt_timeout),
             name=f"{self.name} at {self.address}",
         )
 
-    async def until(
-        self,
-        attempt: Callable[[], Awaitable[_T]],
-        timeout: float | None,
-        *,
-        backoff: Backoff | None = None,
-    ) -> _T:
-        """Await ``attempt()``, which dials, until it works; see :func:`retry`.
-
-        Raises:
-            AuthError, ConfigError: The other end refused for good; or, unless ``again``, a
-                certificate file of this side cannot be used.
-            LocalProtocolError: What this side has to say is beyond the limits.
-            ConnectTimeout: Not in time; the last attempt's error is the cause.
-        """
-
-        def late(why: str) -> ConnectTimeout:
-            return ConnectTimeout(self.not_reached(f" within {timeout:g} s", why))
-
-        return await retry(attempt, timeout, late=late, backoff=backoff)
-
-    def not_reached(self, within: str = "", why: str = "") -> str:
+    def not_reached(self, within: str = "") -> str:
         """What an error says while nobody is reached."""
-        return f"{self.name} at {self.address} was not reached{within}: {self.advice}{why}"
+        return f"{self.name} at {self.address} was not reached{within}: {self.advice}"

@@ -71,37 +71,27 @@ async def admit(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"
             )
-        asked = _check_index(message.worker_idx, worker_idx, num_workers)
-        worker_idx = _choose(asked, num_workers, message, holder)
+        idx = _choose(message, worker_idx, num_workers, holder)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
-    welcome = Welcome(epoch, reserve(worker_idx, message), worker_idx, num_workers)
+    welcome = Welcome(epoch, reserve(idx, message), idx, num_workers)
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
-    return message, worker_idx
-
-
-def _check_index(asked: int | None, given: int | None, num_workers: int | None) -> int | None:
-    if given is not None:
-        if asked is not None and asked != given:
-            raise ConfigError(f"worker {asked} connected through the pipe of worker {given}")
-        return given
-    if asked is not None and num_workers is not None and not 0 <= asked < num_workers:
-        raise ConfigError(
-            f"Worker {asked} not registered: the sender expects {num_workers} workers, with "
-            f"worker_idx 0 to {num_workers - 1}"
-        )
-    return asked
+    return message, idx
 
 
 def _choose(
-    asked: int | None,
-    num_workers: int | None,
     hello: Hello,
+    given: int | None,
+    num_workers: int | None,
     holder: Callable[[int, Hello], int | None],
 ) -> int:
-    """A free index: the one that was asked for, else the first."""
-    if asked is None:
+    """A free index: the one of the pipe, or that was asked for, else the first."""
+    asked = hello.worker_idx
+    if given is not None and asked not in (None, given):
+        raise ConfigError(f"worker {asked} connected through the pipe of worker {given}")
+    wanted = asked if given is None else given
+    if wanted is None:
         for idx in itertools.count() if num_workers is None else range(num_workers):
             if holder(idx, hello) is None:
                 return idx
@@ -109,13 +99,18 @@ def _choose(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"
         )
-    has = holder(asked, hello)
+    if given is None and num_workers is not None and wanted >= num_workers:
+        raise ConfigError(
+            f"Worker {wanted} not registered: the sender expects {num_workers} workers, with "
+            f"worker_idx 0 to {num_workers - 1}"
+        )
+    has = holder(wanted, hello)
     if has is not None:
         raise ConnectError(
-            f"worker_idx {asked} is taken: process {has} has it. Give each worker its own index, "
+            f"worker_idx {wanted} is taken: process {has} has it. Give each worker its own index, "
             "or none, so that the sender chooses one; or end that worker first"
         )
-    return asked
+    return wanted
 
 
 class Refused(ConnectError):

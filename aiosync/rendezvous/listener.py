@@ -63,7 +63,11 @@ class AcceptLoop:
         """
         self._loop = asyncio.get_running_loop()
         self._on_connection, self._on_trouble = on_connection, on_trouble
-        self._loop.add_reader(self._sock.fileno(), self._accept)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._loop is not None and self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def _accept(self) -> None:
         for _ in range(64):
@@ -72,7 +76,9 @@ class AcceptLoop:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                self._pause()
+                if self._loop is not None:
+                    self._loop.remove_reader(self._sock.fileno())
+                    self._loop.call_later(_PAUSE_SECONDS, self._go_on)
                 self._on_trouble(exc)
                 return
             try:
@@ -83,17 +89,6 @@ class AcceptLoop:
             except BaseException:  # a bug, for the loop's exception handler
                 sock.close()
                 raise
-
-    def _pause(self) -> None:
-        loop = self._loop
-        assert loop is not None
-        loop.remove_reader(self._sock.fileno())
-
-        def go_on() -> None:
-            if self._sock.fileno() >= 0:
-                loop.add_reader(self._sock.fileno(), self._accept)
-
-        loop.call_later(_PAUSE_SECONDS, go_on)
 
     def close(self) -> bool:
         """Stop accepting; whether it had not stopped before."""
@@ -261,13 +256,11 @@ class StreamListener:
     async def _let_in(self, sock: socket.socket, on_link: Callable[[TCPTransport], None]) -> None:
         try:
             link = await self._prove(sock, name=_name_of(sock))
-        except AiosyncError as exc:
-            self.counts.refused[type(exc).__name__] += 1
-            self.counts.last_refusal = f"{type(exc).__name__}: {exc}"
-            return
-        except OSError:
-            self.counts.refused["ConnectError"] += 1  # it had gone before anything was set up
-            sock.close()
+        except (AiosyncError, OSError) as exc:
+            sock.close()  # also where it had gone before anything was set up
+            name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
+            self.counts.refused[name] += 1
+            self.counts.last_refusal = f"{name}: {exc}"
             return
         self.counts.accepted += 1
         self.counts.last_refusal = None
@@ -292,20 +285,15 @@ class StreamListener:
             await self._tasks.aclose()
 
     def _own_inode(self) -> tuple[int, int] | None:
-        if self._address.scheme != "unix":
-            return None
         try:
             found = os.stat(self._address.path)
-        except OSError:
+        except OSError:  # as where there is no path
             return None
         return found.st_dev, found.st_ino
 
 
 def _name_of(sock: socket.socket) -> str:
-    try:
-        peer = sock.getpeername()
-    except OSError:
-        return "a peer"
+    peer = sock.getpeername()
     if not isinstance(peer, tuple):
         return "a peer on this host"
     host, port = peer[:2]

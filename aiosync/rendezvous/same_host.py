@@ -16,7 +16,13 @@ import sys
 from collections.abc import Callable
 
 from aiosync._tasks import TaskOwner
-from aiosync.errors import AiosyncError, ConfigError, ConnectError, RemoteProtocolError
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    RemoteProtocolError,
+)
 from aiosync.rendezvous.listener import Strangers
 from aiosync.rendezvous.unix import UnixListener, connect
 from aiosync.transports.address import Address
@@ -138,19 +144,22 @@ async def dial_here(
     limits: Limits | None = None,
     *,
     called: str = "",
+    timeout: float | None,
 ) -> SharedMemTransport | None:
     """A link to a sender that listens on ``address`` and runs on this host.
-
-    Waits for one that is there and does not answer; the caller has a deadline.
 
     Args:
         address: Where the sender listens for everybody.
         credentials: The token.
         limits: What the sender may announce once it proved its identity.
         called: How the sender's errors call this process, besides its number: ASCII.
+        timeout: Seconds for the whole call; ``None`` waits for ever.
 
     Returns:
         ``None`` where nobody is, or somebody who is not to be trusted or hangs up.
+
+    Raises:
+        ConnectTimeout: Somebody is there and did not answer.
 
     Cancellation:
         Class A.
@@ -161,13 +170,15 @@ async def dial_here(
         return None
     link = _link(sock, pid, f"the trainer at {address}", None)
     try:
-        await prove_as_dialer(link, credentials)
-        await link.send(Setup(_KIND, _CALLED, called.encode("ascii", "replace")))
-    except AiosyncError:
+        async with asyncio.timeout(timeout):
+            await prove_as_dialer(link, credentials)
+            await link.send(Setup(_KIND, _CALLED, called.encode("ascii", "replace")))
+    except BaseException as exc:  # raised again where the caller sees it
         link.abort()
-        return None
-    except BaseException:  # cancelled, or a bug: raised again
-        link.abort()
+        if isinstance(exc, AiosyncError):
+            return None
+        if isinstance(exc, TimeoutError):
+            raise ConnectTimeout(f"{link.channel.name} did not answer") from exc
         raise
     link.take_segments(True)
     link.channel.set_limits(limits or DEFAULT_LIMITS)

@@ -24,7 +24,6 @@ from torch import nn
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
-    AuthError,
     ConfigError,
     ConnectError,
     ConnectTimeout,
@@ -45,9 +44,10 @@ from aiosync.receiver.guard import (
 from aiosync.receiver.hooks import SchemeHooks, run_hook
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
-from aiosync.rendezvous.dialer import Backoff, retry
+from aiosync.rendezvous.dialer import Backoff, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
+from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions
@@ -67,7 +67,6 @@ from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.tensors.apply import Loader, LoadTarget
-from aiosync.transports._link import without_frames
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena, can_lock
 from aiosync.types import Limits, Require, SendReport
@@ -180,6 +179,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._guard_object = Guard()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
+        self._trainer: KeptLink[Transport, Welcome] | None = None
+        self._idx_chosen = False  # by the trainer, and not by the user
         self._reported = 0
         self._hooks = SchemeHooks()
 
@@ -251,8 +252,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     _copies_ahead = False
     # What finds another link after one was lost; None where a lost link is the end.
     _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
-    # What ends one handshake only: the next one may work.
-    _tries_again: type[AiosyncError] = Refused
+    _longest_pause = 0.1  # between two attempts to meet the trainer: a Unix socket costs little
     _waits_for_first = True  # connect() returns once the initial weights are applied
     _subscribes = True  # gets every update, and not only those it asks for
 
@@ -296,57 +296,39 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             hello = dataclasses.replace(hello, slots=can_lock())
         return hello
 
-    async def _reach(self, timeout: float | None) -> Transport:
+    async def _greet(self, link: Transport, timeout: float | None) -> Welcome:
+        """The handshake on a link."""
+        try:
+            welcome = await greet(link, self._hello_on(link), timeout=timeout)
+        except (ConfigError, Refused) as exc:
+            if not self._idx_chosen:
+                raise
+            self._worker_idx = None  # a new trainer may have given it to another worker
+            raise Refused(str(exc)) from exc
+        self._idx_chosen = self._idx_chosen or self._worker_idx is None
+        self._worker_idx = welcome.worker_idx
+        return welcome
+
+    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
+        """One attempt to get a link to the trainer; ``again`` if there was one before."""
+        del left, again
         if isinstance(self._pipe, Transport):
             return self._pipe
         if self._pipe is not None:
             return self.create_transport(self._pipe)
-
-        async def attempt() -> socket.socket:
-            return connect(self._address, listener_pid=self._sender_pid)[0]
-
-        def late(why: str) -> ConnectTimeout:
-            return ConnectTimeout(
-                f"no trainer listened within {timeout:g} s: call init_on_sender() and connect() on "
-                f"the trainer's copy of this scheme{why}"
-            )
-
-        def final(error: AiosyncError) -> bool:
-            return not isinstance(error, NobodyListens)
-
-        pauses = Backoff(0.005, 0.1)
-        sock = await retry(attempt, timeout, late=late, final=final, backoff=pauses)
+        sock, _pid = connect(self._address, listener_pid=self._sender_pid)
         return self._transport_over(sock, "the trainer")
 
-    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
-        """The handshake on the link of ``receiver``; on another one if that was not let in."""
-        loop = asyncio.get_running_loop()
-        give_up = None if timeout is None else loop.time() + timeout
-        backoff = Backoff()
-        lost: AiosyncError | None = None
+    def _nobody(self, within: str) -> str:
+        """What an error says while there is no trainer."""
+        return (
+            f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
+            "copy of this scheme"
+        )
 
-        def left() -> float | None:
-            return None if give_up is None else max(0.0, give_up - loop.time())
-
-        while True:
-            try:
-                if lost is not None:
-                    await backoff.wait()
-                    receiver.use_link(await self._reach(left()))
-                hello = self._hello_on(receiver.transport)
-                return await greet(receiver.transport, hello, timeout=left())
-            except (AuthError, ConfigError, LocalProtocolError):
-                raise
-            except ConnectTimeout as exc:
-                if lost is None:
-                    raise
-                text = f"{lost}; no other attempt worked within {timeout:g} s"
-                raise ConnectTimeout(text) from exc
-            except self._tries_again as exc:
-                if self._pipe is not None:
-                    raise
-                lost = without_frames(exc)
-                receiver.transport.abort()
+    def _is_final(self, error: AiosyncError) -> bool:
+        """Whether no other attempt to meet the trainer follows after this error."""
+        return self._pipe is not None or not isinstance(error, (NobodyListens, Refused))
 
     def _on_applied(self, epoch: int, version: int) -> None:
         """Called on the loop after each applied update; subclasses may extend it."""
@@ -834,7 +816,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
         await self._prepare_model(model)
-        transport = await self._reach(timeout)
+        self._trainer = KeptLink(
+            "the trainer",
+            self._dial_trainer,
+            self._greet,
+            nobody=self._nobody,
+            final=self._is_final,
+            pauses=Backoff(longest=self._longest_pause),
+        )
+        transport, welcome = await self._trainer.connect(timeout)
         self._receiver = receiver = WeightReceiver(
             transport,
             resolve=self._resolve_target,
@@ -851,9 +841,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             relink=self._relink,
             promises=self._promises,
         )
-        left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
-        welcome = await self._introduce(receiver, left)
-        self._worker_idx = welcome.worker_idx
         receiver.applier.prepare()
         receiver.start()
         if welcome.version and self._subscribes and self._waits_for_first:
@@ -1439,6 +1426,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             link.abort()
         if isinstance(self._pipe, Transport):
             self._pipe.abort()
+        if self._trainer is not None:
+            self._trainer.abort()
 
     async def __aenter__(self) -> Self:
         return self

@@ -15,11 +15,11 @@ import socket
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError, ConnectTimeout
-from aiosync.rendezvous.dialer import Backoff, is_final, retry
+from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
+from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.rendezvous.same_host import SameHost, available, dial_here
-from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.options import EngineOptions
 from aiosync.schemes.sources import Sources
 from aiosync.strategy import WeightStrategy
@@ -27,7 +27,7 @@ from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.shared_memory import Arena, SharedMemTransport
+from aiosync.transports.shared_memory import Arena
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
@@ -44,10 +44,8 @@ Setting a transfer beside it going takes a few messages or calls, and a thread o
 stream takes for so many bytes.
 """
 
-_LONGEST_PAUSE = 0.5  # between two looks for the sender
 
-
-class ClusterScheme(EngineOptions, StreamReceiving):
+class ClusterScheme(EngineOptions, StreamScheme):
     """Messages over a control stream, large payloads beside it.
 
     Args:
@@ -102,10 +100,13 @@ class ClusterScheme(EngineOptions, StreamReceiving):
         self.handshake_timeout = handshake_timeout
         self.limits = limits
 
+    _longest_pause = 0.5  # between two looks for the sender
+
     def _reset(self) -> None:
         super()._reset()
         self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # links, and what they share
         self._link_lost = asyncio.Event()
+        self._looking = self._invited = False  # for a trainer; and it said what its token is
         self._same_host: SameHost | None = None
 
     @property
@@ -206,43 +207,39 @@ class ClusterScheme(EngineOptions, StreamReceiving):
 
     # -- a worker ------------------------------------------------------------------------------
 
-    async def _reach(self, timeout: float | None) -> Transport:
+    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
         if self._pipe is not None:
-            return await super()._reach(timeout)
-        looking = invited = False
-
-        async def attempt() -> TCPTransport | SharedMemTransport:
-            nonlocal looking, invited
-            looking = True
-            found = await self._invitation()
-            looking = False
-            invited = self._accept(found)
-            address, here = self._addresses[0], None
-            dialer = self._dialler(address, "the trainer")
-            if self._shares_memory:
-                try:
-                    async with asyncio.timeout(self.handshake_timeout):
-                        here = await dial_here(
-                            address, self._credentials, self.limits, called=self._called()
-                        )
-                except TimeoutError as exc:
-                    raise ConnectError(f"{dialer.name} does not answer") from exc
-            return here or await dialer.dial(again=self._greeted is not None)
-
-        def late(why: str) -> ConnectTimeout:
-            where = f" at {self._addresses[0]}" if self._addresses else ""
-            return ConnectTimeout(
-                f"the trainer{where} was not reached within {timeout:g} s: it has to run "
-                f"init_on_sender() and connect(){why}"
+            return await super()._dial_trainer(left, again)
+        self._looking = True
+        found = await self._invitation()
+        self._looking = False
+        self._invited = self._accept(found)
+        dialer = self._to_trainer()
+        if self._shares_memory:
+            rest = left()
+            limit = self.handshake_timeout if rest is None else min(rest, self.handshake_timeout)
+            here = await dial_here(
+                dialer.address,
+                self._credentials,
+                self.limits,
+                called=self._called(),
+                timeout=limit,
             )
+            if here is not None:
+                return here
+        return self._linked(await dialer.dial(left(), again=again), listened=False)
 
-        def final(error: AiosyncError) -> bool:
-            # A new trainer may be about to say where it is, and what its token is.
-            return looking or (is_final(error) and not (invited and isinstance(error, AuthError)))
+    def _nobody(self, within: str) -> str:
+        where = f" at {self._addresses[0]}" if self._addresses else ""
+        return (
+            f"the trainer{where} was not reached{within}: it has to run init_on_sender() and "
+            "connect()"
+        )
 
-        backoff = Backoff(longest=_LONGEST_PAUSE)
-        link = await retry(attempt, timeout, late=late, final=final, backoff=backoff)
-        return link if isinstance(link, SharedMemTransport) else self._linked(link, listened=False)
+    def _is_final(self, error: AiosyncError) -> bool:
+        # A new trainer may be about to say where it is, and what its token is.
+        waits = self._invited and isinstance(error, AuthError)
+        return self._looking or (super()._is_final(error) and not waits)
 
     def _accept(self, found: tuple[str, bytes | None] | None) -> bool:
         """Take over where the sender is; whether that came with a token."""

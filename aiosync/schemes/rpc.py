@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
 from aiosync.errors import ConfigError, ConnectError
-from aiosync.rendezvous.dialer import retry
-from aiosync.schemes._stream_receiving import StreamReceiving
+from aiosync.rendezvous.dialer import Left, retry
+from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.cluster import ClusterScheme
 from aiosync.schemes.options import Option, seconds
 from aiosync.schemes.sources import DeviceMap
@@ -131,7 +131,7 @@ class RPCWeightSyncScheme(ClusterScheme):
     def _streaming(self) -> Streaming:
         return Streaming(stall_timeout=self.patience)
 
-    _untaken = StreamReceiving._untaken  # here updates travel in the stream
+    _untaken = StreamScheme._untaken  # here updates travel in the stream
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return RPCTransport(sock, limits=self.limits, name=name)
@@ -213,11 +213,11 @@ class RPCWeightSyncScheme(ClusterScheme):
     async def _keep_telling(self, name: str, url: str) -> None:
         token = self._credentials.token_bytes
 
-        def attempt() -> Awaitable[None]:
+        def attempt(left: Left) -> Awaitable[None]:
             return invite(name, self._scheme_id, url, token, _TELL_SECONDS)
 
         with contextlib.suppress(ConnectError):  # connect() and send() say who is missing
-            await retry(attempt, _KEEP_TELLING_SECONDS, late=ConnectError)
+            await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
 
     # -- a worker is told ----------------------------------------------------------------------
 

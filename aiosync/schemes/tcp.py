@@ -12,11 +12,12 @@ import ssl
 from collections.abc import Sequence
 from typing import Literal
 
-from aiosync.errors import AiosyncError, AuthError, ConfigError
-from aiosync.rendezvous.dialer import Backoff, Dialer
+from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
+from aiosync.rendezvous.dialer import Dialer, Left
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import AnyListener, StreamListener
-from aiosync.schemes._stream_receiving import OF_USE_SECONDS, StreamReceiving
+from aiosync.rendezvous.reconnect import KeptLink
+from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.options import TCPOptions
 from aiosync.schemes.sources import Sources
 from aiosync.sender import Streaming, WeightSender
@@ -32,7 +33,7 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 
-class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
+class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     """Sends weights to workers on any host, over TCP or Unix sockets.
 
     The sender listens and workers dial its address at any time: before the first update, in the
@@ -201,43 +202,22 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
-                dialler = self._dialler(address, name)
-                keep = self._keep_dialling(sender, idx, dialler)
+                keep = self._keep_dialling(sender, idx, self._dialer(address, name))
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 
-    async def _keep_dialling(self, sender: WeightSender, idx: int, dialler: Dialer) -> None:
+    async def _keep_dialling(self, sender: WeightSender, idx: int, dialer: Dialer) -> None:
         """Reach one worker whenever it comes, and again if its link is lost, for ``reconnect``."""
-        loop = asyncio.get_running_loop()
-        backoff = Backoff()
+        workers = sender.workers
         applied = 0  # newest version that the worker has said it applied
-        reached = joined = False
+        joined = False
 
-        last = ""  # why the last attempt failed
+        async def dial(left: Left, again: bool) -> TCPTransport:
+            error = workers.record(idx).error
+            if again and isinstance(error, AuthError | ConfigError):
+                raise error  # for good: connect() and send() say so
+            return await dialer.dial(left(), again=again)
 
-        def not_joined() -> str:
-            if last or not reached:
-                return dialler.not_reached(why=last)
-            where = f"{dialler.name} at {dialler.address}"
-            return f"{where} was reached, but has not let this trainer in"
-
-        async def attempt() -> TCPTransport:
-            nonlocal last
-            try:
-                link = await dialler.dial(again=reached)
-                try:
-                    await introduce(link)
-                except BaseException:  # raised again: cancelled, or what until() looks at
-                    link.abort()
-                    raise
-            except AiosyncError as exc:
-                last = f"; the last attempt: {exc}"
-                raise
-            last = ""
-            return link
-
-        sender.workers.record(idx).where = not_joined
-
-        async def introduce(link: TCPTransport) -> None:
+        async def introduce(link: TCPTransport, timeout: float | None) -> None:
             hello = Hello(
                 role="sender",
                 parts=not self.strict,
@@ -247,38 +227,35 @@ class TCPWeightSyncScheme(TCPOptions, StreamReceiving):
                 epoch=self._clock.epoch,
                 version=self._clock.current,
             )
-            await link.send(hello, timeout=HANDSHAKE_SECONDS)
+            await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 
-        while True:
-            # connect() says how long it waits for a worker; who comes later is welcome as well.
-            patience = self.reconnect if joined else None
-            try:
-                link = await dialler.until(attempt, patience, backoff=backoff)
-            except AiosyncError as exc:
-                sender.workers.not_reached(idx, exc)
-                return
-            reached = True
-            began = loop.time()
-            before = sender.workers.record(idx).error
-            ended = asyncio.Event()
+        kept = KeptLink(
+            f"{dialer.name} at {dialer.address}", dial, introduce, nobody=dialer.not_reached
+        )
+        workers.record(idx).where = kept.describe
+        try:
+            link, _ = await kept.connect(None)
+            while True:
+                ended = asyncio.Event()
 
-            def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
-                nonlocal applied, joined
-                peer = sender.workers.record(idx).link  # it is forgotten after this
-                if peer is not None and peer.transport is link:
-                    joined = True
-                    applied = max(applied, peer.outbox.applied)
-                ended.set()
+                def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
+                    nonlocal applied, joined
+                    peer = workers.record(idx).link  # it is forgotten after this
+                    if peer is not None and peer.transport is link:
+                        joined = True
+                        applied = max(applied, peer.outbox.applied)
+                    ended.set()
 
-            applied_before = applied
-            link.channel.call_on_end(on_end)
-            sender.workers.welcome(link, idx)
-            await ended.wait()
-            if loop.time() - began > OF_USE_SECONDS or applied > applied_before:
-                backoff.reset()
-            await backoff.wait()
-            error = sender.workers.record(idx).error  # known by now, if this link was refused
-            if error is not before and isinstance(error, AuthError | ConfigError):
-                return  # for good: connect() and send() say so
-            if joined and self.reconnect == 0:
-                return
+                link.channel.call_on_end(on_end)
+                workers.welcome(link, idx)
+                if not link.channel.ended:  # else it did before anybody could be told
+                    await ended.wait()
+                if joined and self.reconnect == 0:
+                    return
+                # connect() says how long it waits for a worker; who comes later is welcome, too.
+                seconds = self.reconnect if joined else None
+                lost = PeerClosed("the worker closed the link, or its process ended")
+                link, _ = await kept.reconnect(lost, seconds, applied)
+        except AiosyncError as exc:
+            if workers.record(idx).error is not exc:
+                workers.not_reached(idx, exc)

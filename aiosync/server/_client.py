@@ -62,7 +62,7 @@ class WeightClient:
         if self._address.scheme == "tcp" and not self._address.port:
             raise ConfigError(f"{self._address} has no port to dial")
         self._limits = limits or DEFAULT_LIMITS
-        self._dialler = Dialer(
+        self._dialer = Dialer(
             address=self._address,
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
@@ -98,7 +98,7 @@ class WeightClient:
         hello = Hello(role="status", model_id="", pid=os.getpid())
         try:
             async with asyncio.timeout(timeout):
-                link = await self._dialler.dial()
+                link = await self._dialer.dial()
                 link.channel.allow_payloads()  # the answer has values, as updates have
                 try:
                     await link.send(hello)
@@ -161,7 +161,7 @@ class WeightClient:
         """
         validate_timeout(timeout)
         least = max(1, min_version)
-        pull = Pull(self._dialler, as_model_id(model_id), least, progress, self._limits)
+        pull = Pull(self._dialer, as_model_id(model_id), least, progress, self._limits)
         try:
             async with asyncio.timeout(timeout):
                 return await pull.run()

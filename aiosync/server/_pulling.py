@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiosync.errors import (
     AiosyncError,
-    AuthError,
     ConfigError,
     ConnectTimeout,
     RemoteProtocolError,
     TransportError,
 )
 from aiosync.receiver.updates import Staged, UpdateReader
-from aiosync.rendezvous.dialer import Backoff, Dialer
+from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.server._merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
@@ -108,13 +107,13 @@ class Pull:
 
     def __init__(
         self,
-        dialler: Dialer,
+        dialer: Dialer,
         model_id: str,
         least: int,
         progress: PullProgress | None,
         limits: Limits,
     ) -> None:
-        self._dialler = dialler
+        self._dialer = dialer
         self._limits = limits
         self._model_id = model_id
         self._least = least
@@ -132,34 +131,40 @@ class Pull:
         self._moved = False  # something arrived over this link
         self._resumes = False  # a part was announced over this link
         self._reconnects = 0
+        self._pauses = Backoff()
         self._resumed = 0
 
     async def run(self) -> PulledWeights:
-        backoff = Backoff()
-        while True:
-            try:
-                return await self._attempt()
-            except (AuthError, ConfigError):
-                raise
-            except (TransportError, ConnectTimeout) as exc:
-                if self._welcome is None:
-                    raise  # nobody is there, as far as anybody knows
-                self._lost = exc
-            except RemoteProtocolError as exc:
-                if not self._resumes:
-                    raise
-                # The two did not agree about the part that was here, perhaps: begin anew, once.
-                self._lost = exc
+        return await retry(
+            lambda left: self._attempt_once(),
+            None,
+            final=self._is_final,
+            backoff=self._pauses,
+        )
+
+    def _is_final(self, error: AiosyncError) -> bool:
+        if isinstance(error, RemoteProtocolError):
+            # The two did not agree about the part that was here, perhaps: begin anew, once.
+            return not self._resumes
+        # Before there was a Welcome nobody is there, as far as anybody knows.
+        again = isinstance(error, (TransportError, ConnectTimeout)) and self._welcome is not None
+        return is_final(error) or not again
+
+    async def _attempt_once(self) -> PulledWeights:
+        try:
+            return await self._attempt()
+        except AiosyncError as exc:
+            self._lost = exc
             self.close()
             if self._moved:
-                backoff.reset()
+                self._pauses.reset()
             self._reconnects += 1
-            await backoff.wait()
+            raise
 
     async def _attempt(self) -> PulledWeights:
         """Over one link."""
         self._moved = False
-        link = self._link = await self._dialler.dial(again=self._welcome is not None)
+        link = self._link = await self._dialer.dial(again=self._welcome is not None)
         partial = self._updates.partial
         epoch, version, nbytes = partial or (None, None, 0)
         self._here, self._resumes = nbytes, nbytes > 0

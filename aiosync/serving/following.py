@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
+from aiosync.rendezvous import Backoff, retry
 from aiosync.schemes.inside import change_hooks, receiver_of, skip_news
 from aiosync.serving.gate import AdmissionGate
 from aiosync.serving.swapping import Swap
@@ -65,6 +66,8 @@ class Following:
         self._gate = gate
         self._memory = memory
         self._max_pause = max_pause
+        self._pauses = Backoff(_FIRST_PAUSE_SECONDS, max_pause)
+        self._patience = _ATTEMPT_SECONDS[0]
         self._in_thread = in_thread
         self.crash: BaseException | None = None
         self.activated_at: float | None = None
@@ -80,7 +83,10 @@ class Following:
 
     def start(self) -> None:
         """Begin."""
-        self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
+        forever = retry(
+            lambda left: self._attempt(), None, final=lambda error: False, backoff=self._pauses
+        )
+        self._tasks.start(forever, "aiosync weight feed").add_done_callback(self._ended)
 
     async def aclose(self) -> None:
         """End. Bounded; the model keeps its weights."""
@@ -152,27 +158,27 @@ class Following:
 
     # -- receiving -----------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        pause, (patience, longest) = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS
-        while True:
-            scheme = self.scheme = self._make()
-            try:
-                await scheme.connect(timeout=patience)
-                pause, patience = _FIRST_PAUSE_SECONDS, _ATTEMPT_SECONDS[0]
-                self._reconnects += self._links > 0
-                self._links += 1
-                self._lost = None
-                await self._follow(scheme)
-            except AiosyncError as exc:  # the status says it
-                receiver = receiver_of(scheme)
-                since = time.monotonic() if self._lost is None else self._lost[0]
-                if self._lost is None and receiver is not None and receiver.cut_off is not None:
-                    since = receiver.cut_off[0]
-                self._lost = (since, f"{type(exc).__name__}: {exc}")
-            finally:
-                await self._drop(scheme)
-            await asyncio.sleep(pause)
-            pause, patience = min(2 * pause, self._max_pause), min(2 * patience, longest)
+    async def _attempt(self) -> None:
+        """Reach the source and follow it, until that ends with an error."""
+        scheme = self.scheme = self._make()
+        try:
+            await scheme.connect(timeout=self._patience)
+            self._pauses.reset()
+            self._patience = _ATTEMPT_SECONDS[0]
+            self._reconnects += self._links > 0
+            self._links += 1
+            self._lost = None
+            await self._follow(scheme)
+        except AiosyncError as exc:  # the status says it
+            receiver = receiver_of(scheme)
+            since = time.monotonic() if self._lost is None else self._lost[0]
+            if self._lost is None and receiver is not None and receiver.cut_off is not None:
+                since = receiver.cut_off[0]
+            self._lost = (since, f"{type(exc).__name__}: {exc}")
+            self._patience = min(2 * self._patience, _ATTEMPT_SECONDS[1])
+            raise
+        finally:
+            await self._drop(scheme)
 
     async def _drop(self, scheme: WeightSyncScheme) -> None:
         receiver = receiver_of(scheme)

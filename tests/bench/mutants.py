@@ -312,7 +312,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost link is not replaced",
-        "schemes/_stream_receiving.py",
+        "schemes/_stream.py",
         "if self._pipe is not None or self.reconnect == 0:",
         "if True:",
         contract("cut_link"),

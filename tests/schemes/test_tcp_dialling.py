@@ -137,23 +137,6 @@ async def test_closing_closes_the_links_that_have_said_nothing(how: str) -> None
 
 
 @pytest.mark.asyncio
-async def test_a_trainer_takes_the_place_of_one_that_died_silently() -> None:
-    """The old one would look alive until the kernel's keep-alive gave it up."""
-    async with joining(keepalive=0.02) as (receiver, task):
-        silent = await dial(receiver.address, trainer_hello())
-        await greeted(silent)
-        await task
-        source = models.linear()
-        models.fill(source, 2.0)
-        async with make(receiver.address) as sender:
-            sender.init_on_sender(model=source)
-            await sender.connect()
-            assert receiver.reconnects == 1
-            assert models.holds(receiver, 2.0)
-        silent.abort()
-
-
-@pytest.mark.asyncio
 async def test_a_new_link_takes_over_within_the_handshake() -> None:
     async with joining() as (receiver, task):
         silent = await dial(receiver.address, trainer_hello())

@@ -1,39 +1,31 @@
-"""A worker's half of the stream scheme: finding the trainer, and finding it again.
+"""What schemes over streams share: who listens where, who dials, what a worker says.
 
 Must not import torch, nor a concrete scheme.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
-    AuthError,
     ConfigError,
     ConnectTimeout,
-    PeerClosed,
 )
-from aiosync.rendezvous.dialer import Backoff, Dialer
-from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, Refused, greet
+from aiosync.rendezvous.dialer import Dialer, Left, is_final
 from aiosync.rendezvous.listener import StreamListener
-from aiosync.schemes._arriving import TrainersArriving
+from aiosync.rendezvous.reconnect import Arrivals, LinkState
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.options import StreamOptions
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.types import Limits
-from aiosync.wire import Hello, Welcome
+from aiosync.wire import Hello
 
-if TYPE_CHECKING:
-    from aiosync.receiver.receiver import WeightReceiver
-
-__all__ = ["OF_USE_SECONDS", "StreamReceiving"]
-
-OF_USE_SECONDS = 1.0
-"""A link that lasted for so long counts as one, even if nothing came over it."""
+__all__ = ["StreamScheme"]
 
 _ADVICE = {
     "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
@@ -43,25 +35,22 @@ _ADVICE = {
 """What the side that listens has to do, by ``dial``."""
 
 
-class StreamReceiving(TrainersArriving):
-    """Methods of a receiver over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
+class StreamScheme(StreamOptions, WeightSyncScheme):
+    """What schemes over streams share; see :class:`aiosync.TCPWeightSyncScheme`."""
 
     _addresses: list[Address]
     _credentials: Credentials
     _dial: Literal["receiver", "sender", "both"]
     # Options of some of these schemes, constants of the others.
     _keepalive: float | None = 30.0
+    _longest_pause = 2.0
     _max_connections: int = 65536
 
     def _reset(self) -> None:
         super()._reset()
         self._session = secrets.token_bytes(16)
-        self._lost_at: float | None = None
-        self._progress_then = -1
-        self._linked_at = 0.0
-        self._given_idx: int | None = None  # by the user; the sender may choose another
+        self._arrivals: Arrivals | None = None  # a worker's that listens
         self._applied_epoch: int | None = None
-        self._pauses = Backoff()
 
     def _planning_limits(self) -> Limits | None:
         return self.limits
@@ -108,7 +97,7 @@ class StreamReceiving(TrainersArriving):
         """What to bind early; ``None`` where copies find the sender by other means."""
         return None
 
-    def _dialler(self, address: Address, name: str) -> Dialer:
+    def _dialer(self, address: Address, name: str) -> Dialer:
         if address.scheme == "tcp" and address.port == 0:
             advice = (
                 "choose one: with dial='sender' a worker binds it, and this side has to know it"
@@ -152,8 +141,6 @@ class StreamReceiving(TrainersArriving):
         epoch, version = (None, 0) if receiver is None else receiver.held
         partial = (None if receiver is None else receiver.partial) or (None, None, 0)
         plain = super()._hello()
-        if self._lost_at is None:
-            self._given_idx = plain.worker_idx
         return Hello(
             role="receiver",
             model_id=plain.model_id,
@@ -170,102 +157,65 @@ class StreamReceiving(TrainersArriving):
             partial_nbytes=partial[2],
         )
 
-    async def _reach(self, timeout: float | None) -> Transport:
+    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
         if self._pipe is not None:
-            return await super()._reach(timeout)
+            return await super()._dial_trainer(left, again)
         if self._dial == "sender":
-            return await self._next_arrival(timeout)
+            return await self._next_arrival(left())
+        return await self._to_trainer().dial(left(), again=again)
+
+    def _to_trainer(self) -> Dialer:
         name = "the weight server" if self._dial == "both" else "the trainer"
-        again = self._greeted is not None
-        dialer = self._dialler(self._addresses[0], name)
-        return await dialer.until(lambda: dialer.dial(again=again), timeout)
+        return self._dialer(self._addresses[0], name)
 
-    _tries_again = AiosyncError
+    def _nobody(self, within: str) -> str:
+        return self._to_trainer().not_reached(within)
 
-    async def _introduce(self, receiver: WeightReceiver, timeout: float | None) -> Welcome:
-        welcome = await super()._introduce(receiver, timeout)
-        self._greeted = receiver.transport
-        return welcome
+    def _is_final(self, error: AiosyncError) -> bool:
+        return self._pipe is not None or is_final(error)
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""
-        if self._listener is None:
+        if self._arrivals is None:
             idx = self._worker_idx or 0
             if idx >= len(self._addresses):
                 raise ConfigError(
                     f"there is no address for worker {idx}: with dial='sender' the scheme needs "
                     "one address for each worker, in the order of their worker_idx"
                 )
-            self._listen(self._addresses[idx]).start(self._on_sender, self._on_listener_crash)
+            self._arrivals = Arrivals(self._takes_links, self._on_listener_crash)
+            self._listen(self._addresses[idx]).start(
+                self._arrivals.welcome, self._on_listener_crash
+            )
         try:
-            async with asyncio.timeout(timeout):
-                while self._arrived is None:
-                    self._arrival.clear()
-                    await self._arrival.wait()
-        except TimeoutError as exc:
-            raise ConnectTimeout(
-                f"no trainer was accepted on {self.address} within {timeout:g} "
-                f"s{self._why_nobody()}"
-            ) from exc
-        self._taken, self._arrived = self._arrived, None
-        return self._taken
+            return await self._arrivals.next(timeout)
+        except ConnectTimeout as exc:
+            listener = self._listener
+            why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
+            refused = "" if why is None else f"; last refusal: {why}"
+            raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
-    def _why_nobody(self) -> str:
-        listener = self._listener
-        why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
-        return "" if why is None else f"; last refusal: {why}"
+    def _takes_links(self) -> bool:
+        assert self._trainer is not None
+        state = self._trainer.state
+        in_use = state not in (LinkState.DIALING, LinkState.GREETING)
+        return state is not LinkState.GAVE_UP and not (in_use and self.reconnect == 0)
+
+    def _on_listener_crash(self, error: BaseException) -> None:
+        if self._receiver is not None:
+            self._receiver.fail(error)
 
     async def _relink(self, lost: AiosyncError) -> Transport:
         receiver = self._receiver
         assert receiver is not None
-        loop = asyncio.get_running_loop()
+        assert self._trainer is not None
         if self._pipe is not None or self.reconnect == 0:
             raise lost
-        lasted = loop.time() - self._linked_at
-        if receiver.progress != self._progress_then or lasted > OF_USE_SECONDS:
-            # The last link was of some use, if only to wait for what is new.
-            self._progress_then = receiver.progress
-            self._lost_at = loop.time()
-            self._pauses.reset()
-        assert self._lost_at is not None
-        while True:
-            left: float | None = None
-            if self.reconnect is not None:
-                left = self._lost_at + self.reconnect - loop.time()
-                if left <= 0:
-                    raise _gave_up(lost, self.reconnect) from lost
-            try:
-                await self._pauses.wait()
-                link = await self._reach(left)
-            except (AuthError, ConfigError):
-                raise
-            except ConnectTimeout as exc:
-                raise _gave_up(lost, self.reconnect or 0.0, exc.__cause__) from exc
-            patience = HANDSHAKE_SECONDS
-            if self.reconnect is not None:
-                left = self._lost_at + self.reconnect - loop.time()
-                patience = min(patience, max(0.0, left))
-            try:
-                welcome = await greet(link, self._hello_on(link), timeout=patience)
-            except AiosyncError as exc:
-                link.abort()
-                chosen = self._given_idx is None and self._worker_idx is not None
-                if chosen and isinstance(exc, ConfigError | Refused):
-                    self._worker_idx = None  # a new trainer may have given it to another worker
-                elif isinstance(exc, ConfigError):
-                    raise
-                elif not isinstance(exc, ConnectTimeout):  # of the moment that was left, perhaps
-                    lost = exc
-                continue
-            except BaseException:  # cancelled: raised again
-                link.abort()
-                raise
-            self._worker_idx = welcome.worker_idx
-            self._linked_at, self._greeted = loop.time(), link
-            same = welcome.epoch == receiver.inbox.newest_epoch
-            if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
-                receiver.cut_off = None  # nothing newer has to come before this link is of use
-            return link
+        link, welcome = await self._trainer.reconnect(lost, self.reconnect, receiver.progress)
+        same = welcome.epoch == receiver.inbox.newest_epoch
+        if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
+            receiver.cut_off = None  # nothing newer has to come before this link is of use
+        return link
 
     def _on_applied(self, epoch: int, version: int) -> None:
         super()._on_applied(epoch, version)
@@ -274,19 +224,17 @@ class StreamReceiving(TrainersArriving):
 
     # -- closing -------------------------------------------------------------------------------
 
+    def _abort_unused_links(self) -> None:
+        super()._abort_unused_links()
+        if self._arrivals is not None and not self._inherited:
+            self._arrivals.abort()
+
     async def _close_here(self) -> None:
         listener = self._listener
         try:
             await super()._close_here()
         finally:
-            await self._greetings.aclose()
+            if self._arrivals is not None:
+                await self._arrivals.aclose()
             if isinstance(listener, StreamListener):
                 await listener.aclose()
-
-
-def _gave_up(lost: AiosyncError, seconds: float, last: BaseException | None = None) -> PeerClosed:
-    why = f"; the last attempt: {last}" if isinstance(last, AiosyncError) else ""
-    return PeerClosed(
-        f"the trainer's link was lost ({lost}), and the trainer could not be reached again within "
-        f"{seconds:g} s{why}"
-    )

@@ -1,0 +1,280 @@
+"""Links that are dialled, and dialled again when they were lost; and trainers that dial a worker.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import (
+    AiosyncError,
+    ConnectError,
+    ConnectTimeout,
+    LocalProtocolError,
+    PeerClosed,
+    RemoteProtocolError,
+    TransportBroken,
+)
+from aiosync.rendezvous.dialer import Backoff, Left, is_final, retry
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.listener import Strangers
+from aiosync.transports._link import without_frames
+from aiosync.transports.base import Transport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Hello, Refuse
+
+__all__ = ["Arrivals", "KeptLink", "LinkState"]
+
+_L = TypeVar("_L", bound=Transport)
+_W = TypeVar("_W")
+
+_OF_USE_SECONDS = 1.0  # a link that lasted for so long was of use, even if nothing came over it
+_MAX_UNGREETED = 8
+
+
+class LinkState(enum.Enum):
+    """Where a link is on its way; what may follow is in one table."""
+
+    DIALING = "nobody is reached yet, or again"
+    GREETING = "the other end was reached, and has not answered"
+    UP = "it was let in"
+    PROVEN = "it was of use"
+    LOST = "it ended, and another one is to replace it"
+    GAVE_UP = "nothing replaces it any more"
+
+
+_NEXT = {
+    LinkState.DIALING: {LinkState.DIALING, LinkState.GREETING, LinkState.GAVE_UP},
+    LinkState.GREETING: {LinkState.UP, LinkState.DIALING, LinkState.GAVE_UP},
+    LinkState.UP: {LinkState.PROVEN, LinkState.LOST},
+    LinkState.PROVEN: {LinkState.LOST},
+    LinkState.LOST: {LinkState.DIALING, LinkState.GAVE_UP},
+    LinkState.GAVE_UP: set[LinkState](),
+}
+
+
+class KeptLink(Generic[_L, _W]):
+    """A link that is dialled until somebody lets it in, and again whenever it was lost.
+
+    Args:
+        name: How errors call the other end.
+        dial: One attempt to reach it: told how to ask for the seconds that are left, and whether
+            there was a link before.
+        greet: What is said first on a link, in so many seconds; it returns the answer.
+        nobody: Says that nobody is reached, within a time that it is given, and what to do.
+        final: Whether an error ends all attempts.
+        pauses: Between two attempts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[Left, bool], Awaitable[_L]],
+        greet: Callable[[_L, float | None], Awaitable[_W]],
+        *,
+        nobody: Callable[[str], str],
+        final: Callable[[AiosyncError], bool] = is_final,
+        pauses: Backoff | None = None,
+    ) -> None:
+        self.state: LinkState = LinkState.DIALING
+        self._name = name
+        self._dial = dial
+        self._greet = greet
+        self._nobody = nobody
+        self._final = final
+        self._link: _L | None = None
+        self._why: BaseException | None = None  # the last attempt failed
+        self._up_at = 0.0
+        self._of_use_at = 0.0  # until when a link was
+        self._progress: object = None  # that was made by then
+        self._pauses = pauses or Backoff()
+
+    def _go(self, state: LinkState) -> None:
+        if state not in _NEXT[self.state]:
+            raise LocalProtocolError(f"a link cannot go from {self.state} to {state}")
+        self.state = state
+
+    async def connect(self, timeout: float | None) -> tuple[_L, _W]:
+        """Reach the other end and be let in.
+
+        Returns:
+            The link, and what was answered.
+
+        Raises:
+            ConnectTimeout: Not in time, caused by the error of the last attempt.
+            AiosyncError: What is final.
+
+        Cancellation:
+            Class A.
+        """
+
+        def late(last: AiosyncError) -> ConnectTimeout:
+            within = f" within {timeout:g} s"
+            if self.state is LinkState.GREETING or isinstance(last, ConnectTimeout):
+                return ConnectTimeout(f"{last}; no other attempt worked{within}")
+            return ConnectTimeout(f"{self._nobody(within)}; the last attempt: {last}")
+
+        return await self._meet(timeout, late)
+
+    async def reconnect(
+        self, lost: AiosyncError, seconds: float | None, progress: object
+    ) -> tuple[_L, _W]:
+        """Replace a link that was lost.
+
+        Args:
+            lost: Why.
+            seconds: For how long to try, since a link was of use; ``None`` for ever.
+            progress: Something that changes when a link is of use.
+
+        Raises:
+            PeerClosed: Not in time.
+            AiosyncError: What is final.
+
+        Cancellation:
+            Class A.
+        """
+        now = asyncio.get_running_loop().time()
+        if progress != self._progress or now - self._up_at > _OF_USE_SECONDS:
+            self._go(LinkState.PROVEN)
+            self._progress, self._of_use_at = progress, now
+            self._pauses.reset()
+        self._go(LinkState.LOST)
+
+        def late(last: AiosyncError) -> PeerClosed:
+            return PeerClosed(
+                f"the link to {self._name} was lost ({lost}), and not restored within {seconds:g} s"
+                + ("" if last is lost else f"; the last attempt: {last}")
+            )
+
+        left = None if seconds is None else max(0.0, self._of_use_at + seconds - now)
+        return await self._meet(left, late, lost)
+
+    async def _meet(
+        self,
+        timeout: float | None,
+        late: Callable[[AiosyncError], AiosyncError],
+        lost: AiosyncError | None = None,
+    ) -> tuple[_L, _W]:
+        async def attempt(left: Left) -> tuple[_L, _W]:
+            self._go(LinkState.DIALING)
+            try:
+                self._link = link = await self._dial(left, lost is not None)
+                self._go(LinkState.GREETING)
+                limits = (left(), None if lost is None else HANDSHAKE_SECONDS)
+                limit = min((each for each in limits if each is not None), default=None)
+                answer = await self._greet(link, limit)
+            except BaseException as exc:  # raised again
+                self.abort()
+                self._why = without_frames(exc)
+                raise
+            self._go(LinkState.UP)
+            self._up_at = asyncio.get_running_loop().time()
+            return link, answer
+
+        try:
+            return await retry(
+                attempt, timeout, late=late, final=self._final, backoff=self._pauses, after=lost
+            )
+        except AiosyncError:
+            self._go(LinkState.GAVE_UP)
+            raise
+
+    def abort(self) -> None:
+        """End the link at once. What is dialled ends when that is cancelled."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.abort()
+
+    def describe(self) -> str:
+        """What an error of a trainer says while the other end has not let it in."""
+        if self.state in (LinkState.UP, LinkState.PROVEN):
+            return f"{self._name} was reached, but has not let this trainer in"
+        why = "" if self._why is None else f"; the last attempt: {self._why}"
+        return f"{self._nobody('')}{why}"
+
+
+class Arrivals:
+    """Trainers that dial a worker: one has it at a time, and the newest of its links counts.
+
+    Args:
+        takes: Whether another link would ever be taken.
+        on_crash: Told of a bug.
+    """
+
+    def __init__(
+        self, takes: Callable[[], bool], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        self._takes = takes
+        self._tasks = TaskOwner(on_crash)
+        self._strangers = Strangers(self._tasks)
+        self._newest: tuple[TCPTransport, Hello] | None = None
+        self._waits = False  # nobody has taken it so far
+        self._changed = Notifier()
+
+    def welcome(self, link: TCPTransport) -> None:
+        """Hear who dialled, whether or not anybody waits for a link. Owns the link."""
+        self._strangers.let_in(self._hear(link), link.abort, _MAX_UNGREETED)
+
+    async def _hear(self, link: TCPTransport) -> None:
+        try:
+            hello = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
+            if not isinstance(hello, Hello) or hello.role != "sender":
+                raise RemoteProtocolError("expected the Hello of a sender")
+            holder, has = self._newest or (link, hello)
+            taken = not holder.channel.ended
+            if taken and holder is not link and (hello.epoch is None or hello.epoch != has.epoch):
+                # It tries again: the other one may leave.
+                text = (
+                    f"another trainer has this worker: {holder.channel.name}, process {has.pid}. "
+                    "End one of the two; the one that is left gets the worker"
+                )
+                await link.send(Refuse(ConnectError.__name__, text), timeout=HANDSHAKE_SECONDS)
+                await link.aclose()
+                return
+        except AiosyncError:
+            link.abort()  # no trainer, or it has gone; the next one may be right
+            return
+        if link.channel.ended or not self._takes():
+            link.abort()
+            return
+        if holder is not link:
+            # Whoever reads from it asks for another link, which is here already.
+            holder.channel.fail(TransportBroken("the trainer opened a newer link"))
+            if self._waits:
+                holder.abort()
+        self._newest, self._waits = (link, hello), True
+        self._changed.notify()
+
+    async def next(self, timeout: float | None) -> TCPTransport:
+        """Wait for a trainer.
+
+        Raises:
+            ConnectTimeout: None came in time.
+
+        Cancellation:
+            Class A.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while self._newest is None or not self._waits or self._newest[0].channel.ended:
+                    await self._changed.wait()
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"no trainer was accepted within {timeout:g} s") from exc
+        self._waits = False
+        return self._newest[0]
+
+    def abort(self) -> None:
+        """End what nobody has taken."""
+        self._tasks.abort()
+        if self._newest is not None and self._waits:
+            self._newest[0].abort()
+
+    async def aclose(self) -> None:
+        """The same, and wait until nothing of it runs any more."""
+        self.abort()
+        await self._tasks.aclose()
