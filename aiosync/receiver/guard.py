@@ -470,7 +470,8 @@ class Guard:
 
     def _begin(self, frame: FrameType, *, at_read: bool) -> Callable[[], object] | None:
         """Claim what is to be applied, for the method of ``frame`` to run."""
-        self.fit = not (at_read and _in_transform())
+        # Inside a transform, as _in_transform() says.
+        self.fit = not at_read or (_num_modes() == 0 and _interpreter() is None)
         todo = self._pending if self.fit else None
         waited = todo is not None
         if not waited:

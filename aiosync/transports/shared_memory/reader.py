@@ -260,20 +260,23 @@ class SlotReader:
             RemoteProtocolError: What the word names is no slot.
             OSError: There is no room for a mapping.
         """
-        words, tries, until = self.words, 0, 0.0
+        words, held, tries, until = self.words, self._held, 0, 0.0
         if words is None or words[WANT] == self._seen:
             return None
         while True:
             want = words[WANT]
             index = want & 255
             with FORKING:
-                view = self._view_of(want)
+                view = self._newest
+                if view is None or view.segment_id & 255 != want >> 8 & 255:
+                    view = self._view_of(want)
                 if view is None:
                     return None
+                held_here = held is not None and held.view is view and held.index == index
                 locked = view.lock(index)
                 if locked and words[WANT] == want:
                     break
-                if locked and not self._reads(view, index):
+                if locked and not held_here:
                     view.unlock(index)
             tries += 1
             if tries > _QUICK_TRIES:
@@ -282,7 +285,7 @@ class SlotReader:
                     raise ApplyError("the trainer was stopped while it wrote a version")
                 time.sleep(_PAUSE_SECONDS)
         mapping, mapped = view.map(index)
-        if not self._reads(view, index):
+        if not held_here:
             # An operation of another thread that began on an older version, an optimizer's step,
             # may have written here since the slot was left.
             mapping.madvise(mmap.MADV_DONTNEED)
@@ -295,15 +298,9 @@ class SlotReader:
         return NamedSlot(want, version, digest, nbytes, memory, key, view, index)
 
     def _view_of(self, want: int) -> _SegmentView | None:
-        last_byte, newest = want >> 8 & 255, self._newest
-        if newest is not None and newest.segment_id & 255 == last_byte:
-            return newest
+        last_byte = want >> 8 & 255
         # Another thread may announce one meanwhile.
         return next((v for i, v in list(self._views.items()) if i & 255 == last_byte), None)
-
-    def _reads(self, view: _SegmentView, index: int) -> bool:
-        held = self._held
-        return held is not None and held.view is view and held.index == index
 
     def hold(self, slot: NamedSlot) -> None:
         """The model has what is in this slot."""
@@ -324,8 +321,11 @@ class SlotReader:
         """
         with FORKING:
             # The same slot may have been named again, and be held for that.
-            taken = self._held is not slot and self._reads(slot.view, slot.index)
-            if taken or slot.index not in slot.view.locked:
+            held = self._held
+            if held is not None and held is not slot:
+                if held.view is slot.view and held.index == slot.index:
+                    return
+            if slot.index not in slot.view.locked:
                 return
             if keep:
                 slot.view.keep(slot.index)
