@@ -323,7 +323,15 @@ class Applier:
         result, tries = None, 0
         while True:
             try:
-                model, error = self._resolve_now()
+                error: Exception | None = None
+                try:
+                    model = self._resolve()
+                    if self._late and not self._assignments:
+                        self._adopt_late(model)
+                    if self._target is None and self._assignments:
+                        return result
+                except Exception as exc:  # noqa: BLE001 - the trainer is told
+                    model, error = None, exc
                 again = self._taking is not None
                 if model is None and error is None:
                     return result
@@ -348,20 +356,6 @@ class Applier:
                     raise
                 # Not to the link that brought the update, and was just as well at its work.
                 self._loop.call_soon(_raise, exc)
-
-    def _resolve_now(self) -> tuple[Any, Exception | None]:
-        """The model, or why there is none; neither where updates wait for one."""
-        try:
-            model = self._resolve()
-            if self._late and not self._assignments:
-                self._late = False
-                if model is None:
-                    self._adopt(None)
-                else:
-                    self._take_over(model)
-        except Exception as exc:  # noqa: BLE001 - the trainer is told
-            return None, exc
-        return (None if self._target is None and self._assignments else model), None
 
     def _take(self, model: Any, error: BaseException | None) -> Result:
         """Have the model take what is noted; may be cut short anywhere, and called again."""
@@ -440,7 +434,8 @@ class Applier:
             self._updates.retire(staged)
         elif left is not None and left.slot is not None and left.slot.key != slot.key:
             left.give_back()
-        slots.leave_others()
+        if len(slot.view.locked) > 1 or len(slots.segments) > 1:  # an interrupt left them
+            slots.leave_others()
         return self.owed > 0 or self._owner.hears_of(staged.layout.digest)
 
     def look(self) -> Staged | None:
@@ -557,6 +552,13 @@ class Applier:
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
         return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
+
+    def _adopt_late(self, model: Any) -> None:
+        self._late = False
+        if model is None:
+            self._adopt(None)
+        else:
+            self._take_over(model)
 
     def _take_over(self, model: Any) -> Target | LoadTarget:
         try:

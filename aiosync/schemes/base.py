@@ -930,7 +930,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         sender, limit = self._require_sender("send"), self._limit(timeout)
         planned = self._plan(weights)
-        return await sender.send(planned, _named(weights, worker_ids), limit)
+        if weights is not None or worker_ids is not None:
+            return await sender.send(planned, _named(weights, worker_ids), limit)
+        return await sender.send(planned, None, limit)
 
     def _send_at_once(
         self,
@@ -989,6 +991,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
         maker, sources = self._maker, self._sources
         assert maker is not None
+        if weights is None and sources.weights is not None:
+            if not (sources.per_worker or sources.device_map):  # as nearly always
+                return {None: maker.prepare(sources.weights)}
         if isinstance(weights, str):
             weights = _named_in(self.context, weights)
         if weights is None:
@@ -1506,11 +1511,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             )
 
     def _require_sender(self, method: str) -> WeightSender:
-        if self._sender is None or not self._is_usable:
+        sender, usable = self._sender, self._connected and not self._closed
+        here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
+        if sender is None or not (usable and here):
             self._refuse(method, "sender", "sending")
-        assert self._sender is not None
-        self._sender.require = self.require  # it may have been assigned since
-        return self._sender
+        assert sender is not None
+        sender.require = self.require  # it may have been assigned since
+        return sender
 
     def _require_receiver(self, method: str) -> WeightReceiver:
         if self._receiver is None or not self._is_usable:

@@ -365,6 +365,8 @@ class WeightSender:
                 links[idx] = link
         if not links or (worker_ids is not None and len(links) < len(worker_ids)):
             return None
+        if self.require != "all" and self.require > len(links):
+            return None
         snapshot = self._copier.take_free(plan)
         if snapshot is None:
             return None
@@ -520,6 +522,8 @@ class WeightSender:
 
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
+        if self._copier.arena is None:
+            return False
         if self._polled != self.workers.num_changes:
             self._polled = self.workers.num_changes
             fds = [fd for link in self.workers.links.values() for fd in link.watched]
@@ -537,7 +541,10 @@ class WeightSender:
             self._bell is None
             or bool(self.workers.waiting)
             or self.workers.changed.is_waited_for
-            or any(each.link and each.link.wants_bell for each in self.workers.records.values())
+            or any(
+                each.link and each.link.publisher and each.link.publisher.bell
+                for each in self.workers.records.values()
+            )
         )
 
     def tell(self) -> None:
@@ -548,7 +555,8 @@ class WeightSender:
         workers.changed.notify()
         for record in list(workers.records.values()):
             link = record.link
-            if link is not None and link.publisher is not None and link.wants_bell:
+            publisher = None if link is None else link.publisher
+            if link is not None and publisher is not None and publisher.bell and link.is_behind:
                 link.ring()
         if self._bell is None and self._copier.arena is not None:
             self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)

@@ -160,11 +160,6 @@ class WorkerLink:
         """Whether the worker has not taken yet what it was named without a message."""
         return self.publisher is not None and self.publisher.holds < self.outbox.visible
 
-    @property
-    def wants_bell(self) -> bool:
-        """Whether somebody there waits for what it was named."""
-        return self.publisher is not None and self.publisher.bell and self.is_behind
-
     def has(self, version: int) -> bool:
         """Whether the worker has this version, or it is on its way."""
         return self.outbox.newest >= version

@@ -343,7 +343,7 @@ class _Program:
     def run(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer, pool: CopyPool | None) -> None:
         # Each batch runs in C with the GIL held, half a millisecond at most. Releasing it for
         # every small copy would cost a switch interval (5 ms) each, next to a busy thread.
-        store = flat.memoryview().__setitem__
+        store = flat.array.data.__setitem__
         for slices, sources in self._batches:
             deque(map(store, slices, sources), maxlen=0)
         if self._large:

@@ -68,7 +68,7 @@ class Address:
             if 1 < len(os.fsencode(path)) <= _MAX_PATH_NBYTES:
                 return cls("unix", path=path)
         raise ConfigError(
-            f"{_shown(url)} is neither of the form tcp://host:port nor unix:///path/of/the/socket, "
+            f"{_shown(url)} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
             f"with a path of at most {_MAX_PATH_NBYTES} bytes"
         )
 

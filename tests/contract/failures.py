@@ -160,6 +160,9 @@ async def check_require(bench: Bench) -> None:
             for worker in crew.workers[:2]:
                 await worker.wait(1)
                 assert await worker.value() == 2.0
+    async with bench.crew(small(1.0), [small()], require=2) as crew:
+        for _ in range(2):  # also where a worker needs not be told
+            await raises(aiosync.PartialSyncError, crew.sender.send(small(2.0)))
 
 
 async def check_nobody_comes(bench: Bench) -> None:

@@ -58,7 +58,7 @@ class _SegmentView:
         self._slot_nbytes = slot_nbytes
         self._fd = fd
         self._lock_fd = reopen(fd, os.O_RDONLY)
-        self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+        self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
 
     def map(self, index: int) -> tuple[mmap.mmap, memoryview]:
         """One slot with its header; writes stay private to this process.
@@ -67,14 +67,14 @@ class _SegmentView:
             RemoteProtocolError: The segment has no such slot.
             OSError: There is no room for the mapping.
         """
-        known = self._maps.get(index)
+        known = self.maps.get(index)
         if known is None:
             nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
             if self._fd < 0 or os.fstat(self._fd).st_size < offset + nbytes:
                 raise RemoteProtocolError(f"the peer's segment has no slot {index}")
             access = mmap.PROT_READ | mmap.PROT_WRITE
             mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
-            known = self._maps[index] = mapping, memoryview(mapping)
+            known = self.maps[index] = mapping, memoryview(mapping)
         return known
 
     def lock(self, index: int) -> bool:
@@ -98,7 +98,7 @@ class _SegmentView:
 
         The kernel copies, without the GIL; before Linux 5.14 this process does.
         """
-        known = self._maps.get(index)
+        known = self.maps.get(index)
         if known is None:  # a fork came between locking it and mapping it
             return
         array = np.frombuffer(known[1], np.uint8)
@@ -111,7 +111,7 @@ class _SegmentView:
 
     def abandon(self, index: int) -> None:
         """Forget the mapping of a slot, which goes with its last view; the next one is new."""
-        self._maps.pop(index, None)
+        self.maps.pop(index, None)
 
     def close(self, *, in_child: bool = False) -> None:
         """Close the descriptors, and with them give every lock back; views keep what they see."""
@@ -121,7 +121,7 @@ class _SegmentView:
         self._fd = self._lock_fd = -1
         if not in_child:
             self.locked.clear()
-            self._maps.clear()
+            self.maps.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +155,7 @@ class SlotReader:
 
     Attributes:
         words: The words of the page, the first of which names a slot; ``None`` before it came.
+        segments: Those that the peer announced and that are in use, by id.
         outlives_link: Whoever reads here closes it, and not the link.
     """
 
@@ -162,7 +163,7 @@ class SlotReader:
         self.words: memoryview | None = None
         self.outlives_link: bool = False
         self._descriptors = descriptors
-        self._views: dict[int, _SegmentView] = {}
+        self.segments: dict[int, _SegmentView] = {}
         self._newest: _SegmentView | None = None
         self._held: NamedSlot | None = None
         self._seen = 0  # the word that was dealt with
@@ -175,16 +176,16 @@ class SlotReader:
 
         Another thread may apply updates: :data:`FORKING` keeps it from doing so before the fork.
         """
-        for view in list(self._views.values()):
+        for view in list(self.segments.values()):
             for index in list(view.locked):
                 view.keep(index)
 
     def close_after_fork(self) -> None:
         """In a forked child: close its copies of the descriptors, and read no words."""
         self.words = self._newest = None
-        for view in self._views.values():
+        for view in self.segments.values():
             view.close(in_child=True)
-        self._views.clear()
+        self.segments.clear()
 
     def announce(self, message: Segment | PageMessage) -> None:
         """Take over the descriptor of a new segment, or of the page.
@@ -203,11 +204,11 @@ class SlotReader:
                 if self.words is not None:
                     raise RemoteProtocolError("the peer announced a second page")
                 self.words = map_page(fd)
-            elif message.segment_id in self._views:
+            elif message.segment_id in self.segments:
                 raise RemoteProtocolError("the peer announced a segment twice")
             else:
                 view = _SegmentView(fd, message.segment_id, message.slot_nbytes)
-                self._views[message.segment_id] = self._newest = view
+                self.segments[message.segment_id] = self._newest = view
                 fd = -1
         except (OSError, ValueError) as exc:
             raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
@@ -218,11 +219,11 @@ class SlotReader:
 
     def _drop_old_segments(self) -> None:
         with FORKING:  # or another thread is about to lock a slot of one
-            for segment_id, view in list(self._views.items())[:-1]:
+            for segment_id, view in list(self.segments.items())[:-1]:
                 if not view.locked:
-                    del self._views[segment_id]
+                    del self.segments[segment_id]
                     view.close()
-        if len(self._views) > _MAX_SEGMENTS:
+        if len(self.segments) > _MAX_SEGMENTS:
             raise RemoteProtocolError("the peer announced too many segments")
 
     @property
@@ -284,7 +285,7 @@ class SlotReader:
                 if time.monotonic() > until:
                     raise ApplyError("the trainer was stopped while it wrote a version")
                 time.sleep(_PAUSE_SECONDS)
-        mapping, mapped = view.map(index)
+        mapping, mapped = view.maps.get(index) or view.map(index)
         if not held_here:
             # An operation of another thread that began on an older version, an optimizer's step,
             # may have written here since the slot was left.
@@ -300,7 +301,7 @@ class SlotReader:
     def _view_of(self, want: int) -> _SegmentView | None:
         last_byte = want >> 8 & 255
         # Another thread may announce one meanwhile.
-        return next((v for i, v in list(self._views.items()) if i & 255 == last_byte), None)
+        return next((v for i, v in list(self.segments.items()) if i & 255 == last_byte), None)
 
     def hold(self, slot: NamedSlot) -> None:
         """The model has what is in this slot."""
@@ -336,10 +337,10 @@ class SlotReader:
 
     def leave_others(self) -> None:
         """Give back what an interrupt left locked."""
-        for view in self._views.values():
+        for view in self.segments.values():
             for index in view.locked - {self._held.index if self._held else -1}:
                 view.unlock(index)
-        if len(self._views) > 1:
+        if len(self.segments) > 1:
             self._drop_old_segments()
 
     def close(self) -> None:
@@ -347,8 +348,8 @@ class SlotReader:
         self._closed = True
         self.words = self._held = self._newest = None
         with FORKING:
-            for view in self._views.values():
+            for view in self.segments.values():
                 for index in view.locked:
                     view.keep(index)
                 view.close()
-            self._views.clear()
+            self.segments.clear()

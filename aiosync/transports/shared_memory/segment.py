@@ -281,18 +281,16 @@ class Slot:
         """Say what is in the slot, and let others read it. Does nothing the second time."""
         if self.locked and self.segment.lock_fd >= 0:
             HEADER.pack_into(self.mapping, 0, version, nbytes, digest, time.time_ns())
-            self._unlock()
-
-    def _unlock(self) -> None:
-        self.locked = False
-        if self.segment.lock_fd >= 0:
+            self.locked = False
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
 
     def release(self) -> None:
         """The snapshot in it is not needed by the sender any more."""
         self.in_use = False
         if self.locked:
-            self._unlock()
+            self.locked = False
+            if self.segment.lock_fd >= 0:
+                fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
         if self._arena.retired:
             self._arena.reap()
 
@@ -336,7 +334,9 @@ class Arena:
 
     def free_slot(self, nbytes: int) -> Slot | None:
         """Acquire a slot that no process reads, or ``None``. The caller says that it is in use."""
-        segment = self._segment_for(nbytes)
+        segment = self.segment
+        if self._closed or segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
+            segment = self._segment_for(nbytes)
         if segment is None:
             return None
         self._num_acquired += 1
@@ -344,12 +344,16 @@ class Arena:
         if self._last_two[0] in slots and self._num_acquired % _FIRST_FIT_SENDS:
             # Mostly free: who computed with it has gone on to the one that is named now.
             slots = [self._last_two[0], *slots]
-        slot = next((each for each in slots if each.acquire()), None)
-        if slot is not None:
-            self._note(slot)
-            last = segment.slots[-1]
-            if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
-                segment.shrink()
+        for slot in slots:
+            if slot.acquire():
+                break
+        else:
+            return None
+        slot.used_at, last = self._num_acquired, segment.slots[-1]
+        if slot is not self._last_two[1]:
+            self._last_two = self._last_two[1], slot
+        if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
+            segment.shrink()
         return slot
 
     def grow(self, nbytes: int) -> Slot:
@@ -368,13 +372,9 @@ class Arena:
             raise
         if not slot.acquire():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
-        self._note(slot)
-        return slot
-
-    def _note(self, slot: Slot) -> None:
         slot.used_at = self._num_acquired
-        if slot is not self._last_two[1]:
-            self._last_two = self._last_two[1], slot
+        self._last_two = self._last_two[1], slot
+        return slot
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread."""
