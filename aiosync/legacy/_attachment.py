@@ -30,7 +30,7 @@ from aiosync.legacy._pipes import ProcessWatch, creator_of, say_goodbye
 from aiosync.legacy._relay import Relay
 from aiosync.receiver.receiver import Refusal, WeightReceiver
 from aiosync.tensors import FlatBuffer
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 
 __all__ = ["Attachment"]
 

@@ -30,7 +30,7 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.sender.workers import watch_process
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Message, Setup, Update, Welcome

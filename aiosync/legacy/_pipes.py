@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError
-from aiosync.transports._processes import open_pidfd
+from aiosync.transports._pidfd import open_pidfd
 
 if TYPE_CHECKING:
     import asyncio

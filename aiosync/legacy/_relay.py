@@ -18,7 +18,7 @@ from aiosync.errors import AiosyncError, ConfigError, PartialSyncError
 from aiosync.legacy._endpoint import Arrived, Endpoint
 from aiosync.legacy._greeting import Greeting
 from aiosync.sender.workers import watch_process
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Transport
 
 __all__ = ["Relay", "link_over"]

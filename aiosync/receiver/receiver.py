@@ -40,7 +40,7 @@ from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Current, ManifestMessage, Promise, Take, Update

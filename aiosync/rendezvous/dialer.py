@@ -19,7 +19,7 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
 )
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport

@@ -23,7 +23,7 @@ from aiosync.errors import (
 from aiosync.rendezvous.dialer import Backoff, Left, is_final, retry
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import Strangers
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse

@@ -29,7 +29,7 @@ from aiosync.tensors import (
     copy_bytes,
     sharded_names,
 )
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.data_plane import COPYING, KEPT, Progress, outlast
 from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits

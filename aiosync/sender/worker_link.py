@@ -21,7 +21,7 @@ from aiosync.protocol import Outbox, Outcome
 from aiosync.sender.chunks import ChunkWriter, Streaming
 from aiosync.sender.history import lacking
 from aiosync.sender.snapshots import FILLED, Copying, Snapshot
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import SlotPublisher, can_lock

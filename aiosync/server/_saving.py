@@ -17,7 +17,7 @@ from aiosync.errors import AiosyncError
 from aiosync.sender.snapshots import Snapshot
 from aiosync.server._merging import Part, merged
 from aiosync.server._store import StoredUpdate, WeightStore
-from aiosync.transports._link import without_frames
+from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.tcp import TCPTransport
 
 __all__ = ["Saver", "Unsaved"]

@@ -11,10 +11,7 @@ from __future__ import annotations
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
-from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
-from aiosync.tensors.mapping import Dtypes, WeightMap
-from aiosync.tensors.sharded import gather_weights, sharded_names
-from aiosync.tensors.snapshot import (
+from aiosync.tensors.flatten import (
     CastingFlattener,
     CastPrepared,
     Flattener,
@@ -22,6 +19,9 @@ from aiosync.tensors.snapshot import (
     Prepared,
     check_wire_dtype,
 )
+from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
+from aiosync.tensors.mapping import Dtypes, WeightMap
+from aiosync.tensors.sharded import gather_weights, sharded_names
 from aiosync.tensors.walk import Leaf, Leaves, collect, lacks_memory
 
 __all__ = [

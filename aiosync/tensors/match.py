@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.buffer import in_flat_memory
 from aiosync.tensors.copying import PIECE, is_plain_cpu
+from aiosync.tensors.flatten import Signature
 from aiosync.tensors.layout import Layout
-from aiosync.tensors.snapshot import Signature
 from aiosync.tensors.tensordicts import (
     is_plain_tensordict,
     is_tensor_collection,

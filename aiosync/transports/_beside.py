@@ -24,7 +24,7 @@ from aiosync.errors import (
     TransportBusy,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._link import LinkError, again, without_frames
+from aiosync.transports._kept_errors import LinkError, again, without_frames
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.transports.data_plane import DataPlane, SharedPayload
 from aiosync.transports.stream import FramedTransport

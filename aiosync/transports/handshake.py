@@ -23,7 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.stream import FramedTransport
-from aiosync.transports.tls import why_refused
+from aiosync.transports.tls_stream import why_refused
 from aiosync.types import Limits
 from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
 

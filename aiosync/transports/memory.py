@@ -24,7 +24,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._link import again
+from aiosync.transports._kept_errors import again
 from aiosync.transports.base import Lender, Payload, Received, Transport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame

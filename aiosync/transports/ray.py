@@ -25,7 +25,7 @@ from aiosync.errors import (
 )
 from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
 from aiosync.transports._buffers import flat_view
-from aiosync.transports._link import again
+from aiosync.transports._kept_errors import again
 from aiosync.transports._ray_actor import Weights
 from aiosync.transports._ray_store import RayObjects, RayPlane, in_lines, landed, need_cluster
 from aiosync.transports.base import Lender, Payload, Received, Transport, make_ack

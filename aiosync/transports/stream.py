@@ -35,8 +35,8 @@ from aiosync.errors import (
 )
 from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._fork import close_in_child
-from aiosync.transports._link import LinkError, again, without_frames
-from aiosync.transports._processes import open_pidfd
+from aiosync.transports._kept_errors import LinkError, again, without_frames
+from aiosync.transports._pidfd import open_pidfd
 from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.types import Limits
 from aiosync.wire import (

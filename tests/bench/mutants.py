@@ -119,14 +119,14 @@ MUTANTS = [
     # -- the snapshot
     Mutant(
         "weights that moved are copied from where they were",
-        "tensors/snapshot.py",
+        "tensors/flatten.py",
         "or program.addresses != addresses",
         "or False",
         contract("changed_source"),
     ),
     Mutant(
         "large tensors are copied only the first time",
-        "tensors/snapshot.py",
+        "tensors/flatten.py",
         "        if self._large:\n",
         "        if False:\n",
         contract("several_workers"),

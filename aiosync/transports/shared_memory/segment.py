@@ -4,8 +4,9 @@ A segment is a memfd, so that nothing is left behind however a process ends. The
 shared; receivers get a read-only descriptor and map it privately: their side is in ``reader``. Each
 link has a page of three words: ``want`` names the slot that the worker is to compute with, and only
 the sender writes it; ``holds`` is the version that the worker computes with, and ``bell`` says that
-somebody there waits: these only the worker writes. Must not import asyncio, torch or anything above
-``transports``.
+somebody there waits: these only the worker writes. Nobody frees a slot: :meth:`Slot.acquire` takes
+one that no snapshot is in, no link's word names and no reader has locked. Must not import asyncio,
+torch or anything above ``transports``.
 """
 
 from __future__ import annotations

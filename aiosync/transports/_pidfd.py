@@ -1,5 +1,7 @@
 """The ends of other processes, as the kernel tells of them: by a descriptor, reaped or not.
 
+Who watches: the framed stream of a link, and ``sender.workers`` before there is one.
+
 Must not import asyncio, torch, nor anything else of aiosync.
 """
 
