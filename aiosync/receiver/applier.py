@@ -337,7 +337,7 @@ class Applier:
                 if model is None and error is None:
                     return result
                 if not again:
-                    if self.manual and not (by_hand or self._askers):
+                    if self._closed or (self.manual and not (by_hand or self._askers)):
                         return result
                     named = self.look() if self._reads_words else None
                     with self._lock:
@@ -369,11 +369,11 @@ class Applier:
             self._taking = None
             return result
         done = same and staged.version == inbox.version
+        target = self._target
         if not done:
             try:
                 if error is not None:
                     raise error
-                target = self._target
                 if target is None or (self._target_of is not model and not self._assignments):
                     target = self._take_over(model)
                 # A process that another thread forks has one version, too.
@@ -406,6 +406,9 @@ class Applier:
         if not silent or (taken and error is not None):
             self._tell(result)
         self._taking = self._before = None
+        if self._closed and taken and isinstance(target, Target) and not self.copy:
+            target.detach_(staged.flat)  # the loop has closed meanwhile, and will not
+            self.current = None
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is not None and looked and guard.at_read:
@@ -648,6 +651,8 @@ class Applier:
 
     def end(self) -> Staged | None:
         """Take no more; returns what waits, and never will be applied."""
+        self._closed = True
+        self.guard.ignore_word()  # before the memory goes: no read takes another version
         self._late, self.owed = False, 0
         self.guard.withdraw()
         waiting = self.offer(None)
@@ -657,7 +662,6 @@ class Applier:
 
     def close(self) -> None:
         """Give the module memory of its own, and forget it. On the loop."""
-        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         current = self.current
@@ -667,12 +671,12 @@ class Applier:
             if self.guard.exclusively(self._detach, timeout=0.0):
                 self._updates.retire(current)
             else:
-                self._detach()
+                with FORKING:  # a thread may be applying: one after the other
+                    self._detach()
                 self._updates.keep(current)
                 self.guard.submit([current].clear)  # once the reads that there are have ended
         self.current = self._target = self._target_of = None
         self.guard.uninstall()
-        self.guard.ignore_word()
 
 
 def _is_interrupt(error: BaseException) -> bool:
