@@ -345,6 +345,8 @@ class Applier:
                         if self.waiting is self._taking:
                             self.waiting = None
                     if self._taking is None:
+                        if guard.at_read and error is not None and _is_interrupt(error):
+                            raise error
                         return result
                 result = self._take(model, error)
                 if not again and (result.staged.slot is None or self.waiting is None):
@@ -391,7 +393,9 @@ class Applier:
                 self._before, self.current = self.current, staged
             try:
                 self._flipped(staged.epoch, staged.version)
-            except Exception as exc:  # noqa: BLE001 - of the owner, whom the trainer hears
+            except Exception as exc:  # of the owner, whom the trainer hears
+                if _is_interrupt(exc):
+                    raise
                 error = exc
             # Readers see the version together with the weights, and not before all of them.
             if slot is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import signal
@@ -150,6 +151,41 @@ def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
     return mixed, interrupts
 
 
+def interrupted_hook() -> tuple[int, int]:
+    """An alarm in a hook, in a read that takes: interrupts, and refusals that the trainer heard."""
+    source, target = tools.filled(0.0), tools.filled(-1.0)
+    interrupts = refusals = 0
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    def applied(epoch: int, version: int) -> None:
+        if threading.current_thread() is threading.main_thread() and not interrupts:
+            signal.raise_signal(signal.SIGALRM)
+
+    signal.signal(signal.SIGALRM, ring)
+    sender = tools.SHM(timeout=20.0)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = copy.copy(sender)
+    hooks = aiosync.SchemeHooks(applied=applied)
+    receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0, hooks=hooks)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        for value in range(1, 30):
+            tools.fill(source, float(value))
+            try:
+                assert sender.send().acked == {0}
+            except aiosync.PartialSyncError:
+                refusals += 1
+            for _ in range(2):
+                try:
+                    assert tools.value_at(receiver) == value
+                    break
+                except Alarm:
+                    interrupts += 1
+    return interrupts, refusals
+
+
 def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, int]:
     """Alarms at any moment of a trainer's sends; what went wrong, how many, and segments' bytes."""
 
@@ -215,6 +251,11 @@ def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> 
     mixed, interrupts = tools.in_process(interrupted_takes, make, kind)
     assert mixed == 0
     assert interrupts > 100
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_a_hook_is_no_refusal() -> None:
+    assert tools.in_process(interrupted_hook) == (1, 0)
 
 
 @pytest.mark.slow
