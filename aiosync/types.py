@@ -91,7 +91,7 @@ class Capabilities:
             sender wrote, valid until ``Received.release()``.
         send_cancellation: Class of ``send()``.
         recv_cancellation: Class of ``recv()``.
-        exceptions: Names of conformance checks that do not hold, with the reason.
+        exceptions: Names of conformance checks that do not hold, with the reason; "*" for all.
     """
 
     name: str

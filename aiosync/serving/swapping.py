@@ -49,7 +49,7 @@ class Swap:
         limit = limit_of(self._timeout, gate.swap_timeout)
         try:
             async with asyncio.timeout(limit):
-                if limit:
+                if limit != 0:
                     await asyncio.sleep(0)  # whoever waited for the last switch goes first
                 while gate._swap is not None:
                     gate._check_open()

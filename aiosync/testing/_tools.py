@@ -170,8 +170,9 @@ class Check:
         self, hooks: Hooks | None = None, capabilities: Capabilities | None = None
     ) -> str | None:
         """Why this check cannot or need not run, or ``None`` when it must."""
-        if capabilities is not None and self.name in capabilities.exceptions:
-            return f"declared exception: {capabilities.exceptions[self.name]}"
+        declared = {} if capabilities is None else capabilities.exceptions
+        if exception := declared.get(self.name) or declared.get("*"):
+            return f"declared exception: {exception}"
         missing = sorted(need for need in self.needs if getattr(hooks, need, None) is None)
         return f"needs the hook {', '.join(missing)}" if missing else None
 

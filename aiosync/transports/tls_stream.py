@@ -137,7 +137,8 @@ class TlsStream(ByteStream):
                     self._in.write_eof()
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 break  # frames say themselves whether they are complete
-        self.flush()  # the protocol answers for itself now and then
+        with contextlib.suppress(OSError):  # what was read counts; the next write meets it again
+            self.flush()  # the protocol answers for itself now and then
         return total
 
     def _write(self, data: bytes) -> int:

@@ -292,6 +292,9 @@ async def test_check_transport_reports_what_it_ran_and_names_every_failure() -> 
         "lent_buffers": "declared exception: only one",
         "raw_cut": "needs the hook raw",
     }
+    nothing = Capabilities(name="x", exceptions={"*": "a single end"})
+    report = await check_transport(SendsTheFirstBuffer.pair, capabilities=nothing, checks=some)
+    assert report.skipped == dict.fromkeys(names, "declared exception: a single end")
     with pytest.raises(ConformanceError, match="2 of 3") as caught:
         await check_transport(SendsTheFirstBuffer.pair, checks=some)
     assert "several_buffers" in str(caught.value)

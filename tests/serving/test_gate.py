@@ -351,6 +351,18 @@ async def test_nothing_is_lost_or_mixed_under_load() -> None:
     assert gate.version == 101
 
 
+@pytest.mark.parametrize("swap_timeout", [5.0, None])
+async def test_switches_without_a_pause_let_requests_in(swap_timeout: float | None) -> None:
+    gate = AdmissionGate(initial_version=1, swap_timeout=swap_timeout)
+    log: list = []
+    asking = asyncio.ensure_future(entered(gate, log, "between"))
+    for _ in range(20):
+        async with gate.swap():
+            pass
+    assert asking.done()
+    assert log[0][1] < 20
+
+
 async def test_options_and_errors() -> None:
     for options in (
         {"mode": "now"},

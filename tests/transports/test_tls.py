@@ -86,6 +86,20 @@ async def test_what_openssl_read_ahead_is_not_forgotten(sizes: tuple[int, ...]) 
             assert (await right.recv()).message == Fetch(number)
 
 
+async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
+    """Also while this end has something to write: a refusal comes at exactly that moment."""
+    async with pair(version=ssl.TLSVersion.TLSv1_2) as (left, right):
+        sending = asyncio.ensure_future(left.send(UPDATE, [bytes(2**23)]))
+        await asyncio.sleep(0.2)
+        assert not sending.done()  # nobody reads there
+        await right.send(Fetch(7))
+        right.abort()
+        time.sleep(0.05)  # both have come before this end looks
+        assert (await left.recv()).message == Fetch(7)
+        with pytest.raises(TransportBroken):
+            await sending
+
+
 @pytest.mark.parametrize("faults", [Faults(cut_at=200_000), Faults(corrupt_at=200_000)], ids=str)
 async def test_truncation_in_mid_message(faults: Faults) -> None:
     """Somebody on the way ends the stream, or changes it: never taken for a whole message."""
