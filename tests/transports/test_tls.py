@@ -94,7 +94,7 @@ async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
         assert not sending.done()  # nobody reads there
         await right.send(Fetch(7))
         right.abort()
-        time.sleep(0.05)  # both have come before this end looks
+        time.sleep(0.05)  # noqa: ASYNC251 - both have come before this end looks
         assert (await left.recv()).message == Fetch(7)
         with pytest.raises(TransportBroken):
             await sending
