@@ -2,11 +2,14 @@
 
 A trainer learns, many inference workers act; aiosync moves the policy's weights from one to the
 others, versioned, never torn, and without hanging. See ``docs/quickstart.md``; the blocking
-twin of this interface is :mod:`aiosync.sync`.
+twin of this interface is :mod:`aiosync.sync`. What needs torch is imported when it is first used.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from aiosync._exports import lazily
 from aiosync._run import run
 from aiosync._version import __version__
 from aiosync.errors import (
@@ -38,42 +41,52 @@ from aiosync.errors import (
     WeightsError,
     WireVersionMismatch,
 )
-from aiosync.schemes import (
-    AppliedUpdate,
-    DistributedWeightSyncScheme,
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
-    RayModuleTransformReceiver,
-    RayModuleTransformScheme,
-    RayModuleTransformSender,
-    RayWeightSyncScheme,
-    Ready,
-    RPCWeightSyncScheme,
-    SchemeHooks,
-    SendHandle,
-    SharedMemWeightSyncScheme,
-    TCPWeightSyncScheme,
-    WeightReceiver,
-    WeightSender,
-    WeightSyncScheme,
-    register_weight_sync_backend,
-)
-from aiosync.strategy import WeightStrategy
-from aiosync.tensors import WeightMap, gather_weights
-from aiosync.transports import (
-    DistributedTransport,
-    MemoryTransport,
-    MPTransport,
-    RayActorTransport,
-    RayTransport,
-    RPCTransport,
-    SharedMemTransport,
-    TCPTransport,
-    Transport,
-    TransportBackend,
-)
-from aiosync.transports.credentials import TLS
 from aiosync.types import AckStatus, Capabilities, Limits, SendReport
+
+if TYPE_CHECKING:
+    from aiosync.schemes import (
+        AppliedUpdate,
+        DistributedWeightSyncScheme,
+        MultiProcessWeightSyncScheme,
+        NoWeightSyncScheme,
+        RayModuleTransformReceiver,
+        RayModuleTransformScheme,
+        RayModuleTransformSender,
+        RayWeightSyncScheme,
+        Ready,
+        RPCWeightSyncScheme,
+        SchemeHooks,
+        SendHandle,
+        SharedMemWeightSyncScheme,
+        TCPWeightSyncScheme,
+        WeightReceiver,
+        WeightSender,
+        WeightSyncScheme,
+        register_weight_sync_backend,
+    )
+    from aiosync.strategy import WeightStrategy
+    from aiosync.tensors import WeightMap, gather_weights
+    from aiosync.transports import (
+        DistributedTransport,
+        MemoryTransport,
+        MPTransport,
+        RayActorTransport,
+        RayTransport,
+        RPCTransport,
+        SharedMemTransport,
+        TCPTransport,
+        Transport,
+        TransportBackend,
+    )
+    from aiosync.transports.credentials import TLS
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        "aiosync.transports",
+        "aiosync.strategy",
+        "aiosync.tensors",
+        "aiosync.schemes",
+    )
 
 __all__ = [
     "TLS",

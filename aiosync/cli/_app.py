@@ -42,7 +42,6 @@ app = typer.Typer(
     name="aiosync",
     help="Move a policy's weights from a trainer to its inference workers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -56,7 +55,7 @@ class _TransportOption(str, Enum):  # noqa: UP042  # typer shows str values of e
 def run_app(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; see :func:`aiosync.cli.main`."""
     try:
-        app(args)
+        app(args, prog_name="aiosync")  # also of "python -m aiosync", for completion
     except SystemExit as exc:  # how typer ends every command, also after it showed wrong usage
         return exc.code if isinstance(exc.code, int) else 0
     return 0

@@ -5,9 +5,19 @@ This package must never import the command line; it unpickles nothing.
 
 from __future__ import annotations
 
-from aiosync.server._client import PulledWeights, PullProgress, WeightClient
-from aiosync.server._server import WeightServer
-from aiosync.server._store import StoredUpdate, StoreError, WeightStore
+from typing import TYPE_CHECKING
+
+from aiosync._exports import lazily
+from aiosync.server._client import WeightClient
+
+if TYPE_CHECKING:
+    from aiosync.server._pulling import PulledWeights, PullProgress
+    from aiosync.server._server import WeightServer
+    from aiosync.server._store import StoredUpdate, StoreError, WeightStore
+else:  # these need torch; asking for the status does not
+    __getattr__, __dir__ = lazily(
+        __name__, "aiosync.server._pulling", "aiosync.server._server", "aiosync.server._store"
+    )
 
 __all__ = [
     "PullProgress",

@@ -1,6 +1,7 @@
 """What asks a weight server, or a listening trainer, once: for its status, for its weights.
 
-A client needs no module and no scheme. Must not import the command line.
+A client needs no module and no scheme. Must not import the command line, nor torch before weights
+are pulled.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import (
     AiosyncError,
@@ -22,8 +23,6 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_timeout
 from aiosync.rendezvous.dialer import Dialer
-from aiosync.schemes.sources import as_model_id
-from aiosync.server._pulling import ATTEMPT_SECONDS, Pull, PulledWeights, PullProgress
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials, Secret
 from aiosync.types import Limits
@@ -34,7 +33,12 @@ from aiosync.wire import (
     Status,
 )
 
-__all__ = ["PullProgress", "PulledWeights", "WeightClient"]
+if TYPE_CHECKING:
+    from aiosync.server._pulling import PulledWeights, PullProgress
+
+__all__ = ["WeightClient"]
+
+_ATTEMPT_SECONDS = 10.0
 
 
 class WeightClient:
@@ -67,7 +71,7 @@ class WeightClient:
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=30.0,
-            attempt_timeout=ATTEMPT_SECONDS,
+            attempt_timeout=_ATTEMPT_SECONDS,
             name="the server",
         )
 
@@ -159,6 +163,9 @@ class WeightClient:
         Cancellation:
             Class A.
         """
+        from aiosync.schemes.sources import as_model_id
+        from aiosync.server._pulling import Pull
+
         validate_timeout(timeout)
         least = max(1, min_version)
         pull = Pull(self._dialer, as_model_id(model_id), least, progress, self._limits)

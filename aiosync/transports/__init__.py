@@ -5,6 +5,9 @@ Must not import torch, tensors or schemes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from aiosync._exports import lazily
 from aiosync.transports.base import (
     Handler,
     Lender,
@@ -14,14 +17,20 @@ from aiosync.transports.base import (
     TransportBackend,
 )
 from aiosync.transports.credentials import TLS, Credentials
-from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import MemoryTransport
 from aiosync.transports.pipe import MPTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.registry import get_transport, register_transport, transport_names
-from aiosync.transports.rpc import RPCTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
+
+if TYPE_CHECKING:
+    from aiosync.transports.distributed import DistributedTransport
+    from aiosync.transports.rpc import RPCTransport
+else:  # they drive torch
+    __getattr__, __dir__ = lazily(
+        __name__, "aiosync.transports.distributed", "aiosync.transports.rpc"
+    )
 
 __all__ = [
     "TLS",
