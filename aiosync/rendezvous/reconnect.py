@@ -67,8 +67,13 @@ class KeptLink(Generic[_L, _W]):
             there was a link before.
         greet: What is said first on a link, in so many seconds; it returns the answer.
         nobody: Says that nobody is reached, within a time that it is given, and what to do.
-        final: Whether an error ends all attempts.
+        final: Whether an error ends all attempts; ``None`` where none does, and each handshake has
+            to end in time.
         pauses: Between two attempts.
+
+    Attributes:
+        state: Where it is on its way.
+        why: Why the last attempt failed; ``None`` if it did not.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class KeptLink(Generic[_L, _W]):
         greet: Callable[[_L, float | None], Awaitable[_W]],
         *,
         nobody: Callable[[str], str],
-        final: Callable[[AiosyncError], bool] = is_final,
+        final: Callable[[AiosyncError], bool] | None = is_final,
         pauses: Backoff | None = None,
     ) -> None:
         self.state: LinkState = LinkState.DIALING
@@ -88,7 +93,7 @@ class KeptLink(Generic[_L, _W]):
         self._nobody = nobody
         self._final = final
         self._link: _L | None = None
-        self._why: BaseException | None = None  # the last attempt failed
+        self.why: BaseException | None = None
         self._up_at = 0.0
         self._of_use_at = 0.0  # until when a link was
         self._progress: object = None  # that was made by then
@@ -165,20 +170,27 @@ class KeptLink(Generic[_L, _W]):
             try:
                 self._link = link = await self._dial(left, lost is not None)
                 self._go(LinkState.GREETING)
-                limits = (left(), None if lost is None else HANDSHAKE_SECONDS)
+                bounded = lost is not None or self._final is None
+                limits = (left(), HANDSHAKE_SECONDS if bounded else None)
                 limit = min((each for each in limits if each is not None), default=None)
                 answer = await self._greet(link, limit)
             except BaseException as exc:  # raised again
                 self.abort()
-                self._why = without_frames(exc)
+                self.why = without_frames(exc)
                 raise
+            self.why = None
             self._go(LinkState.UP)
             self._up_at = asyncio.get_running_loop().time()
             return link, answer
 
         try:
             return await retry(
-                attempt, timeout, late=late, final=self._final, backoff=self._pauses, after=lost
+                attempt,
+                timeout,
+                late=late,
+                final=self._final or (lambda error: False),
+                backoff=self._pauses,
+                after=lost,
             )
         except AiosyncError:
             self._go(LinkState.GAVE_UP)
@@ -194,7 +206,7 @@ class KeptLink(Generic[_L, _W]):
         """What an error of a trainer says while the other end has not let it in."""
         if self.state in (LinkState.UP, LinkState.PROVEN):
             return f"{self._name} was reached, but has not let this trainer in"
-        why = "" if self._why is None else f"; the last attempt: {self._why}"
+        why = "" if self.why is None else f"; the last attempt: {self.why}"
         return f"{self._nobody('')}{why}"
 
 

@@ -252,6 +252,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     _copies_ahead = False
     # What finds another link after one was lost; None where a lost link is the end.
     _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
+    _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
     _longest_pause = 0.1  # between two attempts to meet the trainer: a Unix socket costs little
     _waits_for_first = True  # connect() returns once the initial weights are applied
     _subscribes = True  # gets every update, and not only those it asks for
@@ -821,7 +822,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             self._dial_trainer,
             self._greet,
             nobody=self._nobody,
-            final=self._is_final,
+            final=self._is_final if self._gives_up else None,
             pauses=Backoff(longest=self._longest_pause),
         )
         transport, welcome = await self._trainer.connect(timeout)
@@ -838,7 +839,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             relay=lambda: self._hooks.after,
             before_apply=self._hooks.before_apply,
             transform=self._transform,
-            relink=self._relink,
+            relink=self._relink if self._gives_up else self._relink or self._relink_locally,
             promises=self._promises,
         )
         receiver.applier.prepare()
@@ -853,6 +854,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
                 stacklevel=2,
             )
+
+    async def _relink_locally(self, lost: AiosyncError) -> Transport:
+        assert self._trainer is not None
+        assert self._receiver is not None
+        return (await self._trainer.reconnect(lost, None, self._receiver.progress))[0]
 
     async def _prepare_model(self, model: Any) -> None:
         if self._hooks.prepare_model is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.receiver.receiver import WeightReceiver
+from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
@@ -20,6 +21,7 @@ __all__ = [
     "bind_early",
     "change_hooks",
     "check_open",
+    "follow",
     "guard_of",
     "is_closed",
     "is_inherited",
@@ -27,6 +29,7 @@ __all__ = [
     "loop_of",
     "meet_at",
     "meeting_point",
+    "not_met",
     "receiver_of",
     "runs",
     "sender_of",
@@ -80,6 +83,23 @@ def runs(scheme: WeightSyncScheme) -> bool:
 def join_without_weights(scheme: WeightSyncScheme) -> None:
     """Have ``connect()`` of a receiver return before the initial weights are applied."""
     scheme._waits_for_first = False
+
+
+def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
+    """Have a receiver look for its sender for ever, and join it before it has weights.
+
+    No error ends that, and each lost link is replaced: there is one receiver for all of them.
+    """
+    join_without_weights(scheme)
+    scheme._gives_up = False
+    scheme._longest_pause = longest_pause
+    if isinstance(scheme, StreamScheme):
+        scheme.reconnect = None
+
+
+def not_met(scheme: WeightSyncScheme) -> BaseException | None:
+    """Why the last attempt of a receiver to meet its sender failed, if it did."""
+    return None if scheme._trainer is None else scheme._trainer.why
 
 
 def skip_news(scheme: WeightSyncScheme, version: int) -> None:

@@ -7,10 +7,7 @@ import a web framework, nor anything of ``aiosync.integrations``.
 
 from __future__ import annotations
 
-from aiosync.serving.admission import Admission
-from aiosync.serving.feed import WeightFeed
-from aiosync.serving.gate import AdmissionGate
-from aiosync.serving.status import FeedStatus
-from aiosync.serving.swapping import Swap
+from aiosync.serving.feed import FeedStatus, WeightFeed
+from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 __all__ = ["Admission", "AdmissionGate", "FeedStatus", "Swap", "WeightFeed"]

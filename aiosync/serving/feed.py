@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import ConfigError
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import join_without_weights
-from aiosync.serving.admission import Admission
+from aiosync.schemes.inside import follow
 from aiosync.serving.following import Following
-from aiosync.serving.gate import AdmissionGate
-from aiosync.serving.status import FeedStatus
+from aiosync.serving.gate import Admission, AdmissionGate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,7 +25,50 @@ if TYPE_CHECKING:
     from aiosync.schemes import Ready
     from aiosync.tensors.apply import Loader
 
-__all__ = ["WeightFeed"]
+__all__ = ["FeedStatus", "WeightFeed"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStatus:
+    """The state of a served model with respect to its source.
+
+    Attributes:
+        state: ``"starting"`` before the first version; ``"live"``; ``"stale"`` when the source
+            is lost, or its newest version could not be put to use; ``"failed"`` when the feed
+            itself has ended with an error; ``"closed"`` when it is not running.
+        reason: Why it is not live, as text; empty when it is.
+        epoch: Epoch of the version that is served; ``None`` before the first.
+        version: Version that requests are answered with; 0 before the first.
+        newest: Newest version that is known of, of the newest epoch.
+        connected: Whether there is a link to the source.
+        age: Seconds since :attr:`version` was put to use; ``None`` before the first.
+        stale_for: Seconds since it stopped being live; 0 when it is. A new link ends this only
+            once an update has come, or it is known that there is nothing newer.
+        refused: The last version that could not be put to use, ``None`` if a newer one could.
+        reconnects: How often a lost link was restored.
+        swaps: How many versions were put to use.
+    """
+
+    state: Literal["starting", "live", "stale", "failed", "closed"]
+    reason: str
+    epoch: int | None
+    version: int
+    newest: int
+    connected: bool
+    age: float | None
+    stale_for: float
+    refused: int | None
+    reconnects: int
+    swaps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON; the epoch in hexadecimal, as in headers."""
+        values = asdict(self)
+        values["epoch"] = None if self.epoch is None else f"{self.epoch:016x}"
+        for name in ("age", "stale_for"):
+            if values[name] is not None:
+                values[name] = round(values[name], 3)
+        return values
 
 
 class WeightFeed:
@@ -111,9 +153,7 @@ class WeightFeed:
     def _make(self) -> WeightSyncScheme:
         scheme = copy.copy(self._config)
         scheme.apply = "manual"
-        join_without_weights(scheme)
-        if hasattr(scheme, "reconnect"):
-            scheme.reconnect = None
+        follow(scheme, longest_pause=self.max_pause)
         scheme.init_on_receiver(**self._init)
         return scheme
 
@@ -128,7 +168,7 @@ class WeightFeed:
         self._users += 1
         if self._users == 1:
             self._following = Following(
-                self._make,
+                self._make(),
                 gate=self.gate,
                 memory=self._memory,
                 max_pause=self.max_pause,
@@ -205,15 +245,18 @@ class WeightFeed:
     def status(self) -> FeedStatus:
         """The state of the feed and its link to the source, at this moment."""
         now, following, version = time.monotonic(), self._following, self.gate.version
-        receiver = None if following is None else following.receiver
-        causes = [] if following is None else following.causes(now)
-        reason = "; ".join(text for _, text in causes)
-        state: Any = "starting" if version == 0 else "stale" if causes else "live"
         if self._users == 0 or following is None:
-            state, reason = "closed", "the feed is not running: start it with `async with feed`"
-        elif following.crash is not None:
-            state, reason = "failed", f"{type(following.crash).__name__}: {following.crash}"
-        activated_at = None if following is None else following.activated_at
+            following, receiver, causes = None, None, []
+            state: Any = "closed"
+            reason = "the feed is not running: start it with `async with feed`"
+        else:
+            receiver, causes = following.receiver, following.causes(now)
+            state = "starting" if version == 0 else "stale" if causes else "live"
+            reason = "; ".join(text for _, text in causes)
+            if following.crash is not None:
+                state, reason = "failed", f"{type(following.crash).__name__}: {following.crash}"
+        refusing = None if receiver is None else receiver.refusing
+        at = None if self._following is None else self._following.activated_at
         return FeedStatus(
             state=state,
             reason=reason,
@@ -221,10 +264,10 @@ class WeightFeed:
             version=version,
             newest=version if receiver is None else receiver.inbox.newest or version,
             connected=following is not None and following.connected,
-            age=None if activated_at is None else now - activated_at,
+            age=None if at is None else now - at,
             stale_for=max((now - since for since, _ in causes), default=0.0),
-            refused=None if following is None else following.refused,
-            reconnects=0 if following is None else following.reconnects,
+            refused=None if refusing is None else refusing.version,
+            reconnects=0 if receiver is None else receiver.reconnects,
             swaps=self.gate.swaps,
         )
 

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiosync._tasks import TaskOwner, WorkerThread
-from aiosync.errors import AiosyncError, ApplyError, SwapTimeout, SyncTimeout
-from aiosync.rendezvous import Backoff, retry
-from aiosync.schemes.inside import change_hooks, receiver_of, skip_news
-from aiosync.serving.gate import AdmissionGate
-from aiosync.serving.swapping import Swap
+from aiosync.errors import ApplyError, SwapTimeout, SyncTimeout
+from aiosync.schemes.inside import change_hooks, not_met, receiver_of, skip_news
+from aiosync.serving.gate import AdmissionGate, Swap
 
 if TYPE_CHECKING:
     from aiosync.receiver.receiver import WeightReceiver
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Following"]
 
 _FIRST_PAUSE_SECONDS = 0.05
-# To reach the source, before the status says why it does not work; the first and the last one.
-_ATTEMPT_SECONDS = (1.0, 16.0)
 _STALL_SECONDS = 5.0  # without a byte in the middle of an update
 _SLOW_SECONDS = 5.0  # for a function of the user's, before the status mentions it
 _CLOSE_SECONDS = 4.0
@@ -41,52 +37,45 @@ class Following:
     """Follows a source on behalf of a feed, until it is closed. Belongs to one event loop.
 
     Args:
-        make: Makes a scheme that has its role.
+        scheme: Has its role, and looks for the source for ever. Owned from now on.
         gate: The gate.
         memory: What keeps the memory alive that the model has now.
-        max_pause: Seconds between two attempts to reach the source, at most.
+        max_pause: Seconds between two attempts to switch, at most.
         in_thread: Every switch is more than a change of pointers.
 
     Attributes:
         crash: What ended it, if it was not closed.
         activated_at: When it switched the last time, on ``time.monotonic()``'s clock.
-        scheme: What it has now.
+        receiver: What receives, over one link after the other; ``None`` before the first.
     """
 
     def __init__(
         self,
-        make: Callable[[], WeightSyncScheme],
+        scheme: WeightSyncScheme,
         *,
         gate: AdmissionGate,
         memory: Callable[[], list[Any]],
         max_pause: float,
         in_thread: bool,
     ) -> None:
-        self._make = make
+        self.crash: BaseException | None = None
+        self.activated_at: float | None = None
+        self.receiver: WeightReceiver | None = None
+        self._scheme = scheme
         self._gate = gate
         self._memory = memory
         self._max_pause = max_pause
-        self._pauses = Backoff(_FIRST_PAUSE_SECONDS, max_pause)
-        self._patience = _ATTEMPT_SECONDS[0]
         self._in_thread = in_thread
-        self.crash: BaseException | None = None
-        self.activated_at: float | None = None
-        self.scheme: WeightSyncScheme | None = None
-        self._lost: tuple[float, str] | None = (time.monotonic(), "the source was not reached yet")
+        self._started = time.monotonic()
         self._blocked: tuple[float, str] | None = None
         self._loading_since: float | None = None
-        self._links = 0
-        self._reconnects = 0
         self._closing = False
         self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(lambda error: None)  # see _ended()
 
     def start(self) -> None:
         """Begin."""
-        forever = retry(
-            lambda left: self._attempt(), None, final=lambda error: False, backoff=self._pauses
-        )
-        self._tasks.start(forever, "aiosync weight feed").add_done_callback(self._ended)
+        self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
 
     async def aclose(self) -> None:
         """End. Bounded; the model keeps its weights."""
@@ -105,43 +94,24 @@ class Following:
             {"message": "the weight feed ended with an error", "exception": self.crash}
         )
 
-    # -- looking -------------------------------------------------------------------------------
-
-    @property
-    def receiver(self) -> WeightReceiver | None:
-        """What receives now; ``None`` while the source is looked for."""
-        return None if self.scheme is None else receiver_of(self.scheme)
-
     @property
     def connected(self) -> bool:
         """Whether there is a link to the source."""
         receiver = self.receiver
-        return receiver is not None and receiver.lost is None and self._lost is None
-
-    @property
-    def reconnects(self) -> int:
-        """How often a lost link was restored."""
-        receiver = self.receiver
-        return self._reconnects + (0 if receiver is None else receiver.reconnects)
-
-    @property
-    def refused(self) -> int | None:
-        """The newest version that was refused, if nothing newer could be put to use."""
-        receiver = self.receiver
-        refusing = None if receiver is None else receiver.refusing
-        return None if refusing is None else refusing.version
+        return receiver is not None and receiver.lost is None and receiver.error is None
 
     def causes(self, now: float) -> list[tuple[float, str]]:
         """Since when, and why, it does not follow the source."""
-        receiver, lost = self.receiver, self._lost
-        if lost is None and receiver is not None and receiver.cut_off is not None:
-            text = f"the link to the source was lost: {receiver.cut_off[1]}"
+        receiver, found = self.receiver, [] if self._blocked is None else [self._blocked]
+        why = None if self.connected else not_met(self._scheme)
+        last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
+        if receiver is None:
+            return [(self._started, f"the source was not reached yet{last}"), *found]
+        if receiver.cut_off is not None:
+            text = f"the link to the source was lost: {receiver.cut_off[1]}{last}"
             if receiver.lost is None:
                 text = f"what is newer has not come since {text}"
-            lost = (receiver.cut_off[0], text)
-        found = [each for each in (lost, self._blocked) if each is not None]
-        if receiver is None:
-            return found
+            found.insert(0, (receiver.cut_off[0], text))
         if receiver.refusing is not None:
             refusing = receiver.refusing
             text = f"version {refusing.version} was refused: {refusing.text}"
@@ -158,47 +128,29 @@ class Following:
 
     # -- receiving -----------------------------------------------------------------------------
 
-    async def _attempt(self) -> None:
-        """Reach the source and follow it, until that ends with an error."""
-        scheme = self.scheme = self._make()
+    async def _run(self) -> None:
+        """Reach the source and follow it; both go on until this is closed."""
+        scheme = self._scheme
         try:
-            await scheme.connect(timeout=self._patience)
-            self._pauses.reset()
-            self._patience = _ATTEMPT_SECONDS[0]
-            self._reconnects += self._links > 0
-            self._links += 1
-            self._lost = None
-            await self._follow(scheme)
-        except AiosyncError as exc:  # the status says it
-            receiver = receiver_of(scheme)
-            since = time.monotonic() if self._lost is None else self._lost[0]
-            if self._lost is None and receiver is not None and receiver.cut_off is not None:
-                since = receiver.cut_off[0]
-            self._lost = (since, f"{type(exc).__name__}: {exc}")
-            self._patience = min(2 * self._patience, _ATTEMPT_SECONDS[1])
-            raise
+            await scheme.connect(timeout=math.inf)
+            self.receiver = receiver = receiver_of(scheme)
+            assert receiver is not None
+            await self._follow(receiver)
         finally:
-            await self._drop(scheme)
+            if self.receiver is not None:
+                self.receiver.applier.leave_memory()  # copying a large model would hold the loop
+                self.receiver = None
+            await scheme.aclose()
 
-    async def _drop(self, scheme: WeightSyncScheme) -> None:
-        receiver = receiver_of(scheme)
-        if receiver is not None:
-            self._reconnects += receiver.reconnects
-            receiver.applier.leave_memory()  # copying a large model would hold the loop
-        self.scheme = None
-        await scheme.aclose()
-
-    async def _follow(self, scheme: WeightSyncScheme) -> None:
-        """Switch to each version that is complete, until the link ends, which raises why."""
-        receiver = receiver_of(scheme)
-        assert receiver is not None
+    async def _follow(self, receiver: WeightReceiver) -> None:
+        """Switch to each version that is complete."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             await receiver.wait_until(
                 lambda: receiver.has_staged, timeout=None, late=SwapTimeout("never")
             )
             try:
-                await self._switch(scheme, receiver)
+                await self._switch(receiver)
             except ApplyError:
                 self._blocked = None  # the receiver knows that it was refused
             except SwapTimeout as exc:
@@ -212,19 +164,19 @@ class Following:
                 self._blocked = None
                 pause = _FIRST_PAUSE_SECONDS
 
-    async def _switch(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+    async def _switch(self, receiver: WeightReceiver) -> None:
         old = self._memory() if receiver.inbox.version == 0 else []
         loop = asyncio.get_running_loop()
         async with self._gate.swap() as swap:
             swap.version = self._gate.version  # nothing has changed so far
-            change_hooks(scheme, applied=functools.partial(self._on_flip, loop, swap))
+            change_hooks(self._scheme, applied=functools.partial(self._on_flip, loop, swap))
             try:
                 if self._in_thread or not receiver.applier.is_quick:
                     await self._apply_in_thread(receiver)
                 else:
-                    await self._apply(scheme, receiver)
+                    await self._apply(receiver)
             finally:
-                change_hooks(scheme, applied=None)
+                change_hooks(self._scheme, applied=None)
         if old:
             # What the model had of its own goes back to the system, which takes its time.
             self._thread.submit(old.clear)
@@ -242,12 +194,12 @@ class Following:
         else:
             loop.call_soon_threadsafe(activate)
 
-    async def _apply(self, scheme: WeightSyncScheme, receiver: WeightReceiver) -> None:
+    async def _apply(self, receiver: WeightReceiver) -> None:
         """Change the pointers on the loop; or, with a forward in another thread, there."""
         limit = self._gate.swap_timeout or math.inf
         # One that was applied in the thread is no news.
-        skip_news(scheme, receiver.inbox.version)
-        while await scheme.receive(timeout=limit) is None:
+        skip_news(self._scheme, receiver.inbox.version)
+        while await self._scheme.receive(timeout=limit) is None:
             if receiver.has_staged:  # and nobody is going to apply it: receive() took that back
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
             if not receiver.guard.retry():

@@ -7,19 +7,57 @@ one event loop; nothing here is thread-safe. Must not import torch or transports
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, TypeAlias
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiosync._tasks import Notifier
-from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
-from aiosync.protocol import validate_seconds
+from aiosync.errors import (
+    AdmissionTimeout,
+    ConfigError,
+    LocalProtocolError,
+    RecvTimeout,
+    SwapTimeout,
+)
+from aiosync.protocol import validate_seconds, validate_timeout
 from aiosync.schemes.handles import Ready
-from aiosync.serving.admission import Admission, limit_of
-from aiosync.serving.swapping import Swap
 
-__all__ = ["AdmissionGate", "Mode"]
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["Admission", "AdmissionGate", "Mode", "Swap"]
 
 Mode: TypeAlias = Literal["between_requests", "immediate"]
 """When weights are switched: while no request runs, or while no batch is being computed."""
+
+_RETRY_SECONDS = 1.0
+
+# What this context is inside of, outermost first; child tasks inherit it.
+_inside: ContextVar[tuple[Admission, ...]] = ContextVar("aiosync admissions", default=())
+
+
+def _around(gate: AdmissionGate) -> list[Admission]:
+    """What this context is inside of at a gate, outermost first, without what is over."""
+    return [each for each in _inside.get() if each._gate is gate and each._holder.active]
+
+
+def _blocks_here(gate: AdmissionGate) -> bool:
+    """Whether this task is inside something that a switch of ``gate`` waits for."""
+    task = asyncio.current_task()
+    return any(each._task is task and each._holder.blocks for each in _around(gate))
+
+
+def _limit_of(timeout: float | None, default: float | None) -> float | None:
+    """Seconds to wait: what a call says, or else the default; ``None`` for no limit.
+
+    Raises:
+        ConfigError: The call says what is no number.
+    """
+    validate_timeout(timeout)
+    limit = default if timeout is None else timeout
+    return None if limit is None or limit == math.inf else limit
 
 
 class AdmissionGate:
@@ -80,8 +118,8 @@ class AdmissionGate:
         self._open: set[Admission] = set()  # requests that a switch does not wait for
         self._swap: Swap | None = None  # the one that waits, or is under way
         self._closed = False
-        self._changed = Notifier()  # a version, the end of a switch, or of the gate
-        self._idle = Notifier()  # nothing runs any more that a switch has to wait for
+        # A version, the end of a switch, of the last request that one waits for, or of the gate.
+        self._changed = Notifier()
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -114,14 +152,21 @@ class AdmissionGate:
         return self._version > 0 and not self._closed
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        limit = limit_of(timeout, self.timeout)
+        limit = _limit_of(timeout, self.timeout)
         try:
             async with asyncio.timeout(limit):
-                while not self._is_ready():
-                    self._check_open()
-                    await self._changed.wait()
+                await self._until(self._is_ready)
         except TimeoutError as exc:
             raise RecvTimeout(f"no complete version after {limit or 0:g} s") from exc
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until it holds, or the gate is closed, which raises."""
+        while True:
+            if self._closed:
+                raise LocalProtocolError("the gate is closed: this server is shutting down")
+            if condition():
+                return
+            await self._changed.wait()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -188,7 +233,7 @@ class AdmissionGate:
         if admission.blocks:
             self._running -= 1
             if self._running == 0:
-                self._idle.notify()
+                self._changed.notify()
         else:
             self._open.discard(admission)
 
@@ -227,12 +272,7 @@ class AdmissionGate:
     def close(self) -> None:
         """Admit nothing any more; waiting requests get ``LocalProtocolError``. Idempotent."""
         self._closed = True
-        self._idle.notify()
         self._changed.notify()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LocalProtocolError("the gate is closed: this server is shutting down")
 
     def _activate(self, version: int, epoch: int | None) -> None:
         if (version, epoch) != (self._version, self._epoch):
@@ -248,3 +288,210 @@ class AdmissionGate:
             f"<AdmissionGate {state}: version {self._version}, {self._running} running, "
             f"{self._waiting} waiting>"
         )
+
+
+class Admission:
+    """One request or batch at a gate; see :meth:`AdmissionGate.request`. Enter it once.
+
+    Attributes:
+        min_version: The lowest version that it asked for.
+        wanted_epoch: The epoch that it asked for, or ``None``.
+        version: Version with which it was admitted; 0 before.
+        epoch: Epoch of that version.
+        blocks: Whether a switch waits for it.
+    """
+
+    def __init__(
+        self,
+        gate: AdmissionGate,
+        blocks: bool,
+        min_version: int,
+        epoch: int | None,
+        timeout: float | None,
+    ) -> None:
+        self.min_version = min_version
+        self.wanted_epoch = epoch
+        self.version: int = 0
+        self.epoch: int | None = None
+        self.blocks = blocks
+        self._gate = gate
+        self._timeout = timeout
+        self._task: asyncio.Task[object] | None = None
+        self._seen: list[int] = []  # since it was let in
+        self._computed: list[int] = []  # in its batches
+        self._parts = 0  # this and what joined it; it is over when none is left
+        self._holder: Admission = self  # the one that it is a part of
+
+    @property
+    def active(self) -> bool:
+        """Whether a part of it is still running."""
+        return self._parts > 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that may have contributed so far, in the order in which they came.
+
+        One, where a switch waits for the request. In the mode ``"immediate"`` those of its
+        batches, or, without any, all that there were since it was admitted.
+        """
+        return tuple(self._computed or self._seen)
+
+    def _saw(self, version: int) -> None:
+        if version not in self._seen:
+            self._seen.append(version)
+
+    async def __aenter__(self) -> int:
+        if self.version:
+            raise LocalProtocolError("an admission can be entered only once: call request() again")
+        gate = self._gate
+        self._task = asyncio.current_task()
+        around = _around(gate)
+        if around and self._joins(around[-1]._holder):
+            self._holder = outer = around[-1]._holder
+            outer._parts += 1
+            self.version, self.epoch = outer.version, outer.epoch
+        else:
+            if gate._closed or not gate._may_enter(self):
+                await self._wait()
+            gate._enter(self)
+            self._parts = 1
+            self.version, self.epoch = gate._version, gate._epoch
+            for each in _around(gate) if self.blocks else ():
+                if not each.blocks and self.version not in each._computed:
+                    each._computed.append(self.version)
+        self._saw(self.version)
+        # Without those that are over: another task may have left them, as middleware does.
+        _inside.set((*(each for each in _inside.get() if each._holder.active), self))
+        return self.version
+
+    def _joins(self, outer: Admission) -> bool:
+        """Whether it is a part of the innermost request or batch of this gate around it."""
+        if not outer.blocks:
+            return False
+        if self._gate._satisfies(self.min_version, self.wanted_epoch):
+            return True
+        if _blocks_here(self._gate):
+            raise self._too_late(None)
+        return False  # a task that goes on by itself may wait for what comes later
+
+    async def _wait(self) -> None:
+        gate = self._gate
+        limit = _limit_of(self._timeout, gate.timeout)
+        gate._waiting += 1
+        try:
+            async with asyncio.timeout(limit):
+                await gate._until(lambda: gate._may_enter(self))
+        except TimeoutError as exc:
+            raise self._too_late(limit) from exc
+        finally:
+            gate._waiting -= 1
+
+    def _too_late(self, limit: float | None) -> AdmissionTimeout:
+        """The error after ``limit`` seconds; at once, in a part of another request, with none."""
+        gate = self._gate
+        when = "and cannot become newer inside another request"
+        if limit is not None:
+            when = f"after {limit:g} s"
+        if gate._version == 0:
+            text = f"there is no complete version of the weights {when}"
+        elif not gate._satisfies(self.min_version, self.wanted_epoch):
+            asked = f"version {self.min_version}" if self.min_version else "a version"
+            epoch = "" if self.wanted_epoch is None else f" of epoch {self.wanted_epoch:016x}"
+            has = f"this server has version {gate._version}"
+            text = f"{asked}{epoch} was requested; {has} {when}"
+        else:
+            text = f"a switch of the weights took longer than {limit or 0:g} s"
+        return AdmissionTimeout(
+            f"{text}; try again, or another server",
+            version=gate._version,
+            min_version=self.min_version,
+            retry_after=_RETRY_SECONDS,
+        )
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _inside.set(tuple(each for each in _inside.get() if each is not self))
+        holder = self._holder
+        holder._parts -= 1
+        if holder._parts == 0:
+            holder._gate._leave(holder)
+
+    def __repr__(self) -> str:
+        return f"<Admission version {self.version}: {'active' if self.active else 'not active'}>"
+
+
+class Swap:
+    """One switch of the weights; see :meth:`AdmissionGate.swap`. Enter it once.
+
+    Attributes:
+        version: The version afterwards; ``None`` for the next number. The version
+            that the gate has already means that nothing changed.
+        epoch: Its epoch; ``None`` for the same as before.
+    """
+
+    def __init__(
+        self, gate: AdmissionGate, version: int | None, epoch: int | None, timeout: float | None
+    ) -> None:
+        self.version: int | None = version
+        self.epoch: int | None = epoch
+        self._gate = gate
+        self._timeout = timeout
+
+    def activate(self, version: int, epoch: int | None = None) -> None:
+        """Say inside the block that the weights are those of ``version`` from now on.
+
+        For a block that may still raise afterwards; the version then is this one all the same.
+        """
+        self.version, self.epoch = version, epoch
+        self._gate._activate(version, self._gate._epoch if epoch is None else epoch)
+
+    async def __aenter__(self) -> Self:
+        gate = self._gate
+        if _blocks_here(gate):
+            raise LocalProtocolError("a switch inside a request would wait for itself")
+        limit = _limit_of(self._timeout, gate.swap_timeout)
+        try:
+            async with asyncio.timeout(limit):
+                if limit != 0:
+                    await asyncio.sleep(0)  # whoever waited for the last switch goes first
+                while gate._swap is not None:
+                    await gate._until(lambda: gate._swap is None)
+                    await asyncio.sleep(0)
+                gate._swap = self
+                await gate._until(lambda: gate._running == 0)
+        except TimeoutError as exc:
+            waited = gate._swap is self
+            self._over()
+            what = f"{gate._running} requests that were running" if waited else "another switch"
+            raise SwapTimeout(
+                f"{what} did not end within {limit or 0:g} s", running=gate._running
+            ) from exc
+        except BaseException:  # cancelled, or closed: raised again
+            self._over()
+            raise
+        return self
+
+    def _over(self) -> None:
+        if self._gate._swap is self:
+            self._gate._swap = None
+            self._gate._changed.notify()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        gate = self._gate
+        try:
+            if exc_type is None:
+                version = gate._version + 1 if self.version is None else self.version
+                if version < 1 and version != gate._version:
+                    raise LocalProtocolError(f"a version is at least 1, got {version}")
+                gate._activate(version, gate._epoch if self.epoch is None else self.epoch)
+        finally:
+            self._over()

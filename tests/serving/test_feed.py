@@ -191,6 +191,31 @@ async def test_a_source_that_refuses_says_why_and_is_asked_again(address: str) -
         assert feed.status.version == 1
 
 
+async def test_one_receiver_goes_through_a_link_that_was_refused(address: str) -> None:
+    source, target = models.linear(), models.linear()
+    token = "a token of this server"
+    register, installed = target.register_forward_pre_hook, []
+
+    def count(*args, **options):
+        installed.append(args)
+        return register(*args, **options)
+
+    target.register_forward_pre_hook = count  # of a guard, each of which has its own
+    scheme = aiosync.TCPWeightSyncScheme(address, token=token)
+    async with WeightFeed(scheme, model=target, max_pause=0.1) as feed:
+        async with trainer(source, address, 1, token=token):
+            await feed.ready.wait(timeout=PATIENCE)
+            assert len(installed) == 1
+        async with trainer(source, address, token="another one altogether"):
+            await until(lambda: "AuthError" in feed.status.reason)
+            assert "the link to the source was lost" in feed.status.reason
+            assert feed.status.state == "stale"
+        async with trainer(source, address, 1, token=token):
+            await until(lambda: feed.status.state == "live")
+            assert feed.status.reconnects == 1
+    assert len(installed) == 1
+
+
 async def test_a_function_loads_in_a_thread_while_the_loop_goes_on(address: str) -> None:
     source, engine = models.linear(), Engine()
     entered, go_on = threading.Event(), threading.Event()
