@@ -6,7 +6,7 @@ during a forward is applied by the thread of that forward as soon as it ends. So
 for a busy loop, and the loop never waits for a forward.
 
 A forward that Ctrl-C ended, or any exception under ``torch.compile``, never says that it is
-over: forward hooks do not see it. Such reads are known by their frames, which are on no stack.
+over: forward hooks do not see it. Such reads are known by their frames, which run no more.
 
 Must not import transports; used from any thread.
 """
@@ -301,9 +301,7 @@ class Guard:
 
     def _drop_ended(self, thread: int) -> list[_Read]:
         """The reads of a thread, without those whose frames have ended."""
-        reads = self._open.get(thread, [])
-        ended = _ended(thread, {id(read) for read in reads if isinstance(read, FrameType)})
-        reads = [read for read in reads if id(read) not in ended]
+        reads = [read for read in self._open.get(thread, ()) if not _has_ended(read)]
         if reads:
             self._open[thread] = reads
         else:  # maybe an interrupt left it empty
@@ -315,8 +313,8 @@ class Guard:
         for thread in list(self._open):
             self._drop_ended(thread)
         if self._applying is not None:
-            thread, frame, todo = self._applying
-            if _ended(thread, {id(frame)}):
+            _, frame, todo = self._applying
+            if _has_ended(frame):
                 self._applying, self._pending = None, self._pending or todo
 
     # -- applying ------------------------------------------------------------------------------
@@ -542,21 +540,25 @@ def _reset_all() -> None:
 os.register_at_fork(after_in_child=_reset_all)
 
 
-def _ended(thread: int, frames: set[int]) -> set[int]:
-    """Those frames, by id, that are on the stack of a thread no more."""
-    frame = None
-    if frames:
-        here = threading.get_ident() == thread
-        frame = sys._getframe() if here else sys._current_frames().get(thread)
-    while frames and frame is not None:
-        frames.discard(id(frame))
-        frame = frame.f_back
-    return frames
+def _has_ended(read: _Read) -> bool:
+    """Whether a read is known by a frame, and that one runs no more.
+
+    Only the frame itself is asked. Whoever walks the stack of another thread in CPython 3.11 may
+    collect garbage there, which lets that thread go on, and finds whatever is in its memory then.
+    """
+    if not isinstance(read, FrameType):
+        return False
+    try:
+        read.clear()  # the variables of one that has ended, which nobody needs any more
+    except RuntimeError:
+        return False
+    return True
 
 
 # -- hooks ---------------------------------------------------------------------------------------
 
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
 _CALL = nn.Module._call_impl.__code__
 _NO_FORWARD = nn.Module.forward
@@ -633,7 +635,9 @@ _hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary
 def _call_frame(caller: FrameType) -> FrameType:
     """The frame that lives as long as the forward that a hook is called for."""
     frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_name not in _CALL_FRAMES:
+    while frame is not None and (
+        frame.f_code.co_name not in _CALL_FRAMES or frame.f_code.co_flags & _SUSPENDS
+    ):
         frame = frame.f_back
     return frame or caller
 

@@ -9,6 +9,7 @@ import io
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,35 @@ def test_what_hooks_do_not_see_blocks_nothing(kind: type[BaseException]) -> None
             module()
         use(apply)
         assert apply.runs == 1, use
+
+
+def test_no_thread_looks_at_the_stack_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 collects garbage in ``f_back``, and meanwhile the other thread goes on: what is
+    found then is a Tensor, a dict, or the end of the process."""
+    monkeypatch.setattr(sys, "_current_frames", lambda: pytest.fail("it looks at all stacks"))
+    began, ends, fails = threading.Event(), threading.Event(), threading.Event()
+
+    def inside() -> None:
+        began.set()
+        assert ends.wait(5.0)
+        raise KeyboardInterrupt
+
+    def forward() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            module()
+        fails.set()
+
+    module, apply = Probe(inside), Count()
+    guard = _guarded(module)
+    reading = tools.in_thread(forward)
+    assert began.wait(5.0)
+    guard.submit(apply)
+    assert guard.retry() and apply.runs == 0
+    ends.set()
+    assert fails.wait(5.0)
+    guard.retry()
+    assert apply.runs == 1
+    reading.join()
 
 
 def test_an_interrupted_update_is_applied_once_more() -> None:
