@@ -1,9 +1,7 @@
 """Tools for testing transports and code on top of them: public, and free of any test-runner.
 
 - :data:`CONFORMANCE_CHECKS` and :func:`check_transport`: the suite that every transport passes.
-- :class:`FaultyTransport`: a transport that delays, drops, cuts, duplicates or corrupts messages.
 - :class:`FaultProxy`: a proxy that cuts, resets, stalls, slows or changes streams of bytes.
-- :class:`VirtualClock`: an event loop whose timeouts take no time.
 - :func:`cancel_at_every_await`: cancels an operation at each of its await points.
 - :class:`assert_no_leaks`: finds what a block of code leaves behind.
 
@@ -13,18 +11,15 @@ This package must never import pytest, torch or schemes.
 from __future__ import annotations
 
 from aiosync.testing.cancellation import CancelOutcome, cancel_at_every_await
-from aiosync.testing.clock import VirtualClock
 from aiosync.testing.conformance import (
     CONFORMANCE_CHECKS,
     Check,
     ConformanceError,
     ConformanceReport,
     Hooks,
-    RawPeer,
     TransportFactory,
     check_transport,
 )
-from aiosync.testing.faults import Fault, FaultyTransport
 from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
 from aiosync.testing.proxy import FaultProxy, Faults, Plan, PlanSource
 
@@ -35,17 +30,13 @@ __all__ = [
     "Check",
     "ConformanceError",
     "ConformanceReport",
-    "Fault",
     "FaultProxy",
     "Faults",
-    "FaultyTransport",
     "Hooks",
     "LeakError",
     "Plan",
     "PlanSource",
-    "RawPeer",
     "TransportFactory",
-    "VirtualClock",
     "assert_no_leaks",
     "cancel_at_every_await",
     "check_transport",

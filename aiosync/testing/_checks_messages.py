@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import tracemalloc
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise, product
@@ -18,13 +17,11 @@ from aiosync.errors import (
     FrameTooLarge,
     LocalProtocolError,
     ManifestMismatch,
-    PeerClosed,
     ProtocolError,
     RecvTimeout,
     RemoteProtocolError,
     SendTimeout,
     TransportBroken,
-    WireVersionMismatch,
 )
 from aiosync.testing._tools import (
     CLOG_NBYTES,
@@ -33,7 +30,6 @@ from aiosync.testing._tools import (
     MIB,
     Bench,
     Lending,
-    RawPeer,
     arrives,
     check,
     clog,
@@ -56,7 +52,7 @@ from aiosync.testing._tools import (
 )
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus, Limits
-from aiosync.wire import PREFIX_NBYTES, Ack, Message, Update, encode_frame
+from aiosync.wire import Ack, Message, Update
 
 # -- payloads --------------------------------------------------------------------------------------
 
@@ -69,15 +65,9 @@ async def _both_ways(bench: Bench, *payloads: list[Any]) -> None:
 
 
 @check()
-async def check_empty_payload(bench: Bench) -> None:
-    """A message without payload, and one with an empty buffer, arrive as such."""
-    await _both_ways(bench, [], [b""])
-
-
-@check()
-async def check_one_byte_payload(bench: Bench) -> None:
-    """A payload of one byte arrives, in both directions."""
-    await _both_ways(bench, [b"\x00"], [b"\xff"])
+async def check_small_payloads(bench: Bench) -> None:
+    """No payload, an empty buffer, and single bytes arrive as such, in both directions."""
+    await _both_ways(bench, [], [b""], [b"\x00"], [b"\xff"])
 
 
 @check()
@@ -381,24 +371,7 @@ async def check_subscribe(bench: Bench) -> None:
         )
 
 
-# -- limits and illegal frames, with hooks that reach below the transport --------------------------
-
-
-def _frame(version: int, payload: bytes = b"") -> bytes:
-    return encode_frame(update(version), len(payload)) + payload
-
-
-def _patched(at: int, data: bytes) -> bytes:
-    frame = _frame(2, b"abc")
-    return frame[:at] + data + frame[at + len(data) :]
-
-
-async def _write(peer: RawPeer, *blocks: bytes, after: asyncio.Future[None] | None = None) -> None:
-    with suppress(OSError):  # the other end may refuse to go on
-        await (after or settle(1))
-        for block in blocks:
-            await peer.write(block)
-            await asyncio.sleep(0)
+# -- limits ----------------------------------------------------------------------------------------
 
 
 async def _refuses(transport: Transport, kind: type[RemoteProtocolError], what: str) -> None:
@@ -458,94 +431,3 @@ async def check_unlent_memory_is_bounded(bench: Bench) -> None:
                 await arrives(receiver.recv(), 2, payload)
         else:
             await expect(ProtocolError, receiver.recv(), "recv() of 2000 bytes without a lender")
-
-
-@check("raw")
-async def check_raw_frames_in_any_cuts(bench: Bench) -> None:
-    """Frames that arrive byte by byte, or several at once, are the same messages."""
-    payloads = [pattern(300), b"", b"x"]
-    stream = b"".join(_frame(version, payload) for version, payload in enumerate(payloads, 1))
-    for blocks in ([stream], [bytes([byte]) for byte in stream]):
-        async with bench.raw() as (peer, transport, tasks):
-            writing = tasks.start(_write(peer, *blocks))
-            await receive_all(transport, payloads)
-            await within(writing, "write()")
-
-
-# Offsets into the frame prefix are those of docs/topics/wire-format.md.
-_HEADER_AT = PREFIX_NBYTES + 2
-_ILLEGAL: tuple[tuple[str, bytes, type[RemoteProtocolError]], ...] = (
-    ("text", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", RemoteProtocolError),
-    ("a pickle", b"\x80\x04\x95" + bytes(64), RemoteProtocolError),
-    ("zeros", bytes(100), RemoteProtocolError),
-    ("another wire version", _patched(4, b"\xee"), WireVersionMismatch),
-    ("unknown flags", _patched(5, b"\x80"), RemoteProtocolError),
-    (
-        "a changed header",
-        _patched(_HEADER_AT, bytes([_frame(2, b"abc")[_HEADER_AT] ^ 1])),
-        RemoteProtocolError,
-    ),
-    ("2 TiB", _patched(16, (2**41).to_bytes(8, "little")), FrameTooLarge),
-    ("the largest payload", _patched(16, b"\xff" * 8), FrameTooLarge),
-    (
-        "a long header",
-        _patched(8, (512 * MIB).to_bytes(4, "little")),
-        FrameTooLarge,
-    ),
-    ("the longest header", _patched(8, b"\xff" * 4), FrameTooLarge),
-)
-
-
-@check("raw")
-async def check_raw_illegal_frames(bench: Bench) -> None:
-    """Illegal bytes after a good frame are the right error for good, and take no memory."""
-    for what, frame, kind in _ILLEGAL:
-        async with bench.raw() as (peer, transport, _):
-            tracemalloc.start()
-            try:
-                await within(peer.write(_frame(1) + frame), "write()")
-                await arrives(transport.recv(), 1)
-                await _refuses(transport, kind, what)
-                peak = tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-            require(peak < 8 * MIB, f"{peak} bytes were allocated for {what}")
-
-
-@check("raw")
-async def check_raw_cut(bench: Bench) -> None:
-    """A peer that ends in mid-frame is TransportBroken for good; between frames, PeerClosed."""
-    payload = pattern(bench.hooks.raw_payload_nbytes)
-    whole, header_end = _frame(1, payload), len(_frame(1))
-    ends = (1, PREFIX_NBYTES - 1, PREFIX_NBYTES, header_end - 1, len(whole) // 2, len(whole) - 1)
-    for end in (*ends, len(whole)):
-        async with bench.raw() as (peer, transport, tasks):
-            receiving = tasks.start(transport.recv())
-            await within(peer.write(whole[:end]), "write()")
-            await is_blocked(receiving, 0)
-            peer.close()
-            if end < len(whole):
-                await expect(TransportBroken, receiving, f"recv() of {end} bytes of {len(whole)}")
-                await stays_broken(transport, "a cut in mid-frame")
-            else:
-                await arrives(receiving, 1, payload)
-                await expect(PeerClosed, transport.recv(), "recv() after the end between frames")
-
-
-@check("raw")
-async def check_raw_timeout_mid_frame(bench: Bench) -> None:
-    """A deadline in mid-frame loses nothing before the payload, and never tears a payload."""
-    payload = pattern(bench.hooks.raw_payload_nbytes)
-    whole, header_end = _frame(1, payload), len(_frame(1))
-    for end in (5, PREFIX_NBYTES, header_end - 1, header_end + len(payload) // 2):
-        async with bench.raw() as (peer, transport, tasks):
-            start = tasks.start(_write(peer, whole[:end]))
-            await settle()
-            await expect(RecvTimeout, transport.recv(timeout=0.02), f"recv() of {end} bytes")
-            rest = tasks.start(_write(peer, whole[end:], after=start))
-            try:
-                await arrives(transport.recv(), 1, payload)
-            except TransportBroken:
-                require(end > header_end, "RecvTimeout before the payload broke the link")
-                await stays_broken(transport, "RecvTimeout in mid-payload")
-            await within(rest, "write() of the rest")

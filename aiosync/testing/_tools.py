@@ -61,16 +61,6 @@ class TransportFactory(Protocol):
     def __call__(self) -> AbstractAsyncContextManager[Pair]: ...
 
 
-class RawPeer(Protocol):
-    """The far end of a link without a transport on it: raw bytes, for hostile frames."""
-
-    async def write(self, data: bytes) -> None:
-        """Write all of ``data``; raises ``OSError`` when the other end has gone."""
-
-    def close(self) -> None:
-        """Close this end. Idempotent."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
     """What a transport's author can offer beyond the factory; checks that lack theirs are skipped.
@@ -79,16 +69,10 @@ class Hooks:
         cut: Severs the raw link beneath one end at once, from outside, as the death of that
             end's process would: nothing is flushed and no farewell is said.
         limited: Makes a link whose ends have these limits (sender's, receiver's).
-        raw: Makes a link whose far end is raw: ``async with raw() as (peer, transport)``. For
-            transports that move frames of ``aiosync.wire`` over a byte stream.
-        raw_payload_nbytes: The largest payload, in bytes, that the transport itself would put
-            into that stream; at least 2.
     """
 
     cut: Callable[[Transport], None] | None = None
     limited: Callable[[Limits, Limits], AbstractAsyncContextManager[Pair]] | None = None
-    raw: Callable[[], AbstractAsyncContextManager[tuple[RawPeer, Transport]]] | None = None
-    raw_payload_nbytes: int = 2**20
 
 
 class Tasks(AbstractAsyncContextManager["Tasks"]):
@@ -136,13 +120,6 @@ class Bench:
         made = self.pair() if limits is None or limited is None else limited(*limits)
         async with made as (left, right), Tasks() as tasks:
             yield (right, left, tasks) if flipped else (left, right, tasks)
-
-    @asynccontextmanager
-    async def raw(self) -> AsyncGenerator[tuple[RawPeer, Transport, Tasks], None]:
-        """Make a link with a raw far end."""
-        assert self.hooks.raw is not None
-        async with self.hooks.raw() as (peer, transport), Tasks() as tasks:
-            yield peer, transport, tasks
 
     def cut(self, transport: Transport) -> None:
         """Sever the link beneath ``transport``."""

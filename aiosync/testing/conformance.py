@@ -18,7 +18,6 @@ from aiosync.testing._tools import (
     Check,
     ConformanceError,
     Hooks,
-    RawPeer,
     TransportFactory,
 )
 from aiosync.types import Capabilities
@@ -29,7 +28,6 @@ __all__ = [
     "ConformanceError",
     "ConformanceReport",
     "Hooks",
-    "RawPeer",
     "TransportFactory",
     "check_transport",
 ]

@@ -165,14 +165,14 @@ class FaultProxy:
     def stall(self) -> None:
         """Let nothing move on any live connection until :meth:`resume`; they stay open."""
         for each in self._live.values():
-            each.running.clear()
+            each.forward.clear()
+            each.back.clear()
 
     def resume(self) -> None:
         """Let everything that :meth:`stall` or a ``stall_at`` holds up now move again."""
         for each in self._live.values():
-            each.running.set()
-            each.lifted.set()
-            each.lifted = asyncio.Event()
+            each.forward.set()
+            each.back.set()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the dialer has gone
@@ -188,9 +188,9 @@ class _Connection:
     """Two sockets and the streams between them. Ends by a fault, by order, or by itself."""
 
     def __init__(self, proxy: FaultProxy, dialer: socket.socket) -> None:
-        self.running = asyncio.Event()  # cleared by FaultProxy.stall()
-        self.running.set()
-        self.lifted = asyncio.Event()  # of the streams that have come to their stall_at
+        self.forward, self.back = asyncio.Event(), asyncio.Event()  # not set: that way is stalled
+        self.forward.set()
+        self.back.set()
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._proxy = proxy
         self._socks = [_prepare(dialer)]
@@ -224,13 +224,18 @@ class _Connection:
         with contextlib.suppress(OSError):  # the upstream is not there
             await asyncio.get_running_loop().sock_connect(server, target)
             both = await asyncio.gather(
-                self._stream(plan.forward, dialer, server, "bytes_forward"),
-                self._stream(plan.back, server, dialer, "bytes_back"),
+                self._stream(plan.forward, self.forward, dialer, server, "bytes_forward"),
+                self._stream(plan.back, self.back, server, dialer, "bytes_back"),
             )
             self.end(reset=not all(both))
 
     async def _stream(
-        self, faults: Faults, source: socket.socket, destination: socket.socket, counter: str
+        self,
+        faults: Faults,
+        running: asyncio.Event,
+        source: socket.socket,
+        destination: socket.socket,
+        counter: str,
     ) -> bool:
         """Relay one direction; whether it came to its end rather than broke."""
         loop = asyncio.get_running_loop()
@@ -238,7 +243,7 @@ class _Connection:
         at = 0
         for mark, kind in sorted((mark, kind) for mark, kind in offsets if mark is not None):
             while at < mark:
-                await self.running.wait()
+                await running.wait()
                 try:
                     block = await loop.sock_recv(source, int(min(_BLOCK_NBYTES, mark - at)))
                 except OSError:
@@ -246,7 +251,7 @@ class _Connection:
                     self.end(reset=True)
                     return False
                 await asyncio.sleep(faults.delay)
-                await self.running.wait()
+                await running.wait()
                 if faults.corrupt_at is not None and at <= faults.corrupt_at < at + len(block):
                     changed = bytearray(block)
                     changed[faults.corrupt_at - at] ^= faults.corrupt_mask
@@ -262,9 +267,9 @@ class _Connection:
                 at += len(block)
                 setattr(self._proxy, counter, getattr(self._proxy, counter) + len(block))
             if kind == 0:
-                await self.lifted.wait()
+                running.clear()
                 continue
-            await self.running.wait()
+            await running.wait()
             if kind == 1:
                 await _delivered(destination)
             self.end(reset=kind == 1)

@@ -6,12 +6,10 @@ Payloads above 128 KiB go over the group, smaller ones in the control stream.
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 
@@ -19,7 +17,7 @@ from aiosync.testing import CONFORMANCE_CHECKS, Check, Hooks
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from tests.conformance.test_transports import Pair, cut_stream, raw, tcp_ends
+from tests.conformance.test_transports import Pair, cut_stream, tcp_ends
 
 
 @asynccontextmanager
@@ -43,15 +41,10 @@ async def threads_end() -> None:
         await asyncio.sleep(0.01)
 
 
-def listening(sock: socket.socket) -> DistributedTransport:
-    return DistributedTransport(TCPTransport(sock), rank=0)
-
-
 @pytest.mark.parametrize("check", CONFORMANCE_CHECKS, ids=lambda check: check.name)
 @pytest.mark.asyncio
 async def test_conformance(check: Check) -> None:
-    far = partial(raw, listening, socket.socketpair)
-    hooks = Hooks(cut=cut_stream, limited=pair, raw=far, raw_payload_nbytes=65536)
+    hooks = Hooks(cut=cut_stream, limited=pair)
     reason = check.skip_reason(hooks, DistributedTransport.capabilities)
     if reason is not None:
         pytest.skip(reason)

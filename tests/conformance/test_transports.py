@@ -7,7 +7,6 @@ both.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import tempfile
@@ -40,27 +39,6 @@ from aiosync.types import Capabilities, Limits
 from tests._certificates import certificates
 
 Pair = tuple[Transport, Transport]
-
-
-class FdPeer:
-    """The raw far end of a byte stream: one end, or one to read from and one to write to."""
-
-    def __init__(self, *ends: Connection | socket.socket) -> None:
-        self._ends = ends
-        self._fd = ends[-1].fileno()
-        os.set_blocking(self._fd, False)
-
-    async def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except BlockingIOError:
-                await asyncio.sleep(0)
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
 
 
 def cut_stream(transport: MPTransport | SharedMemTransport | TCPTransport) -> None:
@@ -106,14 +84,6 @@ async def pair(build, make_ends, sender=None, receiver=None) -> AsyncIterator[Pa
 
 
 @asynccontextmanager
-async def raw(build, make_ends) -> AsyncIterator[tuple[FdPeer, Transport]]:
-    left, right = make_ends()
-    with contextlib.closing(FdPeer(*left) if isinstance(left, tuple) else FdPeer(left)) as peer:
-        async with build(right) as transport:
-            yield peer, transport
-
-
-@asynccontextmanager
 async def tls_pair(url: str, sender=None, receiver=None) -> AsyncIterator[Pair]:
     files, loop = certificates(), asyncio.get_running_loop()
     with tempfile.TemporaryDirectory(prefix="aiosync-tests-") as folder:
@@ -142,12 +112,10 @@ class Subject:
     capabilities: Capabilities
 
 
-def over(name: str, transport, make_ends, *, build=None, cut=cut_stream, **hooks) -> Subject:
+def over(name: str, transport, make_ends, *, build=None, cut=cut_stream) -> Subject:
     """A transport over ends of byte streams."""
-    made = build or transport, make_ends
-    links = partial(pair, *made)
-    hooks = Hooks(cut=cut, limited=links, raw=partial(raw, *made), **hooks)
-    return Subject(name, links, hooks, transport.capabilities)
+    links = partial(pair, build or transport, make_ends)
+    return Subject(name, links, Hooks(cut=cut, limited=links), transport.capabilities)
 
 
 def over_tls(name: str, url: str) -> Subject:
@@ -167,10 +135,7 @@ SUBJECTS = [
     over("mp-duplex", MPTransport, duplex_ends),
     # A pipe(2) cannot be shut down.
     over("mp-oneway", MPTransport, oneway_ends, build=oneway, cut=MPTransport.abort),
-    replace(
-        over("shm", SharedMemTransport, socket.socketpair, raw_payload_nbytes=4096),
-        factory=SharedMemTransport.pair,
-    ),
+    replace(over("shm", SharedMemTransport, socket.socketpair), factory=SharedMemTransport.pair),
     over("tcp", TCPTransport, tcp_ends),
     over("unix", TCPTransport, socket.socketpair),
     over_tls("tcp-tls", "tcp://127.0.0.1:0"),
@@ -261,7 +226,7 @@ WRONG = {
     "backpressure": NeverBlocks,
     "close_wakes_recv": ClosesWithoutAWord,
     "repr": ShowsPayload,
-    "leaves_nothing": LeaksATask,
+    "small_payloads": LeaksATask,
 }
 
 
@@ -281,16 +246,16 @@ async def test_a_wrong_transport_fails(name: str) -> None:
 
 @pytest.mark.asyncio
 async def test_check_transport_reports_what_it_ran_and_names_every_failure() -> None:
-    names = ("one_byte_payload", "several_buffers", "lent_buffers", "raw_cut")
+    names = ("small_payloads", "several_buffers", "lent_buffers", "cut_mid_message")
     some = [check for check in CONFORMANCE_CHECKS if check.name in names]
     assert len(some) == 4
     declared = Capabilities(name="x", exceptions=dict.fromkeys(names[1:3], "only one"))
     report = await check_transport(SendsTheFirstBuffer.pair, capabilities=declared, checks=some)
-    assert report.passed == ("one_byte_payload",)
+    assert report.passed == ("small_payloads",)
     assert report.skipped == {
         "several_buffers": "declared exception: only one",
         "lent_buffers": "declared exception: only one",
-        "raw_cut": "needs the hook raw",
+        "cut_mid_message": "needs the hook cut",
     }
     nothing = Capabilities(name="x", exceptions={"*": "a single end"})
     report = await check_transport(SendsTheFirstBuffer.pair, capabilities=nothing, checks=some)
