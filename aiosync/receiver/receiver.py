@@ -28,7 +28,10 @@ from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
     ApplyError,
+    ConnectTimeout,
+    LocalProtocolError,
     PeerClosed,
+    RecvTimeout,
     RemoteProtocolError,
     StaleVersion,
     SyncTimeout,
@@ -36,14 +39,14 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Result
-from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, is_held_by_caller
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Current, ManifestMessage, Promise, Take, Update
+from aiosync.wire import Current, ManifestMessage, Promise, Take, Update, Welcome
 
 __all__ = ["Refusal", "Relay", "WeightReceiver"]
 
@@ -90,7 +93,6 @@ class WeightReceiver:
         strict: Every name and dtype must match.
         guard: Keeps forwards and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
-        on_applied: Called on the loop after each applied update.
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not wait. What it raises is told, and the model has the version.
         relay: Passes on what was applied before the trainer is told; asked for at each update.
@@ -109,6 +111,7 @@ class WeightReceiver:
         refused: What the model refused last, of this trainer.
         refusing: The same, while it has nothing newer.
         progress: Parts of updates that arrived, and answers.
+        reported: Epoch and version that :meth:`receive` told of last.
     """
 
     def __init__(
@@ -121,7 +124,6 @@ class WeightReceiver:
         strict: bool,
         guard: Guard,
         install_hooks: bool,
-        on_applied: Callable[[int, int], None],
         flipped: Callable[[int, int], None] = lambda epoch, version: None,
         relay: Callable[[], Relay | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
@@ -155,7 +157,7 @@ class WeightReceiver:
             flipped=flipped,
         )
         self.inbox: Inbox = self.applier.inbox
-        self._on_applied = on_applied
+        self._resolve = resolve
         self._relay = relay
         self._relink = relink
         self._promises = promises
@@ -175,6 +177,7 @@ class WeightReceiver:
         self.reconnects: int = 0
         self.progress: int = 0
         self._progress_at = 0.0
+        self.reported: tuple[int | None, int] = (None, 0)
         self._changed = Notifier()
         self._num_waiting = 0
         self._closed = False
@@ -413,7 +416,6 @@ class WeightReceiver:
         old = staged if applier.copy else old
         if old is not None and old.slot is None:
             self._loop.call_soon(self._updates.retire, old)
-        self._on_applied(epoch, version)
         if staged.slot is not None and result.error is None:
             self._promise(staged)
             if self.pulls.wanted or self.pulls.promised:
@@ -513,6 +515,15 @@ class WeightReceiver:
     def transforming_since(self) -> float | None:
         """When the transform began that is at work now; ``None`` if none is."""
         return None if self._transformer is None else self._transformer.since
+
+    @property
+    def version(self) -> int:
+        """Version that the model has; 0 before any."""
+        return self.inbox.version
+
+    def is_ready(self) -> bool:
+        """Whether the model has a version, or one waits for a model."""
+        return self.inbox.version > 0 or (self.has_staged and self._resolve() is None)
 
     @property
     def has_staged(self) -> bool:
@@ -619,6 +630,13 @@ class WeightReceiver:
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
+        if timeout is not None and timeout <= 0:
+            await asyncio.sleep(0)
+            self.look_now()
+            if not condition():
+                self.check()
+                raise late
+            return
 
         def rung() -> bool:
             self._ring_me()
@@ -635,12 +653,120 @@ class WeightReceiver:
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
-            raise late from exc
+            raise late from (exc if self.cut_off is None else self.cut_off[1])
         finally:
             self._num_waiting -= 1
             slots = self._updates.slots
             if slots is not None and not self._num_waiting:
                 slots.ring_me(False)
+
+    async def _wait_applied(
+        self, condition: Callable[[], bool], timeout: float | None, late: SyncTimeout
+    ) -> None:
+        """Have what is staged applied, also by hand, until a condition holds."""
+
+        def asked() -> bool:
+            self.apply_soon()
+            return condition()
+
+        with self.applier.asking():
+            await self.wait_until(asked, timeout=timeout, late=late)
+
+    def _check_not_inside(self, method: str, condition: Callable[[], bool]) -> None:
+        """Raise if ``condition`` needs an update that the caller's own read holds back."""
+        if is_held_by_caller(self.guard) and not condition():
+            self.check()
+            raise LocalProtocolError(
+                f"{method}() was called inside a reading() block or a forward pass, which keeps "
+                "updates from being applied: it would wait for ever. Call it after the block"
+            )
+
+    async def wait_for_first(
+        self, welcome: Welcome, *, timeout: float | None, late: ConnectTimeout
+    ) -> None:
+        """Wait for the initial weights, or for a place to put them."""
+        inbox = self.inbox
+
+        def arrived() -> bool:
+            # What comes before the newest may be a mistake that all workers have refused.
+            self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
+            if self._resolve() is None:
+                return self.has_staged
+            if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
+                return inbox.version >= welcome.version
+            return inbox.version > 0
+
+        await self._wait_applied(arrived, timeout, late)
+        self.reported = (inbox.epoch, inbox.version)
+
+    async def receive(self, timeout: float | None) -> bool:
+        """Wait for an update that is applied and was not told of; whether there is one."""
+        inbox, refused = self.inbox, self.refused
+
+        def arrived() -> bool:
+            if self.applier.manual:
+                self.check_refused(beside=refused)
+            return inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported
+
+        if timeout is None or timeout > 0:
+            self._check_not_inside("receive", arrived)
+        try:
+            await self._wait_applied(arrived, timeout, RecvTimeout())
+        except RecvTimeout:
+            return False
+        self.reported = (inbox.epoch, inbox.version)
+        return True
+
+    async def wait_for(
+        self, version: int, *, staged: bool = False, timeout: float | None, late: SyncTimeout
+    ) -> int:
+        """Wait until the model has at least ``version``; or, with ``staged``, it is here.
+
+        Returns:
+            The version that it has, or that is here.
+
+        Raises:
+            ApplyError: It was refused.
+        """
+
+        def newest() -> int:
+            return max(self.applied_version, self.staged_version if staged else 0)
+
+        def reached() -> bool:
+            if newest() < version:
+                self.check_refused(version)
+            return newest() >= version
+
+        if staged:
+            await self.wait_until(reached, timeout=timeout, late=late)
+        else:
+            if timeout is None or timeout > 0:
+                self._check_not_inside("wait_for_version", reached)
+            await self._wait_applied(reached, timeout, late)
+        return max(version, newest())
+
+    async def pull(self, least: int, *, timeout: float | None, late: SyncTimeout) -> int:
+        """Ask for the newest version, from ``least`` on, and wait until the model has it.
+
+        Raises:
+            ApplyError: It was refused.
+        """
+        inbox, pulls, refused = self.inbox, self.pulls, self.refused
+        before, answers = (inbox.epoch, inbox.version), pulls.answers
+        if least > inbox.version:
+            self._check_not_inside("pull", lambda: False)
+        pulls.add(least)
+
+        def arrived() -> bool:
+            self.check_refused(beside=refused)
+            if self.has_staged:
+                self._check_not_inside("pull", lambda: False)
+            if inbox.version < least or self.has_staged or self.lag or pulls.promised:
+                return False
+            return pulls.answers != answers or (inbox.epoch, inbox.version) != before
+
+        await self._wait_applied(arrived, timeout, late)
+        return inbox.version
 
     def _ring_me(self) -> None:
         """Have the trainer tell of a new version at once, while somebody waits for one."""

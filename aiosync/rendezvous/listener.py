@@ -41,6 +41,9 @@ class AnyListener(Protocol):
     def close(self) -> None:
         """Stop accepting. Idempotent."""
 
+    async def aclose(self) -> None:
+        """The same, and wait until nothing of it runs any more."""
+
 
 class AcceptLoop:
     """Accepts on a socket that listens, from :meth:`start` to :meth:`close`. Owns the socket."""

@@ -280,7 +280,7 @@ class Arrivals:
         self._waits = False
         return self._newest[0]
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """End what nobody has taken."""
         self._tasks.abort()
         if self._newest is not None and self._waits:
@@ -288,5 +288,5 @@ class Arrivals:
 
     async def aclose(self) -> None:
         """The same, and wait until nothing of it runs any more."""
-        self.abort()
+        self.close()
         await self._tasks.aclose()

@@ -137,6 +137,10 @@ class SameHost:
         if self._listener is not None:
             self._listener.close()
 
+    async def aclose(self) -> None:
+        """The same: whose tasks the handshakes are ends them."""
+        self.close()
+
 
 async def dial_here(
     address: Address,

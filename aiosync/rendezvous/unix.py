@@ -91,6 +91,10 @@ class UnixListener:
             with contextlib.suppress(OSError):
                 os.unlink(self._address)
 
+    async def aclose(self) -> None:
+        """The same: nothing of it runs."""
+        self.close()
+
 
 def _peer_pid(sock: socket.socket) -> int | None:
     """Process id of the other end; 0 where the system does not tell, ``None`` of other users."""

@@ -9,7 +9,7 @@ from aiosync.receiver.transform import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
-from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
+from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.ray_transform import (
@@ -24,7 +24,6 @@ from aiosync.schemes.registry import (
     scheme_from_backend,
 )
 from aiosync.schemes.rpc import RPCWeightSyncScheme
-from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender import WeightSender

@@ -5,7 +5,7 @@ Must not import torch, nor a concrete scheme.
 
 from __future__ import annotations
 
-import secrets
+import abc
 import socket
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.types import Limits
-from aiosync.wire import Hello
 
 __all__ = ["StreamScheme"]
 
@@ -48,9 +47,8 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._session = secrets.token_bytes(16)
+        self._listener: StreamListener | None = None
         self._arrivals: Arrivals | None = None  # a worker's that listens
-        self._applied_epoch: int | None = None
 
     def _planning_limits(self) -> Limits | None:
         return self.limits
@@ -60,7 +58,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     @property
     def address(self) -> str:
         """Where the side that listens does so; with the port once it is bound."""
-        if isinstance(self._listener, StreamListener):
+        if self._listener is not None:
             return self._listener.url
         idx = (self._worker_idx or 0) if self._dial == "sender" else 0
         return str(self._addresses[min(idx, len(self._addresses) - 1)])
@@ -75,7 +73,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         return 2 * self._keepalive
 
     def _listen(self, address: Address) -> StreamListener:
-        listener = StreamListener(
+        self._listener = listener = StreamListener(
             address,
             credentials=self._credentials,
             limits=self.limits,
@@ -84,7 +82,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             keepalive=self._keepalive,
             untaken=self._untaken,
         )
-        self._listener = listener
+        self._listeners.append(listener)
         return listener
 
     def _bind_early(self) -> None:
@@ -122,6 +120,10 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         """Receiver: how often a lost link was replaced."""
         return 0 if self._receiver is None else self._receiver.reconnects
 
+    @abc.abstractmethod
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        """A link over a connected socket."""
+
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a connected stream socket. Takes ownership of it; needs a running loop.
 
@@ -136,30 +138,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     # -- meeting the sender --------------------------------------------------------------------
 
-    def _hello(self) -> Hello:
-        receiver = self._receiver
-        epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.partial) or (None, None, 0)
-        plain = super()._hello()
-        return Hello(
-            role="receiver",
-            model_id=plain.model_id,
-            pid=plain.pid,
-            worker_idx=plain.worker_idx,
-            strategy=plain.strategy,
-            has_target=plain.has_target,
-            epoch=epoch if version else None,
-            version=version or None,
-            session=self._session,
-            subscribe=self._subscribes,
-            partial_epoch=partial[0],
-            partial_version=partial[1],
-            partial_nbytes=partial[2],
-        )
-
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        if self._pipe is not None:
-            return await super()._dial_trainer(left, again)
         if self._dial == "sender":
             return await self._next_arrival(left())
         return await self._to_trainer().dial(left(), again=again)
@@ -172,7 +151,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         return self._to_trainer().not_reached(within)
 
     def _is_final(self, error: AiosyncError) -> bool:
-        return self._pipe is not None or is_final(error)
+        return is_final(error)
 
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""
@@ -184,14 +163,14 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
                     "one address for each worker, in the order of their worker_idx"
                 )
             self._arrivals = Arrivals(self._takes_links, self._on_listener_crash)
+            self._listeners.append(self._arrivals)
             self._listen(self._addresses[idx]).start(
                 self._arrivals.welcome, self._on_listener_crash
             )
         try:
             return await self._arrivals.next(timeout)
         except ConnectTimeout as exc:
-            listener = self._listener
-            why = listener.counts.last_refusal if isinstance(listener, StreamListener) else None
+            why = None if self._listener is None else self._listener.counts.last_refusal
             refused = "" if why is None else f"; last refusal: {why}"
             raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
@@ -204,37 +183,3 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     def _on_listener_crash(self, error: BaseException) -> None:
         if self._receiver is not None:
             self._receiver.fail(error)
-
-    async def _relink(self, lost: AiosyncError) -> Transport:
-        receiver = self._receiver
-        assert receiver is not None
-        assert self._trainer is not None
-        if self._pipe is not None or self.reconnect == 0:
-            raise lost
-        link, welcome = await self._trainer.reconnect(lost, self.reconnect, receiver.progress)
-        same = welcome.epoch == receiver.inbox.newest_epoch
-        if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
-            receiver.cut_off = None  # nothing newer has to come before this link is of use
-        return link
-
-    def _on_applied(self, epoch: int, version: int) -> None:
-        super()._on_applied(epoch, version)
-        if epoch != self._applied_epoch:  # the versions of another trainer are news to receive()
-            self._applied_epoch, self._reported = epoch, 0
-
-    # -- closing -------------------------------------------------------------------------------
-
-    def _abort_unused_links(self) -> None:
-        super()._abort_unused_links()
-        if self._arrivals is not None and not self._inherited:
-            self._arrivals.abort()
-
-    async def _close_here(self) -> None:
-        listener = self._listener
-        try:
-            await super()._close_here()
-        finally:
-            if self._arrivals is not None:
-                await self._arrivals.aclose()
-            if isinstance(listener, StreamListener):
-                await listener.aclose()

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import socket
+import secrets
 import time
 import warnings
 import weakref
@@ -25,22 +25,15 @@ from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
-    ConnectError,
     ConnectTimeout,
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
     TransportClosed,
 )
-from aiosync.protocol import VersionClock, validate_timeout
+from aiosync.protocol import validate_timeout
 from aiosync.protocol.indices import as_index, as_indices
-from aiosync.receiver.guard import (
-    Guard,
-    Reading,
-    has_own_call,
-    is_held_by_caller,
-    why_unguarded,
-)
+from aiosync.receiver.guard import Guard, Reading, has_own_call, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, run_hook
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
@@ -48,7 +41,7 @@ from aiosync.rendezvous.dialer import Backoff, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.reconnect import KeptLink
-from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect, new_address
+from aiosync.rendezvous.unix import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.sources import (
@@ -171,17 +164,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._loader: LoadTarget | None = None
         self._transform: Transform | None = None
         self._sources = Sources()
-        self._listener: AnyListener | None = None
+        self._listeners: list[AnyListener] = []
         self._links: dict[int, Transport] = {}
         self._pipe: Any = None
-        self._clock = VersionClock()
-        self._maker: SnapshotCopier | None = None
+        self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # what has abort() and aclose()
         self._guard_object = Guard()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._trainer: KeptLink[Transport, Welcome] | None = None
+        self._session = secrets.token_bytes(16)
         self._idx_chosen = False  # by the trainer, and not by the user
-        self._reported = 0
         self._hooks = SchemeHooks()
 
     @classmethod
@@ -214,11 +206,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Have this copy meet only copies that are made of it from now on."""
         self._address = new_address()
 
-    def __copy__(self) -> Self:
-        other = object.__new__(type(self))
-        other.__setstate__(self.__getstate__())
-        return other
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
@@ -229,10 +216,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
 
     # -- what subclasses decide ----------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """A link over a connected Unix socket."""
 
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
@@ -250,10 +233,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     _borrows = False
     # Whether it waits for the part of a snapshot that it sends.
     _copies_ahead = False
-    # What finds another link after one was lost; None where a lost link is the end.
-    _relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None
     _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
-    _longest_pause = 0.1  # between two attempts to meet the trainer: a Unix socket costs little
     _waits_for_first = True  # connect() returns once the initial weights are applied
     _subscribes = True  # gets every update, and not only those it asks for
 
@@ -261,46 +241,47 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """How payloads travel; ``None`` where links neither damage nor lose them."""
         return None
 
-    def _make_listener(self, sources: Sources) -> AnyListener | None:
-        """A socket of this scheme that workers may dial, bound now; ``None`` for none."""
-        del sources
-        return UnixListener(self._address)
+    def _bind(self, sources: Sources) -> None:
+        """Have workers that dial be heard, once the sender connects."""
 
-    def _start_listening(self, sender: WeightSender) -> None:
-        """Let workers in from now on. Called on the loop."""
-        if isinstance(self._listener, UnixListener):
-            self._listener.start(self._on_connection, sender.workers.not_let_in)
+    # Let workers in from now on. Called on the loop.
+    _start_listening: Callable[[WeightSender], None]
+    # One attempt to get a link to the trainer; told if there was one before.
+    _dial_trainer: Callable[[Left, bool], Awaitable[Transport]]
+    # What an error says while there is no trainer, within a time that it is given.
+    _nobody: Callable[[str], str]
+    # Whether no other attempt to meet the trainer follows after an error.
+    _is_final: Callable[[AiosyncError], bool]
+    _longest_pause: float  # between two attempts
 
-    def _on_connection(self, sock: socket.socket, pid: int) -> None:
-        transport = self._transport_over(sock, f"worker process {pid}")
-        channel = transport.channel
-        if channel is not None:
-            with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
-                channel.watch_process(pid)
-        assert self._sender is not None
-        self._sender.workers.welcome(transport)
+    async def _reach(self, left: Left, again: bool) -> Transport:
+        if self._pipe is not None:
+            return self.create_transport(self._pipe)
+        return await self._dial_trainer(left, again)
 
-    def _hello(self) -> Hello:
-        """What this receiver says first on a link."""
-        return Hello(
+    async def _greet(self, link: Transport, timeout: float | None) -> Welcome:
+        """The handshake on a link."""
+        receiver = self._receiver
+        epoch, version = (None, 0) if receiver is None else receiver.held
+        partial = (None if receiver is None else receiver.partial) or (None, None, 0)
+        hello = Hello(
             role="receiver",
             model_id=self._model_id or "policy",
             pid=os.getpid(),
             worker_idx=self._worker_idx,
             strategy=self.strategy_str,
             has_target=self._resolve_target() is not None and self.apply == "auto",
+            epoch=epoch if version else None,
+            version=version or None,
+            session=self._session,
+            subscribe=self._subscribes,
+            partial_epoch=partial[0],
+            partial_version=partial[1],
+            partial_nbytes=partial[2],
+            slots=link.slots is not None and can_lock(),
         )
-
-    def _hello_on(self, link: Transport) -> Hello:
-        hello = self._hello()
-        if link.slots is not None:
-            hello = dataclasses.replace(hello, slots=can_lock())
-        return hello
-
-    async def _greet(self, link: Transport, timeout: float | None) -> Welcome:
-        """The handshake on a link."""
         try:
-            welcome = await greet(link, self._hello_on(link), timeout=timeout)
+            welcome = await greet(link, hello, timeout=timeout)
         except (ConfigError, Refused) as exc:
             if not self._idx_chosen:
                 raise
@@ -309,30 +290,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._idx_chosen = self._idx_chosen or self._worker_idx is None
         self._worker_idx = welcome.worker_idx
         return welcome
-
-    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        """One attempt to get a link to the trainer; ``again`` if there was one before."""
-        del left, again
-        if isinstance(self._pipe, Transport):
-            return self._pipe
-        if self._pipe is not None:
-            return self.create_transport(self._pipe)
-        sock, _pid = connect(self._address, listener_pid=self._sender_pid)
-        return self._transport_over(sock, "the trainer")
-
-    def _nobody(self, within: str) -> str:
-        """What an error says while there is no trainer."""
-        return (
-            f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
-            "copy of this scheme"
-        )
-
-    def _is_final(self, error: AiosyncError) -> bool:
-        """Whether no other attempt to meet the trainer follows after this error."""
-        return self._pipe is not None or not isinstance(error, (NobodyListens, Refused))
-
-    def _on_applied(self, epoch: int, version: int) -> None:
-        """Called on the loop after each applied update; subclasses may extend it."""
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -400,12 +357,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     @model.setter
     def model(self, value: Any) -> None:
+        self._assign("_model", value)
+
+    def _assign(self, name: str, value: Any) -> None:
         if self._role == "receiver":
             self._check_guard(value)
-        if self._role == "sender":
+        elif self._role == "sender":
             self._sources.replace(value)
-            self._weights = None
-        self._replace("_model", value)
+            self._model = self._weights = None
+        self._replace(name, value)
 
     def _replace(self, name: str, value: Any) -> None:
         """Set what the target is found by, and tell the receiver; all of it or nothing."""
@@ -431,12 +391,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     @weights.setter
     def weights(self, value: Any) -> None:
-        if self._role == "receiver":
-            self._check_guard(value)
-        if self._role == "sender":
-            self._sources.replace(value)
-            self._model = None
-        self._replace("_weights", value)
+        self._assign("_weights", value)
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -460,26 +415,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _why_no_model(self) -> str | None:
         """What the context lacks; ``None`` if the model is there, or not looked for in one."""
-        given = (self._model, self._weights, self._loader)
-        if self._context_ref is None or any(each is not None for each in given):
+        if self._context_ref is None or self._resolve_target() is not None:
             return None
         context = self.context
         if context is None:
             return "the context is gone, as only a weak reference is kept"
-        model_id = self._model_id or "policy"
-        try:
-            resolve_model(context, model_id)
-        except AttributeError:
-            return f"the context, a {type(context).__name__}, has no model {model_id!r}"
-        return None
+        return (
+            f"the context, a {type(context).__name__}, has no model {self._model_id or 'policy'!r}"
+        )
 
     def _resolve_target(self) -> Any:
-        if self._loader is not None:
-            return self._loader
-        if self._weights is not None:
-            return self._weights
-        if self._model is not None:
-            return self._model
+        for given in (self._loader, self._weights, self._model):
+            if given is not None:
+                return given
         try:
             return self.model
         except AttributeError:
@@ -490,24 +438,24 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     @property
     def version(self) -> int:
         """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
-        if self._receiver is not None:
-            return self._receiver.inbox.version
-        return self._clock.current if self._role == "sender" else 0
+        runtime = self._runtime
+        return 0 if runtime is None else runtime.version
 
     @property
     def lag(self) -> int:
         """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
-        if self._receiver is not None:
-            return self._receiver.lag
-        versions = self.worker_versions.values()
-        return max((self._clock.current - version for version in versions), default=0)
+        runtime = self._runtime
+        return 0 if runtime is None else runtime.lag
+
+    @property
+    def _runtime(self) -> WeightSender | WeightReceiver | None:
+        return self._receiver if self._sender is None else self._sender
 
     @property
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied, as far as it is known."""
-        if self._sender is None:
-            return {}
-        return {idx: link.applied for idx, link in self._sender.links.items()}
+        links = {} if self._sender is None else self._sender.links
+        return {idx: link.applied for idx, link in links.items()}
 
     @property
     def staged_version(self) -> int:
@@ -520,8 +468,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
         The scheme may be reconnecting at this moment; :meth:`receive` raises once it gives up.
         """
-        receiver = self._receiver
-        return None if receiver is None else receiver.lost
+        return None if self._receiver is None else self._receiver.lost
 
     @property
     def sender_transports(self) -> dict[int, Transport]:
@@ -607,7 +554,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if transports is not None:
             self._links = sources.link(transports)
         elif pipes is None:
-            self._listener = self._make_listener(sources)
+            self._bind(sources)
         self._model_id, self._sources = name, sources
         self._model, self._weights = model, weights
         self._role = "sender"
@@ -767,7 +714,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 raise
             closed, self._connecting = self._closed, None
             self.abort()
-            self._abort_runtime()  # made after it was closed
+            if self._runtime is not None:  # made after it was closed
+                self._runtime.abort()
             if closed and isinstance(exc, asyncio.CancelledError):
                 if task.uncancel() > cancelled_before:
                     raise  # the caller cancelled it, too
@@ -781,20 +729,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     async def _connect_sender(
         self, weights: Any, timeout: float | None, processes: Sequence[Any]
     ) -> None:
-        self._maker = SnapshotCopier(
+        copier = SnapshotCopier(
             self._make_arena(),
             self._strategy.extract_as,
             check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
             self._planning_limits(),
         )
-        self._sender = WeightSender(
+        self._sender = sender = WeightSender(
             model_id=self._model_id or "policy",
             strategy=self.strategy_str,
             num_workers=self._sources.num_workers,
             expected=self._sources.expected,
             require=self.require,
-            copier=self._maker,
-            clock=self._clock,
+            copier=copier,
             parts=not self.strict,
             streaming=self._streaming(),
             borrows=self._borrows,
@@ -802,27 +749,31 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         )
         planned = self._plan(weights, initial=True)
         for idx, link in self._links.items():
-            self._sender.workers.welcome(link, idx, given=True)
+            sender.workers.welcome(link, idx, given=True)
         for idx, pipe in enumerate(self._sources.pipes or ()):
-            self._sender.workers.welcome(self.create_transport(pipe), idx, given=True)
-        self._start_listening(self._sender)
-        await self._sender.connect(planned, timeout=timeout, processes=processes)
+            sender.workers.welcome(self.create_transport(pipe), idx, given=True)
+        self._start_listening(sender)
+        await sender.connect(planned, timeout=timeout, processes=processes)
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
-        assert self._loop is not None
-        started = self._loop.time()
+        clock = asyncio.get_running_loop().time
+        ends = None if timeout is None else clock() + timeout
         if worker_idx is not None:
             self._worker_idx = worker_idx
         model = self._resolve_target()
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
         await self._prepare_model(model)
+
+        def final(error: AiosyncError) -> bool:
+            return self._pipe is not None or self._is_final(error)
+
         self._trainer = KeptLink(
             "the trainer",
-            self._dial_trainer,
+            self._reach,
             self._greet,
             nobody=self._nobody,
-            final=self._is_final if self._gives_up else None,
+            final=final if self._gives_up else None,
             pauses=Backoff(longest=self._longest_pause),
         )
         transport, welcome = await self._trainer.connect(timeout)
@@ -834,20 +785,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             strict=self.strict,
             guard=self._guard_object,
             install_hooks=self.guard == "forward",
-            on_applied=self._on_applied,
             flipped=self._on_flip,
             relay=lambda: self._hooks.after,
             before_apply=self._hooks.before_apply,
             transform=self._transform,
-            relink=self._relink if self._gives_up else self._relink or self._relink_locally,
+            relink=None if self._pipe is not None or self._relinks_for == 0 else self._relink,
             promises=self._promises,
         )
         receiver.applier.prepare()
         receiver.start()
         if welcome.version and self._subscribes and self._waits_for_first:
-            left = None if timeout is None else max(0.0, timeout - self._loop.time() + started)
-            await self._wait_for_first(receiver, welcome, timeout, left)
-            self._reported = receiver.inbox.version
+            late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
+            left = None if ends is None else max(0.0, ends - clock())
+            await receiver.wait_for_first(welcome, timeout=left, late=late)
         lacks = self._why_no_model() if self.apply == "auto" else None
         if lacks is not None:  # a model that comes late, or a name that is wrong
             warnings.warn(
@@ -855,45 +805,25 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 stacklevel=2,
             )
 
-    async def _relink_locally(self, lost: AiosyncError) -> Transport:
+    @property
+    def _relinks_for(self) -> float | None:
+        """Seconds for which another link is looked for where one was lost; ``None`` for ever."""
+        lasting: float | None = getattr(self, "reconnect", 0.0)  # which streams have
+        return lasting if self._gives_up else None
+
+    async def _relink(self, lost: AiosyncError) -> Transport:
+        receiver = self._receiver
+        assert receiver is not None
         assert self._trainer is not None
-        assert self._receiver is not None
-        return (await self._trainer.reconnect(lost, None, self._receiver.progress))[0]
+        link, welcome = await self._trainer.reconnect(lost, self._relinks_for, receiver.progress)
+        same = welcome.epoch == receiver.inbox.newest_epoch
+        if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
+            receiver.cut_off = None  # nothing newer has to come before this link is of use
+        return link
 
     async def _prepare_model(self, model: Any) -> None:
         if self._hooks.prepare_model is not None:
             await run_hook(self._hooks.prepare_model, model)
-
-    async def _wait_for_first(
-        self,
-        receiver: WeightReceiver,
-        welcome: Welcome,
-        timeout: float | None,
-        left: float | None,
-    ) -> None:
-        """Wait for the initial weights, or for a place to put them."""
-        late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
-
-        def arrived() -> bool:
-            # What comes before the newest may be a mistake that all workers have refused.
-            same = receiver.inbox.newest_epoch == welcome.epoch
-            receiver.check_refused(welcome.version if same else 0)
-            if self._resolve_target() is None:
-                return receiver.has_staged
-            receiver.apply_soon()
-            inbox = receiver.inbox
-            if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
-                return inbox.version >= welcome.version
-            return inbox.version > 0
-
-        try:
-            with receiver.applier.asking():
-                await receiver.wait_until(arrived, timeout=left, late=late)
-        except ConnectTimeout as exc:
-            if receiver.cut_off is None:
-                raise
-            why = receiver.cut_off[1]  # and not only that the time is up
-            raise ConnectTimeout(f"{exc}; the link was lost: {why}") from why
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -995,11 +925,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
-        maker, sources = self._maker, self._sources
-        assert maker is not None
-        if weights is None and sources.weights is not None:
-            if not (sources.per_worker or sources.device_map):  # as nearly always
-                return {None: maker.prepare(sources.weights)}
+        assert self._sender is not None
+        maker, sources = self._sender.copier, self._sources
+        mapped = sources.per_worker or sources.device_map
+        if weights is None and sources.weights is not None and not mapped:  # as nearly always
+            return {None: maker.prepare(sources.weights)}
         if isinstance(weights, str):
             weights = _named_in(self.context, weights)
         if weights is None:
@@ -1021,8 +951,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def _default_weights(self) -> Any:
         if self._sources.weights is not None:
             return self._sources.weights
-        if self._model is not None:
-            return self._model
         context = self.context
         return None if context is None else model_or_fallback(context, self._model_id or "policy")
 
@@ -1083,28 +1011,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         receiver = self._require_receiver("receive")
         validate_timeout(timeout)
-        manual, refused = self.apply == "manual", receiver.refused
-
-        def arrived() -> bool:
-            if manual:
-                receiver.apply_soon()
-                receiver.check_refused(beside=refused)
-            return receiver.inbox.version not in (0, self._reported)
-
-        try:
-            with receiver.applier.asking():
-                if timeout is not None and timeout <= 0:
-                    await asyncio.sleep(0)
-                    receiver.look_now()
-                    if not arrived():
-                        receiver.check()
-                        return None
-                else:
-                    self._check_not_inside("receive", receiver, arrived)
-                    await receiver.wait_until(arrived, timeout=timeout, late=RecvTimeout())
-        except RecvTimeout:
+        if not await receiver.receive(timeout):
             return None
-        self._reported = receiver.inbox.version
         return AppliedUpdate(
             receiver.inbox.epoch or 0,
             receiver.inbox.version,
@@ -1136,26 +1044,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         limit = self._limit(timeout)
-        late = RecvTimeout(f"version {version} was not applied within {limit or 0:g} s")
-        self._check_has_role()
-        if self._role == "sender":
-            sender = self._require_sender("wait_for_version")
-            return await sender.wait_for(version, timeout=limit, late=late)
-        receiver = self._require_receiver("wait_for_version")
-
-        def reached() -> bool:
-            if self.apply == "manual":
-                receiver.apply_soon()
-            if receiver.applied_version >= version:
-                return True
-            receiver.check_refused(version)
-            return False
-
-        with receiver.applier.asking():
-            if limit is None or limit > 0:
-                self._check_not_inside("wait_for_version", receiver, reached)
-            await self._wait_until(reached, limit, late)
-        return receiver.inbox.version
+        late = self._late(f"version {version} was not applied within {limit or 0:g} s")
+        runtime = self._require("wait_for_version")
+        return await runtime.wait_for(version, timeout=limit, late=late)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -1187,22 +1078,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
-        self._check_has_role()
-        if self._role == "sender":
-            sender = self._require_sender("wait_staged")
-            return await sender.wait_for(version, staged=True, timeout=limit, late=late)
-        receiver = self._require_receiver("wait_staged")
-
-        def newest() -> int:
-            return max(receiver.staged_version, receiver.applied_version)
-
-        def reached() -> bool:
-            if newest() < version:
-                receiver.check_refused(version)
-            return newest() >= version
-
-        await receiver.wait_until(reached, timeout=limit, late=late)
-        return newest()
+        runtime = self._require("wait_staged")
+        return await runtime.wait_for(version, staged=True, timeout=limit, late=late)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Ask the trainer for its newest version, and wait until the model has it.
@@ -1230,54 +1107,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         receiver = self._require_receiver("pull")
         least = 0 if min_version is None else min_version
         limit = self._limit(timeout)
-        late = RecvTimeout(f"no version from {least} on was applied within {limit or 0:g} s")
-        inbox, pulls, refused = receiver.inbox, receiver.pulls, receiver.refused
-        before, answers = (inbox.epoch, inbox.version), pulls.answers
-        if least > inbox.version:
-            self._check_not_inside("pull", receiver, lambda: False)
-        pulls.add(least)
+        late = self._late(f"no version from {least} on was applied within {limit or 0:g} s")
+        return await receiver.pull(least, timeout=limit, late=late)
 
-        def arrived() -> bool:
-            if self.apply == "manual":
-                receiver.apply_soon()
-            receiver.check_refused(beside=refused)
-            if receiver.has_staged:
-                self._check_not_inside("pull", receiver, lambda: False)
-            if inbox.version < least or receiver.has_staged or receiver.lag or pulls.promised:
-                return False
-            return pulls.answers != answers or (inbox.epoch, inbox.version) != before
-
-        with receiver.applier.asking():
-            await self._wait_until(arrived, limit, late)
-        return inbox.version
-
-    async def _wait_until(
-        self, condition: Callable[[], bool], limit: float | None, late: RecvTimeout
-    ) -> None:
-        """Wait until something is applied; one that is late says if it has no model."""
-        receiver = self._receiver
-        assert receiver is not None
-        try:
-            await receiver.wait_until(condition, timeout=limit, late=late)
-        except RecvTimeout as exc:
-            lacks = self._why_no_model()
-            if lacks is None or not receiver.has_staged:
-                raise
-            raise RecvTimeout(
-                f"{exc}: version {receiver.staged_version} is here, but {lacks}; it waits until "
-                "there is one, or until scheme.model is set"
-            ) from exc.__cause__
-
-    def _check_not_inside(
-        self, method: str, receiver: WeightReceiver, condition: Callable[[], bool]
-    ) -> None:
-        """Raise if ``condition`` needs an update that the caller's own read holds back."""
-        if is_held_by_caller(self._guard_object) and not condition():
-            receiver.check()
-            raise LocalProtocolError(
-                f"{method}() was called inside a reading() block or a forward pass, which keeps "
-                "updates from being applied: it would wait for ever. Call it after the block"
-            )
+    def _late(self, text: str) -> RecvTimeout:
+        lacks = self._why_no_model()
+        return RecvTimeout(text if lacks is None else f"{text}; when this began, {lacks}")
 
     @property
     def ready(self) -> Ready:
@@ -1285,24 +1120,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return Ready(self._is_ready, self._wait_until_ready)
 
     def _is_ready(self) -> bool:
-        if self._receiver is not None:
-            waits = self._receiver.has_staged and self._resolve_target() is None
-            return self._receiver.inbox.version > 0 or waits
-        if self._sender is None:
-            return False
-        enough = len(self._sender.links) >= max(1, self._sources.num_workers or 0)
-        return enough and all(link.visible for link in self._sender.workers.subscribers)
+        return self._runtime is not None and self._runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = self._limit(timeout)
         late = RecvTimeout(f"no complete version after {limit or 0:g} s")
-        self._check_has_role()
-        if self._role == "receiver":
-            receiver = self._require_receiver("ready")
-            await receiver.wait_until(self._is_ready, timeout=limit, late=late)
-        else:
-            sender = self._require_sender("ready")
-            await sender.wait_until(self._is_ready, timeout=limit, late=late)
+        runtime = self._require("ready")
+        await runtime.wait_until(runtime.is_ready, timeout=limit, late=late)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         applied = self._hooks.at_once
@@ -1396,18 +1220,17 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if not self._begin_to_close():
             return
         try:
-            if self._sender is not None:
-                await self._sender.aclose()
-            if self._receiver is not None:
-                await self._receiver.aclose()
+            if self._runtime is not None:
+                await self._runtime.aclose()
         finally:
-            self._abort_unused_links()
+            await self._close_rest()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
         if self._begin_to_close():
-            self._abort_runtime()
-            self._abort_unused_links()
+            if self._runtime is not None:
+                self._runtime.abort()
+            self._abort_rest()
 
     def _begin_to_close(self) -> bool:
         """Let nobody in any more; whether that is news."""
@@ -1417,28 +1240,26 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         task, self._connecting = self._connecting, None
         if task is not None and not self._inherited and task is not current_task():
             task.cancel()  # a connect() that goes on elsewhere: it raises TransportClosed
-        self._close_listener()
+        self._close_listeners()
         return True
 
-    def _abort_runtime(self) -> None:
-        if self._sender is not None:
-            self._sender.abort()
-        elif self._maker is not None:
-            self._maker.close()
-        if self._receiver is not None:
-            self._receiver.abort()
+    def _close_listeners(self) -> None:
+        for listener in () if self._inherited else self._listeners:
+            listener.close()
 
-    def _close_listener(self) -> None:
-        if self._listener is not None and not self._inherited:
-            self._listener.close()
-
-    def _abort_unused_links(self) -> None:
-        for link in self._links.values():
+    def _abort_rest(self) -> None:
+        """End the links that no runtime has taken, and what links share."""
+        for link in (*self._links.values(), *self._to_close):
             link.abort()
         if isinstance(self._pipe, Transport):
             self._pipe.abort()
         if self._trainer is not None:
             self._trainer.abort()
+
+    async def _close_rest(self) -> None:
+        opened = (*self._listeners, *self._to_close)
+        self._abort_rest()
+        await asyncio.gather(*(each.aclose() for each in opened))
 
     async def __aenter__(self) -> Self:
         return self
@@ -1455,8 +1276,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Close what nobody closed, and say so."""
         if getattr(self, "_closed", True) or self._inherited:
             return  # also where an option was refused: there is nothing yet
-        if self._sender is None and self._receiver is None:
-            self._close_listener()
+        if self._runtime is None:
+            self._close_listeners()
             return
         try:
             warnings.warn(
@@ -1516,29 +1337,31 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
+    def _require(self, method: str) -> WeightSender | WeightReceiver:
+        """What does what both sides can do."""
+        self._check_has_role()
+        if self._role == "sender":
+            return self._require_sender(method)
+        return self._require_receiver(method)
+
     def _require_sender(self, method: str) -> WeightSender:
-        sender, usable = self._sender, self._connected and not self._closed
-        here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
-        if sender is None or not (usable and here):
-            self._refuse(method, "sender", "sending")
-        assert sender is not None
-        sender.require = self.require  # it may have been assigned since
-        return sender
+        self._check_usable(method, "sender")
+        assert self._sender is not None
+        self._sender.require = self.require  # it may have been assigned since
+        return self._sender
 
     def _require_receiver(self, method: str) -> WeightReceiver:
-        if self._receiver is None or not self._is_usable:
-            self._refuse(method, "receiver", "receiving")
+        self._check_usable(method, "receiver")
         assert self._receiver is not None
         return self._receiver
 
-    @property
-    def _is_usable(self) -> bool:
+    def _check_usable(self, method: str, role: str) -> None:
+        """Raise why a method of a connected sender or receiver cannot be called now."""
         here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
-        return self._connected and not self._closed and here
-
-    def _refuse(self, method: str, role: str, doing: str) -> None:
-        """Raise why a method cannot be called now."""
+        if here and self._connected and self._role == role and not self._closed:
+            return
         self._check_open()
+        doing = "sending" if role == "sender" else "receiving"
         if self._role != role:
             raise LocalProtocolError(
                 f"{method}(): Must be initialized on {role} before {doing} weights: call "

@@ -12,12 +12,11 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
 from aiosync.rendezvous.dialer import Left
-from aiosync.rendezvous.listener import AnyListener, StreamListener
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.rendezvous.same_host import SameHost, available, dial_here
 from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.options import EngineOptions
@@ -104,7 +103,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # links, and what they share
         self._link_lost = asyncio.Event()
         self._looking = self._invited = False  # for a trainer; and it said what its token is
         self._same_host: SameHost | None = None
@@ -178,19 +176,18 @@ class ClusterScheme(EngineOptions, StreamScheme):
                 handshake_timeout=self.handshake_timeout,
                 limits=self.limits,
             )
+            self._listeners.append(self._same_host)
         return listener
 
-    def _make_listener(self, sources: Sources) -> AnyListener | None:
-        del sources
-        listener = self._listener  # bound early
-        if not isinstance(listener, StreamListener):
+    def _bind(self, sources: Sources) -> None:
+        listener = self._listener  # it may be bound early
+        if listener is None:
             address = self._addresses[0] if self._addresses else self._default_address()
             listener = self._listen(address)
         self._addresses = [Address.parse(listener.url)]  # copies find the port in it
-        return listener
 
     def _start_listening(self, sender: WeightSender) -> None:
-        if isinstance(self._listener, StreamListener):
+        if self._listener is not None:
 
             def join(link: Transport, channel: FramedTransport) -> None:
                 channel.call_on_end(self._link_lost.set)
@@ -208,8 +205,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
     # -- a worker ------------------------------------------------------------------------------
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        if self._pipe is not None:
-            return await super()._dial_trainer(left, again)
         self._looking = True
         found = await self._invitation()
         self._looking = False
@@ -258,17 +253,3 @@ class ClusterScheme(EngineOptions, StreamScheme):
                 "after init_on_sender(), or pass address="
             )
         return False
-
-    # -- closing -------------------------------------------------------------------------------
-
-    def _close_listener(self) -> None:
-        super()._close_listener()
-        if self._same_host is not None and not self._inherited:
-            self._same_host.close()
-
-    async def _close_here(self) -> None:
-        opened = list(self._to_close)
-        try:
-            await super()._close_here()
-        finally:
-            await asyncio.gather(*(each.aclose() for each in opened))

@@ -34,7 +34,6 @@ __all__ = [
     "runs",
     "sender_of",
     "separate",
-    "skip_news",
     "sources_of",
 ]
 
@@ -76,8 +75,7 @@ def is_inherited(scheme: WeightSyncScheme) -> bool:
 
 def runs(scheme: WeightSyncScheme) -> bool:
     """Whether there is something to close."""
-    made = scheme._sender is not None or scheme._receiver is not None
-    return not scheme._closed and (made or scheme._connected)
+    return not scheme._closed and (scheme._runtime is not None or scheme._connected)
 
 
 def join_without_weights(scheme: WeightSyncScheme) -> None:
@@ -100,11 +98,6 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
 def not_met(scheme: WeightSyncScheme) -> BaseException | None:
     """Why the last attempt of a receiver to meet its sender failed, if it did."""
     return None if scheme._trainer is None else scheme._trainer.why
-
-
-def skip_news(scheme: WeightSyncScheme, version: int) -> None:
-    """Have ``receive()`` wait for what is newer than this version."""
-    scheme._reported = version
 
 
 def bind_early(scheme: WeightSyncScheme) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
-from aiosync.schemes.sources import Sources
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
@@ -38,13 +36,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         super()._reset()
         self._ended: asyncio.Event | None = None  # for who waits
 
-    def _abort_unused_links(self) -> None:
-        super()._abort_unused_links()
+    def _abort_rest(self) -> None:
+        super()._abort_rest()
         if self._ended is not None:
             self._ended.set()
-
-    def _make_listener(self, sources: Sources) -> None:
-        del sources  # nobody comes
 
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
@@ -97,7 +92,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Send nothing."""
         del weights, worker_ids
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
-        self._check_connected("send", "sender")
+        self._check_usable("send", "sender")
         await asyncio.sleep(0)  # who sends in a loop lets others run
         return _NOTHING
 
@@ -111,7 +106,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Send nothing."""
         del weights, worker_ids
         self._limit(timeout)
-        self._check_connected("send_nowait", "sender")
+        self._check_usable("send_nowait", "sender")
         future = asyncio.get_running_loop().create_future()
         future.set_result(_NOTHING)
         return SendHandle(0, future)
@@ -131,7 +126,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             Class A.
         """
         limit = None if timeout is None else self._limit(timeout)
-        self._check_connected("receive", "receiver")
+        self._check_usable("receive", "receiver")
         if timeout is None or timeout <= 0:
             await asyncio.sleep(0)  # who receives in a loop lets others run
             return None
@@ -160,7 +155,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: there is nothing to ask for."""
-        self._check_connected("pull", "receiver")
+        self._check_usable("pull", "receiver")
         return await self.wait_for_version(min_version or 0, timeout=timeout)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
@@ -177,11 +172,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def _wait_until_ready(self, timeout: float | None) -> None:
         self._limit(timeout)
         self._check_has_role()
-        self._check_connected("ready", self._role or "receiver")
-
-    def _check_connected(self, method: str, role: str) -> None:
-        if self._role != role or not self._is_usable:
-            self._refuse(method, role, "sending" if role == "sender" else "receiving")
+        self._check_usable("ready", self._role or "receiver")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """There is no link.
@@ -190,10 +181,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
             LocalProtocolError: Always.
         """
         raise LocalProtocolError("NoWeightSyncScheme has no transport")
-
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        sock.close()
-        raise LocalProtocolError(f"NoWeightSyncScheme has no transport for {name}")
 
 
 def _unpack(manifest: Manifest, data: bytes, values: dict[str, Any], model: Any) -> None:

@@ -278,12 +278,6 @@ class RayWeightSyncScheme(ClusterScheme):
                 with contextlib.suppress(TimeoutError):  # workers find nobody there then
                     await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
-    def abort(self) -> None:
-        """Close at once from synchronous code, for destructors and signal handlers."""
-        super().abort()
-        if self._objects is not None:
-            self._objects.abort()
-
 
 class Notes:
     """Short notes that all processes of a Ray cluster can read: its internal key-value store.

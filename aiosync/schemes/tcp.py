@@ -15,7 +15,6 @@ from typing import Literal
 from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
 from aiosync.rendezvous.dialer import Dialer, Left
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.rendezvous.listener import AnyListener, StreamListener
 from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.options import TCPOptions
@@ -154,8 +153,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     @property
     def refused(self) -> dict[str, int]:
         """Connections that a listening side refused, by the name of the error."""
-        listener = self._listener
-        return dict(listener.counts.refused) if isinstance(listener, StreamListener) else {}
+        return {} if self._listener is None else dict(self._listener.counts.refused)
 
     # -- what the base class asks --------------------------------------------------------------
 
@@ -167,13 +165,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     # -- the sender ----------------------------------------------------------------------------
 
-    def _make_listener(self, sources: Sources) -> AnyListener | None:
+    def _bind(self, sources: Sources) -> None:
         if self._dial == "receiver":
-            listener = self._listener  # bound early
-            if not isinstance(listener, StreamListener):
-                listener = self._listen(self._addresses[0])
+            listener = self._listener or self._listen(self._addresses[0])  # it may be bound early
             self._addresses = [Address.parse(listener.url)]  # copies find the port in it
-            return listener
+            return
         most = len(self._addresses)
         if sources.num_workers is None:
             sources.num_workers = most
@@ -189,7 +185,6 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 "given: with dial='sender' construct the scheme with a list of addresses, one for "
                 "each worker, or leave num_workers out"
             )
-        return None
 
     def _early_address(self) -> Address | None:
         first = self._addresses[0]
@@ -197,7 +192,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         return first if unknown and self._dial == "receiver" else None
 
     def _start_listening(self, sender: WeightSender) -> None:
-        if isinstance(self._listener, StreamListener):
+        if self._listener is not None:
             self._listener.start(sender.workers.welcome, sender.workers.crashed)
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
@@ -224,8 +219,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 model_id=self._model_id or "policy",
                 pid=os.getpid(),
                 strategy=self.strategy_str,
-                epoch=self._clock.epoch,
-                version=self._clock.current,
+                epoch=sender.clock.epoch,
+                version=sender.clock.current,
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 

@@ -77,7 +77,6 @@ class WeightSender:
         expected: Indices of those that are waited for.
         require: What counts as success of a send.
         copier: Makes the snapshots.
-        clock: Draws the versions.
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
         borrows: Large payloads go out from the tensors themselves, which stay as they are until
@@ -88,6 +87,8 @@ class WeightSender:
     Attributes:
         require: As given; may change.
         workers: Who is there, and who is not.
+        clock: Draws the versions.
+        copier: As given.
     """
 
     def __init__(
@@ -99,28 +100,27 @@ class WeightSender:
         expected: Sequence[int],
         require: Require,
         copier: SnapshotCopier,
-        clock: VersionClock,
         parts: bool = False,
         streaming: Streaming | None = None,
         borrows: bool = False,
         copies_ahead: bool = False,
     ) -> None:
         self.require: Require = require
+        self.clock: VersionClock = VersionClock()
+        self.copier: SnapshotCopier = copier
         self.workers: WorkerRegistry = WorkerRegistry(
             model_id=model_id,
             strategy=strategy,
             num_workers=num_workers,
             expected=expected,
-            clock=clock,
+            clock=self.clock,
             parts=parts,
             on_outcome=self._on_outcome,
             on_crash=self._on_crash,
             bring=copier.bring,
             streaming=streaming,
         )
-        self._copier = copier
         copier.ring = lambda: self._ring_late(at_once=True)
-        self._clock = clock
         self._borrows = borrows
         self._copies_ahead = copies_ahead
         self._loop = asyncio.get_running_loop()
@@ -139,6 +139,21 @@ class WeightSender:
         """The connected workers, by index."""
         return self.workers.links
 
+    @property
+    def version(self) -> int:
+        """Newest version drawn; 0 before any."""
+        return self.clock.current
+
+    @property
+    def lag(self) -> int:
+        """How far the slowest worker is behind; in versions."""
+        return max((self.version - link.applied for link in self.links.values()), default=0)
+
+    def is_ready(self) -> bool:
+        """Whether every expected worker is there, and each that subscribes has a version."""
+        enough = len(self.links) >= max(1, self.workers.num_workers or 0)
+        return enough and all(link.visible for link in self.workers.subscribers)
+
     # -- connecting ----------------------------------------------------------------------------
 
     async def connect(
@@ -155,11 +170,11 @@ class WeightSender:
             PartialSyncError: A worker came, but could not apply the initial weights or died.
         """
         workers = self.workers
-        version = self._clock.next() if planned else 0
+        version = self.clock.next() if planned else 0
         workers.initial = set(planned)
         async with self._copying:  # a send that comes meanwhile has newer weights
             for idx, plan in planned.items():
-                snapshot = await self._copier.take(plan)
+                snapshot = await self.copier.take(plan)
                 snapshot.version = version
                 workers.initial.discard(idx)
                 workers.history.add(idx, snapshot)
@@ -221,7 +236,7 @@ class WeightSender:
         snapshots: dict[int | None, Snapshot] = {}
         if len(planned) == 1 and not self._copying.locked():
             [(key, plan)] = planned.items()
-            snapshot = self._copier.take_free(plan)
+            snapshot = self.copier.take_free(plan)
             if snapshot is not None:
                 snapshots[key] = snapshot
         if not snapshots:
@@ -280,21 +295,21 @@ class WeightSender:
             seen = self._loop.create_future()
             seen.set_result(report)
             return report.version, seen
-        snapshots = {key: self._copier.take_nowait(plan) for key, plan in planned.items()}
+        snapshots = {key: self.copier.take_nowait(plan) for key, plan in planned.items()}
         send = self._dispatch(snapshots, targets, worker_ids is None, started)
         self._limit(send, timeout)
         return send.tracker.version, send.future
 
     def keep_for(self, idx: int, plan: Planned, version: int) -> None:
         """Copy now what a worker gets that is to come."""
-        snapshot = self._copier.take_nowait(plan)
+        snapshot = self.copier.take_nowait(plan)
         snapshot.version = version
         self.workers.history.add(idx, snapshot)
 
     def _to_nobody(self, started: float) -> SendReport:
         # A list of workers that is empty: no version is drawn that nobody would ever have.
         elapsed = time.perf_counter() - started
-        return SendReport(self._clock.epoch, self._clock.current, frozenset(), elapsed=elapsed)
+        return SendReport(self.clock.epoch, self.clock.current, frozenset(), elapsed=elapsed)
 
     async def _take(self, planned: Mapping[int | None, Planned]) -> dict[int | None, Snapshot]:
         snapshots = {}
@@ -308,7 +323,7 @@ class WeightSender:
             how = "copy ahead"
         try:
             for key, plan in planned.items():
-                snapshots[key] = await self._copier.take(plan, how)
+                snapshots[key] = await self.copier.take(plan, how)
         except BaseException:  # goes on to the caller of send()
             for snapshot in snapshots.values():
                 snapshot.release()
@@ -320,7 +335,7 @@ class WeightSender:
         first: BaseException | None = None
         for snapshot in borrowed:
             try:
-                await self._copier.copy(snapshot)
+                await self.copier.copy(snapshot)
             except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
                 first = first or exc
             snapshot.release()
@@ -345,7 +360,7 @@ class WeightSender:
         workers, plan = self.workers, planned.get(None)
         if workers.has_ended:
             workers.check()
-        if self._copier.arena is None or plan is None or plan.prepared.values:
+        if self.copier.arena is None or plan is None or plan.prepared.values:
             return None
         if workers.initial or self._copying.locked():
             return None
@@ -368,7 +383,7 @@ class WeightSender:
             return None
         if self.require != "all" and self.require > len(links):
             return None
-        snapshot = self._copier.take_free(plan)
+        snapshot = self.copier.take_free(plan)
         if snapshot is None:
             return None
         slot = snapshot.slot
@@ -377,7 +392,7 @@ class WeightSender:
             if not slot or not publisher or slot.segment.segment_id not in publisher.announced:
                 snapshot.release()
                 return None
-        snapshot.version = version = self._clock.next()
+        snapshot.version = version = self.clock.next()
         for link in links.values():
             link.see(snapshot)
         if worker_ids is None:
@@ -387,7 +402,7 @@ class WeightSender:
                 workers.history.add(idx, snapshot.retain())
             snapshot.release()
         return SendReport(
-            self._clock.epoch,
+            self.clock.epoch,
             version,
             frozenset(links),
             lost=lost,
@@ -402,7 +417,7 @@ class WeightSender:
         everybody: bool,
         started: float,
     ) -> _Send:
-        workers, version = self.workers, self._clock.next()
+        workers, version = self.workers, self.clock.next()
         borrowed, nbytes = [], 0
         for snapshot in snapshots.values():
             snapshot.version = version
@@ -466,7 +481,7 @@ class WeightSender:
             return
         elapsed = time.perf_counter() - send.started
         try:
-            report = tracker.result(elapsed, send.nbytes, self._clock.epoch, send.lost, untold)
+            report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost, untold)
         except PartialSyncError as exc:
             if not workers.closed:
                 send.future.set_exception(exc)
@@ -523,7 +538,7 @@ class WeightSender:
 
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
-        if self._copier.arena is None:
+        if self.copier.arena is None:
             return False
         if self._polled != self.workers.num_changes:
             self._polled = self.workers.num_changes
@@ -559,7 +574,7 @@ class WeightSender:
             publisher = None if link is None else link.publisher
             if link is not None and publisher is not None and publisher.bell and link.is_behind:
                 link.ring()
-        if self._bell is None and self._copier.arena is not None:
+        if self._bell is None and self.copier.arena is not None:
             self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
 
     def _note_turn(self) -> None:
@@ -660,7 +675,7 @@ class WeightSender:
         try:
             await self.workers.tasks.aclose()
         finally:
-            await self._copier.aclose()
+            await self.copier.aclose()
 
     def abort(self) -> None:
         """The same from synchronous code, without waiting for the tasks."""
@@ -668,7 +683,7 @@ class WeightSender:
             return
         self._end()
         self.workers.tasks.abort()
-        self._copier.close()
+        self.copier.close()
 
 
 def _settle_future(future: asyncio.Future[None]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, SwapTimeout, SyncTimeout
-from aiosync.schemes.inside import change_hooks, not_met, receiver_of, skip_news
+from aiosync.schemes.inside import change_hooks, not_met, receiver_of
 from aiosync.serving.gate import AdmissionGate, Swap
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Following:
         """Change the pointers on the loop; or, with a forward in another thread, there."""
         limit = self._gate.swap_timeout or math.inf
         # One that was applied in the thread is no news.
-        skip_news(self._scheme, receiver.inbox.version)
+        receiver.reported = (receiver.inbox.epoch, receiver.inbox.version)
         while await self._scheme.receive(timeout=limit) is None:
             if receiver.has_staged:  # and nobody is going to apply it: receive() took that back
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")

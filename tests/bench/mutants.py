@@ -312,9 +312,9 @@ MUTANTS = [
     ),
     Mutant(
         "a lost link is not replaced",
-        "schemes/_stream.py",
-        "if self._pipe is not None or self.reconnect == 0:",
-        "if True:",
+        "schemes/base.py",
+        "None if self._pipe is not None or self._relinks_for == 0 else self._relink,",
+        "None,",
         contract("cut_link"),
     ),
     Mutant(
@@ -332,10 +332,10 @@ MUTANTS = [
         contract("close_wakes"),
     ),
     Mutant(
-        "a copy has the role of what it was made of",
+        "a copy has a role",
         "schemes/base.py",
-        "other.__setstate__(self.__getstate__())",
-        "other.__dict__.update(vars(self))",
+        "        self._reset()\n\n    def __repr__",
+        "        self._reset()\n        self._role = 'receiver'\n\n    def __repr__",
         contract("pickling"),
     ),
     # -- the wire

@@ -1,0 +1,132 @@
+"""Weights to worker processes of one host: through shared memory, or through pipes.
+
+Workers find the trainer through a Unix socket. Must not import torch, nor another concrete scheme.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.rendezvous.dialer import Left
+from aiosync.rendezvous.handshake import Refused
+from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.sources import Sources
+from aiosync.sender import WeightSender
+from aiosync.sender.workers import watch_process
+from aiosync.transports.base import Transport
+from aiosync.transports.pipe import MPTransport
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
+
+__all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
+
+
+class _LocalScheme(WeightSyncScheme):
+    """What schemes of one host share."""
+
+    _longest_pause = 0.1  # a Unix socket costs little
+
+    @abc.abstractmethod
+    def _transport_over(self, end: Any, name: str) -> Transport:
+        """A link over a connected socket or one end of a pipe."""
+
+    def create_transport(self, pipe_or_context: Connection | socket.socket | Any) -> Transport:
+        """A link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or
+                an existing link.
+        """
+        if isinstance(pipe_or_context, Transport):
+            return pipe_or_context
+        if not hasattr(pipe_or_context, "fileno"):
+            raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
+        return self._transport_over(pipe_or_context, "the peer")
+
+    def _bind(self, sources: Sources) -> None:
+        self._listeners = [UnixListener(self._address)]
+
+    def _start_listening(self, sender: WeightSender) -> None:
+        def on_connection(sock: socket.socket, pid: int) -> None:
+            link = self._transport_over(sock, f"worker process {pid}")
+            watch_process(link, pid)
+            sender.workers.welcome(link)
+
+        for listener in self._listeners:
+            assert isinstance(listener, UnixListener)
+            listener.start(on_connection, sender.workers.not_let_in)
+
+    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
+        sock, _pid = connect(self._address, listener_pid=self._sender_pid)
+        return self._transport_over(sock, "the trainer")
+
+    def _nobody(self, within: str) -> str:
+        return (
+            f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
+            "copy of this scheme"
+        )
+
+    def _is_final(self, error: AiosyncError) -> bool:
+        return not isinstance(error, (NobodyListens, Refused))
+
+
+class SharedMemWeightSyncScheme(_LocalScheme):
+    """Sends weights to worker processes of one host through shared memory.
+
+    The sender copies each update once into a slot that no process reads, and names it to the
+    workers; their parameters then point at the slot (or copy it, with ``apply_copy=True``). A send
+    is over once its version is visible: a forward or ``reading()`` block that starts afterwards
+    uses it or a newer one, or raises ``ApplyError``. Parameters that are looked at outside of these
+    follow within 10 ms. Workers that cannot take versions in a forward answer to each update
+    instead. A worker's own writes never leave its process, and never survive. See
+    ``docs/topics/shared-memory.md``.
+
+    Workers find the trainer through a socket that only the same user can reach, by pickling
+    this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
+    ``init_on_receiver(pipe=...)``.
+    """
+
+    _arena: Arena | None
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._arena = None
+
+    def _make_arena(self) -> Arena:
+        self._arena = Arena()
+        return self._arena
+
+    def _transport_over(self, end: Any, name: str) -> Transport:
+        sock = end
+        if not isinstance(end, socket.socket):
+            fd = os.dup(end.fileno())
+            try:
+                sock = socket.socket(fileno=fd)
+            except OSError as exc:
+                os.close(fd)
+                raise ConfigError(
+                    "shared memory needs two-way pipes: multiprocessing.Pipe(duplex=True)"
+                ) from exc
+            end.close()
+        return SharedMemTransport(sock, arena=self._arena, name=name)
+
+
+class MultiProcessWeightSyncScheme(_LocalScheme):
+    """Sends weights to worker processes of one host through pipes.
+
+    Each update is copied once by the sender, written to every worker's pipe, and received
+    straight into the worker's memory. Prefer :class:`SharedMemWeightSyncScheme` where shared
+    memory is available: its cost does not grow with the number of workers.
+
+    Workers find the trainer through a socket that only the same user can reach, by pickling
+    this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
+    ``init_on_receiver(pipe=...)``.
+    """
+
+    def _transport_over(self, end: Any, name: str) -> Transport:
+        return MPTransport(end, name=name)
