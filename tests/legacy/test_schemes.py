@@ -234,6 +234,43 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
             assert work.result() is True
 
 
+# -- what a worker's model sees -----------------------------------------------------------------
+
+
+@BOTH
+def test_no_forward_sees_two_versions(make: Any) -> None:
+    source, model = tools.Spread(0.0), tools.Spread(0.0)
+    seen: set[tuple[float, ...]] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(tuple(model()))
+
+    with workers.pair(make, model) as (sender, receiver), tools.threads(read, read):
+        for value in range(1, 30):
+            source.fill(float(value))
+            workers.deliver(sender, receiver, source)
+        stop.set()
+    assert {len(values) for values in seen} == {1}
+    assert len(seen) > 5
+    assert model() == {29.0}
+
+
+@BOTH
+def test_memory_that_others_have_stays_as_it_was(make: Any) -> None:
+    model = tools.filled(0.0).share_memory()  # as that of torch's multiprocessing
+    shared = [parameter.detach() for parameter in model.parameters()]
+    with workers.pair(make, model) as (sender, receiver):
+        for value in (1.0, 2.0):
+            workers.deliver(sender, receiver, ones(value))
+            assert tools.value_of(model) == value
+            assert not any(tensor.any() for tensor in shared)
+        receiver.apply_weights(ones(3.0))  # by hand
+        assert tools.value_of(model) == 3.0
+        assert not any(tensor.any() for tensor in shared)
+
+
 # -- shared memory ----------------------------------------------------------------------------
 
 
@@ -312,9 +349,8 @@ def test_a_worker_that_is_refused() -> None:
         sender = scheme.get_sender()
         sender.send_async(ones())
         other.init_on_worker(model_id="critic", pipe=theirs, model=tools.filled(0.0))
-        for _ in range(2):
-            with pytest.raises(aiosync.ConfigError, match="'policy'"):
-                other.get_receiver().receive(timeout=tools.PATIENCE)
+        with pytest.raises(aiosync.ConfigError, match="'policy'"):
+            other.get_receiver().receive(timeout=tools.PATIENCE)
         with pytest.raises(aiosync.PartialSyncError, match="'critic'"):
             sender.wait_async()
 

@@ -172,8 +172,9 @@ def test_what_does_not_fit_is_answered(kind: str) -> None:
         mine.timeout = tools.PATIENCE
         receiver = _receiver_of(theirs, model)
         mine.send_weights_async("policy", {"other": torch.ones(1)})
-        with pytest.raises(aiosync.ManifestMismatch) as caught:
+        with pytest.raises(aiosync.ApplyError) as caught:
             receiver.receive(timeout=tools.PATIENCE)
+        assert isinstance(caught.value.__cause__, aiosync.ManifestMismatch)
         assert any("strict=False" in note for note in caught.value.__notes__)
         workers.refuses((RuntimeError, "got 'ManifestMismatch: ", mine.wait_ack))
         for value in (1.0, 2.0):  # each answer belongs to its own weights

@@ -1,39 +1,41 @@
 """The older generation's transports over pipes: blocking, one object for each end.
 
-Both ends are of the same class. They are the async transports of the same names, driven through
-the portal; nothing is pickled. Must not import torch.
+Must not import torch or schemes.
 """
 
 from __future__ import annotations
 
-import socket
+import abc
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from aiosync import transports as aio
 from aiosync.errors import (
     AckTimeout,
+    ApplyError,
     ConfigError,
     LocalProtocolError,
+    PeerClosed,
     RemoteProtocolError,
     TransportError,
 )
-from aiosync.legacy._endpoint import Arrived, Endpoint
-from aiosync.legacy._link import Closing, Link, is_up, poll, wait_for_any
-from aiosync.legacy._pipe_view import PipeView
-from aiosync.legacy._strategy import WeightStrategy, nested
+from aiosync.legacy.endpoint import Arrived, Copier, Endpoint, Link, Snapshot, wait_for_any
+from aiosync.legacy.strategy import WeightStrategy, nested
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
     from tensordict import TensorDictBase
 
 __all__ = ["MPTransport", "SharedMemTransport", "TransportBackend"]
 
 _REGISTER_SECONDS = 10.0
+_Sent: TypeAlias = tuple[int, Snapshot | None]  # its version, and the memory if it is our own
 
 
 @runtime_checkable
@@ -54,28 +56,56 @@ class TransportBackend(Protocol):
         """Whether the other side is there."""
 
 
-def _pipe_endpoint(sock: socket.socket) -> Endpoint:
-    return Endpoint(aio.MPTransport(sock), sock, newest_only=False, speaks="pipe")
+class _Closing(abc.ABC):
+    """``with transport:``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the link; the other side sees ``PeerClosed``. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
-def _memory_endpoint(sock: socket.socket) -> Endpoint:
-    return Endpoint(aio.SharedMemTransport(sock), sock, newest_only=True, speaks="memory")
-
-
-class _Pipe(PipeView):
-    """The pipe of a transport."""
+class PipeView:
+    """Reads weights as if they were messages of a connection; no connection is below any more."""
 
     def __init__(self, transport: MPTransport) -> None:
         self._transport = transport
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        return poll(self._transport._link, timeout)
+        """Whether weights, or the end of the link, are there within ``timeout`` seconds.
 
-    def _take(self) -> tuple[str, Any] | None:
-        return self._transport.receive_weights(timeout=None)
+        ``None`` waits as long as it takes.
+        """
+        return self._transport.link.poll(timeout)
+
+    def recv(self) -> tuple[tuple[str, Any], str]:
+        """Wait for weights; ``receiver.apply_weights()`` or ``send_ack()`` answers them.
+
+        Returns:
+            ``((model_id, weights), "update_weights")``; the weights on memory of their own.
+
+        Raises:
+            EOFError: The other side went away.
+        """
+        try:
+            taken = self._transport.receive_weights(timeout=None)
+        except PeerClosed as exc:
+            raise EOFError(str(exc)) from exc
+        assert taken is not None
+        return taken, "update_weights"
 
 
-class MPTransport(Closing):
+class MPTransport(_Closing):
     """One end of a two-way pipe that carries weights and acknowledgements.
 
     Args:
@@ -87,16 +117,18 @@ class MPTransport(Closing):
             ``((model_id, weights), "update_weights")``. What was given is closed: what was
             below it belongs to the transport.
         timeout: As it was given; may be changed.
+        link: What is below.
 
     Raises:
         ConfigError: The pipe is not two-way (a ``ValueError``).
     """
 
-    def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
+    def __init__(self, pipe_connection: Any, timeout: float | None = 10.0) -> None:
         self.timeout = timeout
-        self.pipe: PipeView = _Pipe(self)
-        self._link = Link(pipe_connection, _pipe_endpoint)
-        self._pending: deque[int] = deque()
+        self.pipe: PipeView = PipeView(self)
+        self.link: Link = Link(pipe_connection)
+        self._copier = Copier()
+        self._pending: deque[_Sent] = deque()
         self._unanswered: deque[Arrived] = deque()
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -112,48 +144,61 @@ class MPTransport(Closing):
             PeerClosed: It went away.
             ConfigError: The weights cannot travel (a ``ValueError``).
         """
-        version = self._post("send_weights", model_id, weights)
-        self._wait(version, "updated")
+        self._wait(self._post("send_weights", model_id, weights), "updated", self.timeout)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Copy weights and send them in the background; :meth:`wait_ack` waits."""
         self._pending.append(self._post("send_weights_async", model_id, weights))
 
-    def _post(self, what: str, model_id: str, weights: Any) -> int:
-        async def post(endpoint: Endpoint) -> int:
-            return endpoint.post(model_id, weights)
+    def _post(self, what: str, model_id: str, weights: Any) -> _Sent:
+        own = None if isinstance(weights, Snapshot) else self._copier.copy(weights)
+        post = lambda end: end.post(model_id, own or weights, self.timeout)  # noqa: E731 - short
+        return self.link.call(what, post), own
 
-        return self._link.call(what, post)
-
-    def _drop_oldest(self) -> None:
-        # For senders that stop waiting: the next wait_ack() must not wait for an older send.
+    def drop_oldest(self) -> None:
+        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
         self._pending.popleft()
 
-    def wait_ack(self) -> None:
+    def wait_ack(self, timeout: float | None = None) -> None:
         """Wait for the answer to the oldest :meth:`send_weights_async`.
 
+        Args:
+            timeout: Seconds; the transport's own by default.
+
         Raises:
-            AckTimeout: None came within ``timeout`` seconds (a ``TimeoutError``).
+            AckTimeout: None came in time (a ``TimeoutError``).
             LocalProtocolError: No send is pending, or the other side could not apply it (a
                 ``RuntimeError``).
             PeerClosed: The other side went away.
         """
-        self.check_ack("updated")
+        self._wait_oldest("updated", self.timeout if timeout is None else timeout)
 
     def check_ack(self, message: str = "updated") -> None:
         """As :meth:`wait_ack`, for an answer of another text."""
+        self._wait_oldest(message, self.timeout)
+
+    def _wait_oldest(self, message: str, timeout: float | None) -> None:
         if not self._pending:
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
-        self._wait(self._pending.popleft(), message)
+        self._wait(self._pending.popleft(), message, timeout)
 
-    def _wait(self, version: int, message: str) -> None:
-        async def wait(endpoint: Endpoint) -> Ack:
-            return await endpoint.wait_for_ack(version, self.timeout)
-
-        ack = self._link.call("wait_ack", wait)
-        said = ack.error_text if ack.status is AckStatus.NACK else "updated"
+    def _wait(self, sent: _Sent, message: str, timeout: float | None) -> None:
+        version, snapshot = sent
+        ack = self.link.call("wait_ack", lambda end: end.wait_for_ack(version, timeout))
+        if snapshot is not None:
+            self._copier.free(snapshot)
+        said = _said(ack)
         if said != message:
-            raise LocalProtocolError(f"Expected acknowledgment {message!r}, got {said!r}")
+            cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
+            raise LocalProtocolError(
+                f"Expected acknowledgment {message!r}, got {said!r}"
+            ) from cause
+
+    def wait_for_peer(self, timeout: float) -> bool:
+        """Wait until the other side has used its end; False when it did not in time."""
+        if self.link.heard:
+            return True
+        return self.link.call("wait_ack", lambda end: end.until(lambda: end.heard, timeout))
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """Wait for the next weights, in the order in which they were sent; none is ever lost.
@@ -169,11 +214,16 @@ class MPTransport(Closing):
             PeerClosed: The other side went away.
             RemoteProtocolError: It sent something that is not of this format.
         """
-        arrived = self._link.call("receive_weights", lambda endpoint: endpoint.take(timeout))
+        arrived = self.link.call("receive_weights", lambda end: end.take(timeout))
         if arrived is None:
             return None
         self._unanswered.append(arrived)
         return arrived.model_id, arrived.weights
+
+    @property
+    def owes_ack(self) -> bool:
+        """Whether weights were received and not answered."""
+        return bool(self._unanswered)
 
     def send_ack(self, message: str = "updated") -> None:
         """Answer the oldest weights that were received and not answered.
@@ -190,26 +240,31 @@ class MPTransport(Closing):
         if not self._unanswered:
             raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
         error = None if message == "updated" else LocalProtocolError(message)
-
-        async def answer(endpoint: Endpoint) -> None:
-            await endpoint.acknowledge(self._unanswered.popleft(), error)
-
-        self._link.call("send_ack", answer)
+        arrived = self._unanswered.popleft()
+        self.link.call("send_ack", lambda end: end.acknowledge(arrived, error))
 
     def check_connection(self) -> bool:
         """Whether the link is open and the other side has not closed it.
 
         False in a process that was forked after the link was used.
         """
-        return is_up(self._link)
+        return self.link.is_up
 
     def close(self) -> None:
         """Close the link; the other side sees ``PeerClosed``. Idempotent."""
-        self._link.close()
+        self.link.close()
 
 
-class SharedMemTransport(Closing):
-    """Weights through shared memory, over any number of two-way pipes.
+def _said(ack: Ack) -> str:
+    if ack.status is not AckStatus.NACK:
+        return "updated"
+    if ack.error_type == LocalProtocolError.__name__:  # of send_ack(message)
+        return ack.error_text
+    return f"{ack.error_type}: {ack.error_text}"
+
+
+class SharedMemTransport(_Closing):
+    """Weights that change in place, over any number of two-way pipes.
 
     The trainer registers a pipe for each worker and sends; a worker registers its own end and
     calls :meth:`receive_weights` where its weights may change. What is sent is copied, and what
@@ -232,10 +287,17 @@ class SharedMemTransport(Closing):
     ) -> None:
         self.auto_register = auto_register
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self._of_program: set[str] = set()  # models whose tensors the program registered
+        self._in_place: set[str] = set()  # models whose tensors the program has
         self._links: list[Link] = []
+        self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
+
+    def twin(self) -> SharedMemTransport:
+        """Another one, without pipes, with the same models registered from now on."""
+        other = SharedMemTransport(None, self.auto_register)
+        other.policy_weights, other._in_place = self.policy_weights, self._in_place
+        return other
 
     def register_pipe(self, pipe: Any) -> None:
         """Add one end of a two-way pipe; owned from now on.
@@ -243,7 +305,7 @@ class SharedMemTransport(Closing):
         Raises:
             ConfigError: It is not two-way (a ``ValueError``).
         """
-        self._links.append(Link(pipe, _memory_endpoint))
+        self._links.append(Link(pipe, settles=True))
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -257,11 +319,21 @@ class SharedMemTransport(Closing):
         if model_id in self.policy_weights:
             raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
         self.policy_weights[model_id] = weights
-        self._of_program.add(model_id)
+        self._in_place.add(model_id)
 
-    def _share(self, policy_weights: dict[str, TensorDictBase], of_program: set[str]) -> None:
-        # Of a scheme, which sees what is registered by sending.
-        self.policy_weights, self._of_program = policy_weights, of_program
+    def update_registered(self, model_id: str, weights: Any) -> None:
+        """Have what is registered be these weights, as :meth:`send_weights` does; send nothing."""
+        if not (is_tensordict(weights) or isinstance(weights, Mapping)):
+            raise ConfigError(f"Unsupported weights type: {type(weights)}")
+        if model_id in self._in_place:
+            WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
+        elif self.auto_register or model_id in self.policy_weights:
+            self.policy_weights[model_id] = nested(weights)
+        else:
+            raise KeyError(
+                f"model {model_id!r} is not registered: register its weights, or use "
+                "auto_register=True"
+            )
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights to every worker, and wait until each has them in its memory.
@@ -277,29 +349,20 @@ class SharedMemTransport(Closing):
             AckTimeout: A worker did not answer within 10 seconds (a ``TimeoutError``).
             PeerClosed: A worker went away. The others were served.
         """
-        if not (is_tensordict(weights) or isinstance(weights, Mapping)):
-            raise ConfigError(f"Unsupported weights type: {type(weights)}")
-        if model_id not in self.policy_weights and not self.auto_register:
-            raise KeyError(f"model {model_id!r} is not registered")
-        if model_id in self._of_program:
-            WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
-            sending = self.policy_weights[model_id]
-        else:
-            sending = nested(weights)
+        self.update_registered(model_id, weights)
+        snapshot = self._copier.copy(self.policy_weights[model_id])
         give_up = time.monotonic() + _REGISTER_SECONDS
         first: Exception | None = None
         sent: list[tuple[Link, int]] = []
 
         async def post(endpoint: Endpoint) -> int:
-            return endpoint.post(model_id, weights)
+            return await endpoint.post(model_id, snapshot, give_up - time.monotonic())
 
         for link in self._links:
             try:
                 sent.append((link, link.call("send_weights", post)))
             except Exception as exc:  # noqa: BLE001 - raised once all were served
                 first = first or exc
-        if not isinstance(first, ConfigError):
-            self.policy_weights[model_id] = sending
         for link, version in sent:
             try:
                 self._wait(link, version, max(0.0, give_up - time.monotonic()))
@@ -307,20 +370,18 @@ class SharedMemTransport(Closing):
                 first = first or exc
         if first is not None:
             raise first
+        self._copier.free(snapshot)
 
     @staticmethod
     def _wait(link: Link, version: int, timeout: float) -> None:
-        async def wait(endpoint: Endpoint) -> Ack:
-            return await endpoint.wait_for_ack(version, timeout)
-
         try:
-            ack = link.call("send_weights", wait)
+            ack = link.call("send_weights", lambda end: end.wait_for_ack(version, timeout))
         except AckTimeout as exc:
             raise AckTimeout(
                 f"a worker did not answer within {_REGISTER_SECONDS:g} s", version=version
             ) from exc
         if ack.status is AckStatus.NACK:  # of a scheme, whose weights changed by themselves
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {ack.error_text!r}")
+            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {_said(ack)!r}")
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -346,16 +407,13 @@ class SharedMemTransport(Closing):
         ended: Exception | None = None
         count = 0
         for link in self._links:
-            while True:
-                try:
-                    arrived = link.call("receive_weights", lambda endpoint: endpoint.take(0.0))
-                except (TransportError, RemoteProtocolError) as exc:
-                    ended = ended or exc
-                    break
-                if arrived is None:
-                    break
-                self._apply(arrived)
-                count += 1
+            try:
+                while arrived := link.call("receive_weights", lambda end: end.take(0.0)):
+                    self.update_registered(arrived.model_id, arrived.weights)
+                    self._in_place.add(arrived.model_id)  # who looked at it goes on with it
+                    count += 1
+            except (TransportError, RemoteProtocolError) as exc:
+                ended = ended or exc
         if ended is not None and not count:
             raise ended
         return count > 0
@@ -366,18 +424,9 @@ class SharedMemTransport(Closing):
     def check_ack(self, message: str = "updated") -> None:
         """Do nothing: :meth:`send_weights` has waited for the acknowledgements."""
 
-    def _apply(self, arrived: Arrived) -> None:
-        model_id = arrived.model_id
-        if model_id in self.policy_weights:
-            WeightStrategy().apply_weights(self.policy_weights[model_id], arrived.weights)
-        elif self.auto_register:
-            self.policy_weights[model_id] = nested(arrived.weights)
-        else:
-            raise KeyError(f"model {model_id!r} is not registered")
-
     def check_connection(self) -> bool:
         """Whether every registered pipe is open, and nobody has closed the other end."""
-        return all(is_up(link) for link in self._links)
+        return all(link.is_up for link in self._links)
 
     def close(self) -> None:
         """Close every link. Idempotent."""

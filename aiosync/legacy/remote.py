@@ -68,7 +68,8 @@ class _Remote(abc.ABC):
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
         self._finish(pending)
 
-    def _drop_oldest(self) -> None:
+    def drop_oldest(self) -> None:
+        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
         self._pending = None
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:

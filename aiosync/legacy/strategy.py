@@ -5,18 +5,17 @@ Must not import asyncio, a transport or a scheme.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import ApplyError, ConfigError, ManifestMismatch, PartialSyncError
+from aiosync.errors import ConfigError, ManifestMismatch, PartialSyncError
 from aiosync.strategy import WeightStrategy as _Strategy
 from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["WeightStrategy", "hinting", "nested"]
+__all__ = ["WeightStrategy", "hint", "nested"]
 
 _HINT = (
     "aiosync.legacy: construct the worker's scheme with strict=False to apply what both sides have "
@@ -24,21 +23,12 @@ _HINT = (
 )
 
 
-@contextlib.contextmanager
-def hinting() -> Iterator[None]:
-    """Add to errors about weights that do not fit what can be done about it."""
-    try:
-        yield
-    except (ManifestMismatch, ApplyError, PartialSyncError) as exc:
-        failed = exc.failed.values() if isinstance(exc, PartialSyncError) else [exc]
-        if any(isinstance(each, ManifestMismatch) or _is_of_mismatch(each) for each in failed):
-            if _HINT not in getattr(exc, "__notes__", ()):
-                exc.add_note(_HINT)
-        raise
-
-
-def _is_of_mismatch(error: BaseException) -> bool:
-    return isinstance(error, ApplyError) and error.remote_type == ManifestMismatch.__name__
+def hint(error: BaseException) -> None:
+    """Add to an error about weights that do not fit what can be done about it."""
+    failed = error.failed.values() if isinstance(error, PartialSyncError) else [error]
+    names = {getattr(each, "remote_type", "") or type(each).__name__ for each in failed}
+    if ManifestMismatch.__name__ in names and _HINT not in getattr(error, "__notes__", ()):
+        error.add_note(_HINT)
 
 
 class WeightStrategy:
@@ -89,8 +79,11 @@ class WeightStrategy:
                 ``ValueError``).
             ManifestMismatch: They do not fit; all names are listed (a ``ValueError``).
         """
-        with hinting():
+        try:
             self._strategy.apply_weights(destination, weights, strict=strict)
+        except ManifestMismatch as exc:
+            hint(exc)
+            raise
 
     def __repr__(self) -> str:
         return f"WeightStrategy(extract_as={self.extract_as!r})"

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from aiosync.errors import AckTimeout, LocalProtocolError, RemoteProtocolError, TransportBroken
-from aiosync.legacy._endpoint import rebuild
+from aiosync.legacy.endpoint import rebuild
 from aiosync.protocol import VersionClock
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
@@ -93,7 +93,8 @@ class DistributedTransport:
         """Send weights without waiting for an answer; :meth:`wait_ack` does."""
         self._pending.append(self._post(model_id, weights))
 
-    def _drop_oldest(self) -> None:
+    def drop_oldest(self) -> None:
+        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
         self._pending.popleft()
 
     def _post(self, model_id: str, weights: Any) -> int:
