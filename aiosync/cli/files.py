@@ -20,13 +20,21 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from aiosync.errors import ConfigError
+from aiosync.server.store import DTYPES
 from aiosync.wire import encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["SAFETENSORS", "TORCH", "check_target", "load_weights", "save_weights"]
+__all__ = [
+    "SAFETENSORS",
+    "TORCH",
+    "check_source",
+    "check_target",
+    "load_weights",
+    "save_weights",
+]
 
 SAFETENSORS = (".safetensors",)
 """Endings of safetensors files."""
@@ -62,14 +70,14 @@ def load_weights(
             that could run code. The message says what to do.
     """
     path = os.fspath(path)
-    kind = _kind(path)
+    safetensors = _kind(path)
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_ZIP))
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    if kind == "safetensors":
-        return _load_safetensors(path)
+    if safetensors is not None:
+        return _load_safetensors(safetensors, path)
     return _find_weights(path, _load_torch(path, mapped=magic == _ZIP), note)
 
 
@@ -97,24 +105,24 @@ def save_weights(
     """
     path = os.path.realpath(path)
     check_target(path)
+    safetensors = _kind(path)
     tensors, values = _split(path, mapping)
     texts = dict(metadata or {})
     temporary = os.path.join(os.path.dirname(path), f".aiosync-{secrets.token_hex(8)}.tmp")
     try:
+        mode = os.stat(path).st_mode & 0o777 if os.path.exists(path) else None
         try:
-            mode = _mode_of(path)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             # Until everything is there, not more readable than what it replaces.
             fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
             with open(fd, "wb") as file:
                 if mode is None:
                     mode = os.fstat(fd).st_mode & 0o777  # as the umask has it
-                if _kind(path) == "safetensors":
+                if safetensors is not None:
                     # The package replaces it by a private one.
-                    _write_safetensors(path, temporary, tensors, values, texts)
+                    _write_safetensors(safetensors, path, temporary, tensors, values, texts)
                 else:
                     _write_torch(path, file, {**tensors, **values}, texts)
-                    file.flush()
             os.chmod(temporary, mode)
             _sync(temporary)
             os.replace(temporary, path)
@@ -126,12 +134,18 @@ def save_weights(
         raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
 
 
-def _mode_of(path: str) -> int | None:
-    """Who may read and write a file; ``None`` if there is none."""
-    try:
-        return os.stat(path).st_mode & 0o777
-    except FileNotFoundError:
-        return None
+def check_source(path: str | os.PathLike[str]) -> None:
+    """Find what is wrong with the name of a file of weights, before it is read.
+
+    Raises:
+        ConfigError: There is no such file, it is a directory, its ending is unknown, or
+            safetensors is not installed.
+    """
+    if os.path.isdir(path):
+        raise ConfigError(f"{path}: this is a directory; push one of the files in it")
+    _kind(os.fspath(path))
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: there is no such file")
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -142,8 +156,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
             its place, no permission, or safetensors is not installed.
     """
     path = os.path.realpath(path)
-    if _kind(path) == "safetensors":
-        _safetensors()
+    _kind(path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         raise ConfigError(f"{path}: there is no folder {folder}")
@@ -155,14 +168,20 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path}: no permission to write in {folder}")
 
 
-def _kind(path: str) -> str:
+def _kind(path: str) -> ModuleType | None:
+    """What reads and writes the file: the package safetensors, or torch for ``None``."""
     ending = os.path.splitext(path)[1].lower()
-    if ending in SAFETENSORS:
-        return "safetensors"
     if ending in TORCH:
-        return "torch"
-    known = ", ".join(SAFETENSORS + TORCH)
-    raise ConfigError(f"{path}: the name of the file must end in one of: {known}")
+        return None
+    if ending not in SAFETENSORS:
+        known = ", ".join(SAFETENSORS + TORCH)
+        raise ConfigError(f"{path}: the name of the file must end in one of: {known}")
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as exc:
+        advice = ".safetensors files need safetensors: pip install 'aiosync[cli]'"
+        raise ConfigError(advice) from exc
+    return safetensors
 
 
 def _sync(path: str) -> None:
@@ -249,18 +268,7 @@ def _write_torch(path: str, file: BinaryIO, mapping: dict[str, Any], texts: dict
 # -- safetensors ------------------------------------------------------------------------------
 
 
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as exc:
-        raise ConfigError(
-            ".safetensors files need safetensors: pip install 'aiosync[cli]'"
-        ) from exc
-    return safetensors
-
-
-def _load_safetensors(path: str) -> dict[str, Any]:
-    package = _safetensors()
+def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
     try:
         with package.safe_open(path, framework="pt", device="cpu") as file:
             texts = file.metadata() or {}
@@ -284,15 +292,24 @@ def _load_safetensors(path: str) -> dict[str, Any]:
 
 
 def _write_safetensors(
+    package: ModuleType,
     path: str,
     temporary: str,
     tensors: dict[str, torch.Tensor],
     values: dict[str, Any],
     texts: dict[str, str],
 ) -> None:
-    package = _safetensors()
     own, aliases = _without_sharing(tensors)
-    _check_dtypes(path, package, own)
+    refused = [
+        name for name, each in own.items() if str(each.dtype).removeprefix("torch.") not in DTYPES
+    ]
+    if refused:
+        kinds = ", ".join(sorted({str(own[name].dtype) for name in refused}))
+        others = " and others" if refused[1:] else ""
+        raise ConfigError(
+            f"{path}: safetensors cannot hold {kinds} (tensor {refused[0]!r}{others}); write a "
+            ".pt file instead"
+        )
     if aliases:
         texts[_ALIASES] = json.dumps(aliases)
     try:
@@ -325,21 +342,3 @@ def _without_sharing(
             tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         own[name] = tensor
     return own, aliases
-
-
-def _check_dtypes(path: str, package: ModuleType, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse what this release of safetensors does not bring back as it was."""
-    refused = set()
-    for dtype in {tensor.dtype for tensor in tensors.values()}:
-        try:
-            probe = {"probe": torch.empty(1, dtype=torch.uint8).expand(16).clone().view(dtype)}
-            if package.torch.load(package.torch.save(probe))["probe"].dtype != dtype:
-                refused.add(dtype)
-        except Exception:  # noqa: BLE001  # the user sees what follows from it, in the next line
-            refused.add(dtype)
-    if refused:
-        names = [name for name, tensor in tensors.items() if tensor.dtype in refused]
-        raise ConfigError(
-            f"{path}: safetensors cannot hold {', '.join(sorted(map(str, refused)))} (tensor "
-            f"{names[0]!r}{' and others' if names[1:] else ''}); write a .pt file instead"
-        )

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiosync._exports import lazily
-from aiosync.server._client import WeightClient
+from aiosync.server.client import WeightClient
 
 if TYPE_CHECKING:
-    from aiosync.server._pulling import PulledWeights, PullProgress
-    from aiosync.server._server import WeightServer
-    from aiosync.server._store import StoredUpdate, StoreError, WeightStore
+    from aiosync.server.pulling import PulledWeights, PullProgress
+    from aiosync.server.server import WeightServer
+    from aiosync.server.store import StoredUpdate, StoreError, WeightStore
 else:  # these need torch; asking for the status does not
     __getattr__, __dir__ = lazily(
-        __name__, "aiosync.server._pulling", "aiosync.server._server", "aiosync.server._store"
+        __name__, "aiosync.server.pulling", "aiosync.server.server", "aiosync.server.store"
     )
 
 __all__ = [

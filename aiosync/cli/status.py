@@ -1,35 +1,71 @@
-"""How the status of a weight server is shown: tables of models, workers and refusals.
+"""``aiosync status``: what a weight server says, as tables of models, workers and refusals.
 
-Needs rich. This module must never import torch or typer.
+Must not import torch: people ask often.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Group, RenderableType
+import typer
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aiosync.cli._options import plain
+from aiosync._run import run
+from aiosync.cli._common import (
+    Timeout,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    UseTls,
+    connection,
+    errors_to,
+    failing,
+    plain,
+    show_nbytes,
+)
 
-__all__ = ["models_table", "refusal_line", "show_nbytes", "show_status", "version_line"]
+__all__ = ["models_table", "refusal_line", "status", "version_line"]
 
 Values = Mapping[str, Any]
 
-
-def show_nbytes(nbytes: float) -> str:
-    """Return bytes as people read them, with powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
+_WIDTH = 200  # a pipe has none; rows stay whole
 
 
-def show_seconds(seconds: float) -> str:
+def status(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the values as JSON instead of tables.")
+    ] = False,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Show what a weight server serves, by whom and to whom."""
+    errors = errors_to()
+    with failing("status", errors) as exit_status:
+        server = connection(
+            url, errors, token_file=token_file, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key
+        )
+        exit_status[0] = 1
+        values = run(server.client().status(timeout=timeout))
+        if as_json:
+            typer.echo(json.dumps(values, indent=2, default=str))
+        else:
+            width = None if sys.stdout.isatty() else _WIDTH
+            Console(highlight=False, width=width).print(_tables(values))
+
+
+def _show_seconds(seconds: float) -> str:
     """Return a time span as people read it."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
@@ -38,19 +74,13 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
 
 
-def models_table(values: Values, *, now: float | None = None) -> Table:
-    """Return one row for each model of a status.
-
-    Args:
-        values: What ``WeightServer.status()`` returned.
-        now: Seconds since the Unix epoch, for the ages.
-    """
-    now = time.time() if now is None else now
+def models_table(values: Values) -> Table:
+    """Return one row for each model of a status, which ``WeightServer.status()`` returned."""
     table = _table("model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag")
     table.add_column("trainer")
     for model in _maps(values, "models"):
         workers = _maps(model, "workers")
-        updated_at = model.get("updated_at")
+        age = time.time() - _number(model, "updated_at")
         empty = not model.get("version")
         table.add_row(
             _text(model.get("model_id")),
@@ -58,7 +88,7 @@ def models_table(values: Values, *, now: float | None = None) -> Table:
             "-" if empty else _text(model.get("version")),
             "-" if empty else show_nbytes(_number(model, "nbytes")),
             "-" if empty else _text(model.get("tensors")),
-            "-" if updated_at is None else show_seconds(now - _number(model, "updated_at")),
+            "-" if model.get("updated_at") is None else _show_seconds(age),
             str(len(workers)),
             str(max((int(_number(worker, "lag")) for worker in workers), default=0)),
             _text(model.get("trainer") or "-"),
@@ -81,17 +111,17 @@ def _workers_table(values: Values) -> Table:
                 _text(worker.get("lag")),
                 show_nbytes(sent),
                 f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
-                show_seconds(seconds),
+                _show_seconds(seconds),
             )
     return table
 
 
-def show_status(values: Values) -> RenderableType:
+def _tables(values: Values) -> RenderableType:
     """Return everything that a status says, as tables."""
     parts: list[RenderableType] = [
         Text(
             f"{plain(values.get('url'))}, aiosync {plain(values.get('aiosync'))}, up "
-            f"{show_seconds(_number(values, 'uptime_seconds'))}, "
+            f"{_show_seconds(_number(values, 'uptime_seconds'))}, "
             f"{_text(values.get('connections'))} connections now, "
             f"{_text(values.get('accepted'))} in all"
             f"{', with a store' if values.get('store') else ''}"

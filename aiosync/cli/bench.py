@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from aiosync.cli._options import INTERRUPTED, errors_to, failing
+from aiosync.cli._common import INTERRUPTED, errors_to, failing, write_text
 from aiosync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def bench(
                 contenders=contender or (),
             )
             if json_to not in (None, "-"):
-                _write(json_to, "")  # before the run rather than after
+                write_text("--json", json_to, "")  # before the run rather than after
             exit_status[0] = 1
             results, ended = _measure(plan, errors, json_to)
         stream = sys.stderr if json_to == "-" else sys.stdout
@@ -107,10 +107,8 @@ def bench(
             results,
             Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH),
         )
-        if json_to == "-":
-            sys.stdout.write(results.to_json() + "\n")
-        elif json_to is not None:
-            _write(json_to, results.to_json())
+        if json_to is not None:
+            write_text("--json", json_to, results.to_json())
         if ended:
             errors.print("Stopped by Ctrl-C; every worker has ended.")
         raise typer.Exit(ended or int(results.failed))
@@ -127,13 +125,6 @@ def _read(path: Path) -> Results:
         raise ConfigError(f"--from: {path} holds no results: {exc!r}") from exc
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"--json: {path}: cannot be written: {exc.strerror}") from exc
-
-
 def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results, int]:
     """Run; return what was found and the exit status if Ctrl-C ended it.
 
@@ -145,7 +136,7 @@ def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results
 
     def note(done: int, total: int, what: str) -> None:
         if done and json_to not in (None, "-"):
-            _write(json_to, results.to_json())
+            write_text("--json", json_to, results.to_json())
         console.print(f"{results.elapsed:6.1f} s  {done} of {total} cases  {what}", markup=False)
 
     try:

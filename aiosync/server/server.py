@@ -27,8 +27,8 @@ from aiosync.protocol.indices import as_count
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Streaming
-from aiosync.server._model import ServedModel
-from aiosync.server._store import WeightStore
+from aiosync.server.model import ServedModel
+from aiosync.server.store import WeightStore
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits

@@ -1,6 +1,7 @@
-"""The learning half of ``aiosync demo``: PPO in the trainer, and the workers that collect for it.
+"""What ``aiosync demo`` runs: PPO in the trainer, and the workers that collect for it.
 
-Read :func:`work_async` and :func:`work_sync` to see what a worker needs from aiosync: a scheme
+Read :func:`train_async` and :func:`train_sync`, which differ by ``await`` only, then
+:func:`work_async` and :func:`work_sync` to see what a worker needs from aiosync: a scheme
 that came with the process's arguments, ``init_on_receiver``, ``connect``, and nothing else; the
 policy is then kept on the newest version while the worker collects. The trajectories go back over
 a plain :mod:`multiprocessing` connection. Must not import typer or rich: workers start faster.
@@ -9,12 +10,18 @@ a plain :mod:`multiprocessing` connection. Must not import typer or rich: worker
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import multiprocessing
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -22,11 +29,18 @@ import torch
 from torch import nn
 
 import aiosync
+import aiosync.sync
+from aiosync.errors import AiosyncError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["PPO", "Fragment", "Policy", "work"]
+    from aiosync.cli.demo import Progress
+
+__all__ = ["Fragment", "train"]
+
+_BATCH_STEPS = 512  # environment steps that one update of the policy learns from
+_LOOK_SECONDS = 0.2
 
 _OBS_SIZE = 4
 _NUM_ENVS = 8
@@ -68,6 +82,128 @@ class Fragment:
     returns: list[float]
 
 
+Start: TypeAlias = "Callable[[], AbstractContextManager[Workers]]"
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def train(progress: Progress, transport: str, num_workers: int, seed: int, sync: bool) -> None:
+    """Train until it is solved or the time is up.
+
+    Sets the number of torch's threads to one and seeds torch, both for the whole process.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    name = "SharedMemWeightSyncScheme" if transport == "shm" else "MultiProcessWeightSyncScheme"
+    policy = Policy()
+    scheme = getattr(aiosync.sync if sync else aiosync, name)()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=num_workers)
+    start = functools.partial(running, num_workers, seed, scheme, sync)
+    if sync:
+        train_sync(policy, scheme, start, progress)
+    else:
+        aiosync.run(train_async(policy, scheme, start, progress))
+
+
+async def train_async(policy: Policy, scheme: Any, start: Start, progress: Progress) -> None:
+    """Train with the async API."""
+    learner = PPO(policy)
+    async with scheme:
+        with start() as workers:
+            # Every worker has the first weights when this returns; one that dies is noticed.
+            await scheme.connect(processes=workers.processes)
+            progress.started = time.monotonic()
+            going = True
+            while going:
+                batch = await asyncio.to_thread(workers.collect)
+                lr_scale = progress.collected(batch, scheme.version)
+                await asyncio.to_thread(learner.update, batch, lr_scale)
+                going = progress.sent(await scheme.send())  # returns when all have applied it
+
+
+def train_sync(policy: Policy, scheme: Any, start: Start, progress: Progress) -> None:
+    """Train with the blocking facade."""
+    learner = PPO(policy)
+    with scheme, start() as workers:
+        scheme.connect(processes=workers.processes)
+        progress.started = time.monotonic()
+        going = True
+        while going:
+            batch = workers.collect()
+            lr_scale = progress.collected(batch, scheme.version)
+            learner.update(batch, lr_scale)
+            going = progress.sent(scheme.send())
+
+
+class Workers:
+    """The processes that collect. Nothing here is about weights.
+
+    Each worker has one fragment in the making and at most one waiting to be taken, so a slow
+    trainer makes its workers wait and never gets old data.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[SpawnProcess] = []
+        self.channels: list[Connection] = []
+        self.stopped = False
+
+    def collect(self) -> list[Fragment]:
+        """Return what one update of the policy learns from; blocks, and ends when stopped."""
+        batch: list[Fragment] = []
+        while sum(fragment.actions.size for fragment in batch) < _BATCH_STEPS:
+            for channel in wait(self.channels, _LOOK_SECONDS):
+                assert isinstance(channel, Connection)
+                try:
+                    batch.append(channel.recv())
+                    channel.send_bytes(b"next")
+                except (EOFError, ConnectionResetError, BrokenPipeError):
+                    process = self.processes[self.channels.index(channel)]
+                    process.join(5.0)
+                    raise AiosyncError(
+                        f"{process.name} (pid {process.pid}) ended with exit code "
+                        f"{process.exitcode} before it was asked to stop"
+                    ) from None
+            if self.stopped:
+                break
+        return batch
+
+
+@contextmanager
+def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Workers]:
+    """Start the workers, and end them: ask, then kill."""
+    workers = Workers()
+    context = multiprocessing.get_context("spawn")
+    patience = 0.5  # a worker that still starts hears nothing
+    # Ctrl-C reaches the whole process group. Workers inherit that it is blocked; one that comes
+    # meanwhile is not lost here.
+    resource_tracker.ensure_running()  # first, because it unblocks SIGINT when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for idx in range(num_workers):
+            ours, theirs = context.Pipe()
+            workers.channels.append(ours)
+            args = (idx, seed, scheme, theirs, sync)
+            process = context.Process(target=work, args=args, name=f"worker {idx}", daemon=True)
+            process.start()
+            workers.processes.append(process)
+            theirs.close()  # so that its end is the worker's end
+            ours.send_bytes(b"next")
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield workers
+        patience = 5.0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        workers.stopped = True
+        for channel in workers.channels:
+            channel.close()
+        deadline = time.monotonic() + patience
+        for process in workers.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+
+
 # -- learning -----------------------------------------------------------------------------------
 
 
@@ -76,7 +212,7 @@ class Policy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = _mlp(2, out_gain=0.01)
+        self.body: nn.Sequential = _mlp(2, out_gain=0.01)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., 2]`` for observations ``[..., 4]``."""
@@ -103,8 +239,8 @@ class PPO:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.critic = _mlp(1, out_gain=1.0)
+        self.policy: Policy = policy
+        self.critic: nn.Sequential = _mlp(1, out_gain=1.0)
         self._parameters = [*policy.parameters(), *self.critic.parameters()]
         self._optimizer = torch.optim.Adam(self._parameters, eps=1e-5, foreach=True)
 
@@ -179,7 +315,7 @@ class Collector:
     def start(self) -> None:
         """Begin a fragment."""
         grid = (_NUM_STEPS, _NUM_ENVS)
-        self.fragment = Fragment(
+        self.fragment: Fragment = Fragment(
             worker_idx=self._worker_idx,
             obs=np.empty((*grid, _OBS_SIZE), np.float32),
             next_obs=np.empty((*grid, _OBS_SIZE), np.float32),

@@ -23,10 +23,10 @@ from aiosync.errors import (
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
-from aiosync.server._merging import Part, merged
+from aiosync.server.merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.tensors.values import inner_names, unpack_value
-from aiosync.transports.base import make_ack
+from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
 from aiosync.wire import (
@@ -41,13 +41,10 @@ from aiosync.wire import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ATTEMPT_SECONDS", "Pull", "PullProgress", "PulledWeights"]
+__all__ = ["Pull", "PullProgress", "PulledWeights"]
 
 PullProgress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that are here and verified, and with how many there will be."""
-
-ATTEMPT_SECONDS = 10.0
-"""For one link, or one answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,36 +120,45 @@ class Pull:
         self._link: TCPTransport | None = None
         self._updates = UpdateReader()
         self._lost: AiosyncError | None = None
-        self._arriving: tuple[int, int] | None = None  # epoch and version
+        self._partial: tuple[int, int, int] | None = None  # announced over this link as here
         self._promised: tuple[int, int] | None = None  # the newest, which comes after others
         self._parts: list[Staged] = []  # that hold what the newest lacks
-        self._here = 0  # bytes of it
-        self._sizes: dict[bytes, int] = {}  # of payloads, by the digest of the manifest
+        self._here: int | None = None  # verified bytes of what arrives
+        self._total = 0  # bytes of it
         self._moved = False  # something arrived over this link
-        self._resumes = False  # a part was announced over this link
         self._reconnects = 0
         self._pauses = Backoff()
         self._resumed = 0
 
     async def run(self) -> PulledWeights:
+        """Get the weights, over one link after the other."""
         return await retry(
-            lambda left: self._attempt_once(),
-            None,
-            final=self._is_final,
-            backoff=self._pauses,
+            lambda left: self._attempt(), None, final=self._is_final, backoff=self._pauses
         )
 
     def _is_final(self, error: AiosyncError) -> bool:
         if isinstance(error, RemoteProtocolError):
             # The two did not agree about the part that was here, perhaps: begin anew, once.
-            return not self._resumes
+            return self._partial is None
         # Before there was a Welcome nobody is there, as far as anybody knows.
         again = isinstance(error, (TransportError, ConnectTimeout)) and self._welcome is not None
         return is_final(error) or not again
 
-    async def _attempt_once(self) -> PulledWeights:
+    async def _attempt(self) -> PulledWeights:
+        """Over one link."""
+        self._moved = False
+        self._partial = self._updates.partial
         try:
-            return await self._attempt()
+            link = self._link = await self._dialer.dial(again=self._welcome is not None)
+            self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
+            self._updates.use_link(link)
+            await link.send(Fetch(self._least))
+            staged = None
+            while not self._is_complete(staged):
+                staged = self._take(await link.recv(into=self._updates.lender))
+                if staged is not None:
+                    await self._keep(link, staged)
+            return await self._finish()
         except AiosyncError as exc:
             self._lost = exc
             self.close()
@@ -161,15 +167,11 @@ class Pull:
             self._reconnects += 1
             raise
 
-    async def _attempt(self) -> PulledWeights:
-        """Over one link."""
-        self._moved = False
-        link = self._link = await self._dialer.dial(again=self._welcome is not None)
-        partial = self._updates.partial
-        epoch, version, nbytes = partial or (None, None, 0)
-        self._here, self._resumes = nbytes, nbytes > 0
-        has, self._promised = self._parts[-1] if self._parts else None, None
-        hello = Hello(
+    def _hello(self) -> Hello:
+        partial = self._partial or (None, None, 0)
+        has = self._parts[-1] if self._parts else None
+        self._promised = None
+        return Hello(
             role="receiver",
             model_id=self._model_id,
             pid=os.getpid(),
@@ -178,46 +180,40 @@ class Pull:
             subscribe=False,
             epoch=None if has is None else has.epoch,
             version=None if has is None else has.version,
-            partial_epoch=epoch,
-            partial_version=version,
-            partial_nbytes=nbytes,
+            partial_epoch=partial[0],
+            partial_version=partial[1],
+            partial_nbytes=partial[2],
         )
-        self._welcome = await greet(link, hello, timeout=HANDSHAKE_SECONDS)
-        self._updates.use_link(link)
-        await link.send(Fetch(self._least))
-        while True:
-            staged = await self._take_message(link)
-            if staged is not None:
-                if self._parts and self._parts[-1].epoch != staged.epoch:
-                    self._parts.clear()  # of another trainer
-                self._parts.append(staged)
-                await self._acknowledge(link, staged)
-            if self._is_complete(staged):
-                return await self._finish()
 
-    async def _take_message(self, link: TCPTransport) -> Staged | None:
-        received = await link.recv(into=self._updates.lender)
+    def _take(self, received: Received) -> Staged | None:
+        """A message; the update that it completes, if it does."""
         message = received.message
         if isinstance(message, Current):
             self._promised = (message.epoch, message.version)
             return None
         if isinstance(message, ManifestMessage):
-            self._sizes = {message.manifest.digest: message.manifest.nbytes}
-        if not isinstance(message, Update):
-            return self._updates.read(received)
-        if (message.epoch, message.version) != self._arriving:
-            self._arriving, self._here = (message.epoch, message.version), 0
-        elif not self._moved:  # the first chunk over another link
-            if message.chunk is None or message.chunk[0] == 0:
-                self._here = 0  # from the beginning
-            self._resumed += self._here
-        self._moved = True
-        part = self._updates.read(received)
-        self._here += received.nbytes
-        if self._progress is not None:
-            total = self._sizes.get(message.digest, self._here)
-            self._progress(min(self._here, total), total)
-        return part
+            self._total = message.manifest.nbytes
+        staged = self._updates.read(received)
+        if isinstance(message, Update):
+            goes_on = message.chunk is not None and message.chunk[0] > 0
+            if not self._moved and goes_on and self._partial is not None:
+                self._resumed += self._partial[2]
+            self._moved = True
+            partial = self._updates.partial
+            self._here = self._total if staged is not None else 0 if partial is None else partial[2]
+            if self._progress is not None:
+                self._progress(self._here, self._total)
+        return staged
+
+    async def _keep(self, link: TCPTransport, staged: Staged) -> None:
+        if self._parts and self._parts[-1].epoch != staged.epoch:
+            self._parts.clear()  # of another trainer
+        self._parts.append(staged)
+        try:
+            ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
+            await link.send(ack, timeout=HANDSHAKE_SECONDS)
+        except AiosyncError:
+            link.abort()  # it is here; only the statistics of the other side lack it
 
     def _is_complete(self, arrived: Staged | None) -> bool:
         last, promised = self._parts[-1] if self._parts else None, self._promised
@@ -225,25 +221,13 @@ class Pull:
             return last.version >= promised[1]
         return arrived is not None
 
-    async def _acknowledge(self, link: TCPTransport, staged: Staged) -> None:
-        try:
-            ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
-            await link.send(ack, timeout=ATTEMPT_SECONDS)
-        except AiosyncError:
-            link.abort()  # it is here; only the statistics of the other side lack it
-
     async def _finish(self) -> PulledWeights:
         parts = [Part(each.layout, each.flat, each.values) for each in self._parts]
-        whole, newest = parts[0], self._parts[-1]
+        newest, (layout, buffer, values) = self._parts[-1], parts[0]
         if len(parts) > 1:
-            whole = await asyncio.to_thread(merged, parts, self._limits)
+            layout, buffer, values = await asyncio.to_thread(merged, parts, self._limits)
         return PulledWeights(
-            model_id=self._model_id,
-            epoch=newest.epoch,
-            version=newest.version,
-            layout=whole.layout,
-            buffer=whole.buffer,
-            values=whole.values,
+            *(self._model_id, newest.epoch, newest.version, layout, buffer, values),
             reconnects=self._reconnects,
             resumed_nbytes=self._resumed,
         )
@@ -258,7 +242,7 @@ class Pull:
         what = f"model {self._model_id!r}"
         if self._lost is not None and not self._moved:
             return f"{url} was lost ({self._lost}) and not reached again within {seconds:g} s"
-        if self._arriving is not None:
+        if self._here is not None:
             return f"{self._here} bytes of {what} arrived from {url} within {seconds:g} s; not all"
         if self._welcome is None:
             return f"{url} did not answer within {seconds:g} s"

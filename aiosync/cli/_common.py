@@ -1,4 +1,4 @@
-"""Options that the commands for a weight server share, and how their errors are shown.
+"""What commands share: the options of those for a weight server, and how things are shown.
 
 Must not import torch, nor, but inside a function, what imports it: ``--help`` has to be quick.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.markup import escape
 from aiosync.errors import AiosyncError, ConfigError
 
 if TYPE_CHECKING:
+    from aiosync.server import WeightClient
     from aiosync.transports.credentials import TLS
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "TOKEN_VARIABLE",
     "Connection",
     "ModelId",
+    "Show",
     "Timeout",
     "TlsCa",
     "TlsCert",
@@ -34,11 +37,16 @@ __all__ = [
     "TokenFile",
     "UseTls",
     "check_model_ids",
+    "connection",
     "errors_to",
     "failing",
     "plain",
     "read_token",
+    "say_done",
+    "show_nbytes",
     "tls_of",
+    "transfer_bar",
+    "write_text",
 ]
 
 TOKEN_VARIABLE = "AIOSYNC_TOKEN"
@@ -48,6 +56,10 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 _MAX_TOKEN_NBYTES = 65536
+_LOOK_SECONDS = 0.1
+
+Show: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are done, and with how many there are."""
 
 TokenFile = Annotated[
     Path | None,
@@ -100,15 +112,8 @@ Timeout = Annotated[
 """``--timeout``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Whom to ask, and with what.
-
-    Attributes:
-        url: As it was given.
-        token: The shared token.
-        tls: Certificates of the side that dials.
-    """
+class Connection(NamedTuple):
+    """Whom to ask, and with what: as the first arguments of a client."""
 
     url: str
     token: bytes | None
@@ -117,19 +122,36 @@ class Connection:
     def __repr__(self) -> str:
         return f"<Connection to {self.url}>"  # no token
 
-    def check(self) -> None:
-        """Find what is wrong with it before anything is sent.
+    def client(self) -> WeightClient:
+        """What asks."""
+        from aiosync.server import WeightClient
 
-        Raises:
-            ConfigError: Not an address, an empty token, or a file that cannot be used.
-        """
-        from aiosync.transports.address import Address
-        from aiosync.transports.credentials import Credentials
+        return WeightClient(self.url, token=self.token, tls=self.tls)
 
-        address = Address.parse(self.url)
-        if address.scheme == "tcp" and not address.port:
-            raise ConfigError(f"{address} has no port to dial")
-        Credentials(token=self.token, tls=self.tls).dialling_context()
+
+def connection(
+    url: str,
+    console: Console,
+    *,
+    token_file: Path | None,
+    tls: bool,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+) -> Connection:
+    """Return what the options of a command say, and find what is wrong before anything is sent.
+
+    Raises:
+        ConfigError: Not an address, no token, or a file that cannot be used.
+    """
+    from aiosync.transports.credentials import Credentials
+
+    given = Connection(
+        url, read_token(token_file, console), tls_of(wanted=tls, ca=ca, cert=cert, key=key)
+    )
+    Credentials(token=given.token, tls=given.tls).dialling_context()
+    given.client()
+    return given
 
 
 def errors_to() -> Console:
@@ -196,6 +218,71 @@ def plain(text: Any, limit: int = 200) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
+def show_nbytes(nbytes: float) -> str:
+    """Return bytes as people read them, with powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def write_text(option: str, path: str, text: str) -> None:
+    """Write a file that an option names; ``-`` is stdout.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{option}: {path}: cannot be written: {exc.strerror}") from exc
+
+
+def say_done(
+    verb: str, model_id: str, epoch: int, version: int, nbytes: int, seconds: float, again: int = 0
+) -> None:
+    """Say what was transferred, with ``again`` reconnects, in one line."""
+    rate = nbytes / 1e6 / max(seconds, 1e-9)
+    typer.echo(
+        f"{verb} {plain(model_id)}: version {version} of epoch {epoch}, {show_nbytes(nbytes)} "
+        f"({nbytes} bytes) in {seconds:.2f} s, {rate:.1f} MB/s"
+        f"{f', {again} reconnects' if again else ''}"
+    )
+
+
+@contextmanager
+def transfer_bar(console: Console, title: str) -> Iterator[Show]:
+    """Show a bar with bytes and rate on a terminal, and nothing elsewhere. No thread is started.
+
+    Args:
+        console: On stderr.
+        title: What is transferred.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        next_at = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal next_at
+            progress.update(task, completed=done, total=total)
+            if time.monotonic() >= next_at or done >= total:
+                progress.refresh()
+                next_at = time.monotonic() + _LOOK_SECONDS
+
+        yield show
+
+
 def check_model_ids(given: Iterable[str]) -> None:
     """Refuse a model without a name: an empty variable of a script, more often than not.
 
@@ -225,11 +312,11 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
     try:
         yield status
     except AiosyncError as exc:
-        usage = isinstance(exc, ConfigError) and status[0] == 2
+        wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
         name = "" if isinstance(exc, ConfigError) else f"{type(exc).__name__}: "
         text = escape(plain(f"{name}{exc}", 2000))
         console.print(f"[red]aiosync {command}:[/red] {text}")
-        raise typer.Exit(2 if usage else 1) from None
+        raise typer.Exit(status[0] if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
         raise typer.Exit(INTERRUPTED) from None

@@ -34,7 +34,7 @@ from aiosync.wire import (
 )
 
 if TYPE_CHECKING:
-    from aiosync.server._pulling import PulledWeights, PullProgress
+    from aiosync.server.pulling import PulledWeights, PullProgress
 
 __all__ = ["WeightClient"]
 
@@ -164,7 +164,7 @@ class WeightClient:
             Class A.
         """
         from aiosync.schemes.sources import as_model_id
-        from aiosync.server._pulling import Pull
+        from aiosync.server.pulling import Pull
 
         validate_timeout(timeout)
         least = max(1, min_version)

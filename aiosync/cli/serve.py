@@ -1,0 +1,222 @@
+"""``aiosync serve``: runs a weight server until a signal ends it, and shows it.
+
+Imports torch once the options are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from aiosync.cli._common import (
+    INTERRUPTED,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    check_model_ids,
+    errors_to,
+    failing,
+    plain,
+    read_token,
+    tls_of,
+)
+from aiosync.cli.status import models_table, refusal_line, version_line
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rich.console import RenderableType
+
+    from aiosync.server import WeightServer
+
+__all__ = ["serve"]
+
+_LOOK_SECONDS = 0.25
+
+
+def serve(
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Where to listen: tcp://host:port (0: any port) or unix:///path."
+        ),
+    ],
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_verify_clients: Annotated[
+        bool,
+        typer.Option(
+            "--tls-verify-clients", help="Refuse peers without a certificate signed by --tls-ca."
+        ),
+    ] = False,
+    model_id: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", show_default=False, help="Serve only this model; repeatable."),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Keep the newest versions there, across restarts.",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of links at a time.")
+    ] = 1024,
+) -> None:
+    """Run a weight server: trainers push to it, workers pull from it.
+
+    Prints its address as one line, then serves until Ctrl-C or SIGTERM; a second one ends it at
+    once. Without a token or TLS it listens on this host only.
+    """
+    errors = errors_to()
+    with failing("serve", errors):
+        check_model_ids(model_id or [])
+        import aiosync
+        from aiosync.server import WeightServer
+
+        token = read_token(token_file, errors)
+        tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
+
+        def make() -> WeightServer:
+            return WeightServer(
+                listen,
+                token=token,
+                tls=tls,
+                model_ids=model_id or None,
+                store=store,
+                max_connections=max_connections,
+            )
+
+        raise typer.Exit(aiosync.run(_serve(make, errors)))
+
+
+async def _serve(make: Callable[[], WeightServer], errors: Console) -> int:
+    """Serve until SIGINT or SIGTERM, or until the server breaks.
+
+    Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
+
+    Returns:
+        The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
+        before could not be stored at the end.
+    """
+    log = _Log(errors)
+    with _signals() as came:
+        try:
+            server = make()
+            try:
+                async with server:
+                    typer.echo(server.url)
+                    await _watch(server, log)
+            finally:
+                late = log.show(server.status(), versions=False)  # what was written last
+        except asyncio.CancelledError:
+            if not came:
+                raise
+    if came == [signal.SIGINT]:
+        errors.print("Stopped by Ctrl-C.")
+    if late:
+        return 1
+    return INTERRUPTED if came == [signal.SIGINT] else 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Have the first SIGINT or SIGTERM cancel this task, and the second end the process.
+
+    Handlers of Python and not of the loop: they run although the loop is busy.
+
+    Yields:
+        The signal, once it has come.
+    """
+    came: list[int] = []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if came:
+            os._exit(128 + number)
+        came.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _watch(server: WeightServer, log: _Log) -> None:
+    """Show what the server has, until it ends."""
+    console = Console(highlight=False)
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def show() -> None:
+        status = server.status()
+        if live is not None:
+            live.update(_render(status), refresh=True)
+        log.show(status, versions=live is None)
+
+    ended = asyncio.ensure_future(server.wait_closed())
+    with live or contextlib.nullcontext():
+        try:
+            while not ended.done():
+                show()
+                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+            await ended
+        finally:
+            ended.cancel()
+            show()
+
+
+def _render(status: Mapping[str, Any]) -> RenderableType:
+    connections = f"{plain(status['connections'])} connections"
+    if not status["models"]:
+        return Text(f"{connections}, no models yet; Ctrl-C ends it")
+    table = models_table(status)
+    table.caption = f"{connections}; Ctrl-C ends it"
+    table.caption_justify = "left"
+    return table
+
+
+class _Log:
+    """One line for each change that is seen; at most one for each model and look."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._seen: dict[str, tuple[Any, ...]] = {}
+
+    def show(self, status: Mapping[str, Any], *, versions: bool) -> bool:
+        """Print what is new: what could not be stored, and ``versions``.
+
+        Returns:
+            Whether something could not be stored.
+        """
+        failed = False
+        for model in status["models"]:
+            epoch, version, refused = now = model["epoch"], model["version"], model["refused"]
+            before = self._seen.get(model["model_id"], (0, 0, 0))
+            self._seen[model["model_id"]] = now
+            lines = [version_line(model)] if versions and (epoch, version) != before[:2] else []
+            if refused != before[2]:
+                lines.append(refusal_line(model))
+                failed = True
+            for line in lines:
+                self._console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False)
+        return failed

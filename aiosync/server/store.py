@@ -1,0 +1,515 @@
+"""The newest version of each model as one file in a directory.
+
+A file is a safetensors file whose header says more: it holds the manifest, the values that are not
+tensors, and checksums. It is written here and not by the safetensors package: straight from the
+flat buffer, in chunks, and replaced in one step. This module must never import asyncio, a transport
+or a scheme; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, TypeAlias
+
+import xxhash
+
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.tensors import FlatBuffer, Layout
+from aiosync.types import Limits
+from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
+from aiosync.wire.values import InvalidData, pack, unpack
+
+__all__ = ["DTYPES", "SaveProgress", "StoreError", "StoredUpdate", "WeightStore"]
+
+_log = logging.getLogger(__name__)
+
+_SUFFIX = ".safetensors"
+_TEMPORARY = re.compile(r"\.aiosync-[0-9a-f]{16}\.tmp")
+_MAX_STEM = 200
+"""Characters of a file name without its ending; the usual file systems allow 255 bytes."""
+
+SaveProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the tensor bytes written so far, and with how many there are."""
+
+_BUFFER_NBYTES = 2**20
+"""Bytes that files are buffered with; larger pieces bypass the buffer."""
+
+_FORMAT = "1"
+_CHUNK_NBYTES = 16 * 2**20
+_MAX_HEADER_NBYTES = 100_000_000
+"""Where the readers of safetensors files stop."""
+
+_ALIGNMENT = 64
+_METADATA = "__metadata__"
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+}
+"""What every release of safetensors can express; the others are stored as bytes (U8)."""
+
+
+class StoreError(AiosyncError):
+    """A file of a store is damaged, or was not written by a store, or the disk refused it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredUpdate:
+    """One version of one model, as a store keeps it.
+
+    Attributes:
+        epoch: Epoch of the sender that made it.
+        version: Its number in that epoch.
+        strategy: Name of the strategy that extracted the weights.
+        layout: Where each tensor lies in ``buffer``.
+        buffer: The tensors; at least ``layout.nbytes`` long.
+        values: Non-tensor values by dotted name, of plain msgpack types.
+        saved_at: When its file was written, in seconds since the Unix epoch; ``None`` for one
+            that was not loaded from a file.
+    """
+
+    epoch: int
+    version: int
+    strategy: str
+    layout: Layout
+    buffer: FlatBuffer
+    values: Mapping[str, Any]
+    saved_at: float | None = None
+
+
+class WeightStore:
+    """A directory with one file for each model.
+
+    A file changes in one step: whatever happens while one is saved, the end of the process or
+    of the machine included, the directory has either the old or the new file, complete. Methods
+    block; several threads may call them at once, and several processes may share a directory.
+    Of two saves of one model at the same time, the one that ends last stays.
+
+    Attributes:
+        directory: Absolute path of the directory.
+        limits: Bounds on what is loaded.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        """Open a directory, and remove what saves that were cut short left in it.
+
+        Args:
+            directory: Made, for this user only, if it is missing; so are missing parents.
+            limits: Bounds on what is loaded.
+
+        Raises:
+            ConfigError: It is not a directory, cannot be made, or is not ours to write.
+        """
+        self.directory: str = os.path.abspath(directory)
+        self.limits: Limits = limits
+        try:
+            _make_private(self.directory)
+            if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
+                raise ConfigError(f"the store {self.directory} is not readable and writable")
+            self._remove_stale()
+        except OSError as exc:
+            raise ConfigError(f"the store {self.directory} cannot be used: {exc}") from exc
+
+    def __repr__(self) -> str:
+        return f"<WeightStore {self.directory!r}>"
+
+    def save(
+        self, model_id: str, update: StoredUpdate, progress: SaveProgress | None = None
+    ) -> None:
+        """Replace the file of a model; returns when the new one is safely on disk.
+
+        Args:
+            model_id: Any text; the name of the file is derived from it.
+            update: The version. Its buffer is read, and must not change during the call.
+            progress: Called from this thread about every 16 MiB, and after the last byte.
+                What it raises ends the save and is raised here; an ``OSError`` becomes a
+                ``StoreError``. The old file stays.
+
+        Raises:
+            ConfigError: The update cannot be stored; nothing was written.
+            StoreError: The disk refused it: full, read-only, broken. The old file stays, except
+                if the message says that the directory could not be synced.
+        """
+        path = self._path(model_id)
+        layout = update.layout
+        if update.buffer.nbytes < layout.nbytes:
+            raise ConfigError(
+                f"the buffer has {update.buffer.nbytes} bytes, the layout needs {layout.nbytes}"
+            )
+        checksum = _checksum_of(layout.manifest, update.buffer.memoryview())
+        header = _encode_header(model_id, update, checksum)
+        try:
+            temporary, fd = self._new_temporary()
+            try:
+                with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
+                    _write(file, header, update, progress)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.replace(temporary, path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # it has become the file
+                    os.unlink(temporary)
+        except OSError as exc:
+            raise StoreError(f"{path}: cannot be saved: {exc}") from exc
+        try:
+            _sync_directory(self.directory)
+        except OSError as exc:
+            raise StoreError(
+                f"{path}: saved, but the directory could not be synced: {exc}"
+            ) from exc
+
+    def load(self, model_id: str) -> StoredUpdate | None:
+        """Return the version that was saved last, in new memory; ``None`` if there is none.
+
+        Raises:
+            ConfigError: ``model_id`` is not a text.
+            StoreError: The file is damaged, cut short, foreign or beyond the limits; the
+                message names the file and what is wrong.
+        """
+        path = self._path(model_id)
+        try:
+            file = _open(path)
+            if file is None:
+                return None
+            with file:
+                return _read(file, model_id, self.limits)
+        except OSError as exc:
+            raise StoreError(f"{path}: cannot be read: {exc}") from exc
+        except StoreError as exc:
+            raise StoreError(f"{path}: {exc}") from exc
+
+    def model_ids(self) -> list[str]:
+        """Return the ids of the models that have a file, in order.
+
+        Only long ids need a look into their files; one that cannot be read is logged and left
+        out. A listed file may still turn out to be damaged when it is loaded.
+
+        Raises:
+            StoreError: The directory cannot be read.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except OSError as exc:
+            raise StoreError(f"{self.directory}: cannot be read: {exc}") from exc
+        found = []
+        for name in names:
+            if not name.endswith(_SUFFIX):
+                continue
+            model_id = _decode_stem(name.removesuffix(_SUFFIX))
+            if "~" in name:
+                model_id = self._id_inside(name)
+            if model_id is not None and _file_name(model_id) == name:
+                found.append(model_id)
+        return sorted(found)
+
+    def _path(self, model_id: str) -> str:
+        return os.path.join(self.directory, _file_name(model_id))
+
+    def _id_inside(self, name: str) -> str | None:
+        path = os.path.join(self.directory, name)
+        try:
+            file = _open(path)
+            if file is None:
+                return None
+            with file:
+                model_id = _metadata_of(_read_header(file)).get("aiosync.model_id")
+            _file_name(model_id)
+        except (OSError, StoreError, ConfigError) as exc:
+            _log.warning("skipping %s: %s", path, exc)
+            return None
+        return model_id
+
+    def _new_temporary(self) -> tuple[str, int]:
+        """Create a file that says by its lock that somebody is writing it."""
+        while True:
+            path = os.path.join(self.directory, f".aiosync-{secrets.token_hex(8)}.tmp")
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # no locks here: then processes must not share
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return path, fd
+            os.close(fd)  # another process took it for stale before it was locked
+
+    def _remove_stale(self) -> None:
+        for name in os.listdir(self.directory):
+            if not _TEMPORARY.fullmatch(name):
+                continue
+            path = os.path.join(self.directory, name)
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone; being written
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                finally:
+                    os.close(fd)
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+def _file_name(model_id: Any) -> str:
+    """Return a name of letters, digits and ``-_.%~`` that does not start with a dot."""
+    if not isinstance(model_id, str):
+        raise ConfigError(f"a model id must be a str, not a {type(model_id).__name__}")
+    try:
+        encoded = model_id.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"the model id {model_id!r} is not valid Unicode") from exc
+    stem = urllib.parse.quote(encoded, safe="").replace("~", "%7E") or "%"
+    if stem.startswith("."):
+        stem = "%2E" + stem[1:]
+    if len(stem) > _MAX_STEM:
+        digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+        stem = f"{stem[: _MAX_STEM - 33]}~{digest}"
+    return stem + _SUFFIX
+
+
+def _decode_stem(stem: str) -> str | None:
+    """Return the id that a short name stands for; ``None`` for a long or foreign name."""
+    if "~" in stem:
+        return None
+    try:
+        return "" if stem == "%" else urllib.parse.unquote(stem, errors="strict")
+    except UnicodeDecodeError:
+        return None
+
+
+def _make_private(directory: str) -> None:
+    missing = []
+    while not os.path.isdir(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # made meanwhile, or not a directory
+            os.mkdir(path, 0o700)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(f"{path} is not a directory")
+        _sync_directory(os.path.dirname(path))
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- the format -------------------------------------------------------------------------------
+
+
+def _read(file: io.BufferedReader, model_id: str, limits: Limits) -> StoredUpdate:
+    """Read and check a whole file into new memory.
+
+    Raises:
+        StoreError: The file is damaged, cut short, foreign or beyond the limits.
+        OSError: The disk refused it.
+    """
+    header = _read_header(file)
+    metadata = _metadata_of(header)
+    try:
+        if metadata["aiosync.model_id"] != model_id:
+            other = str(metadata["aiosync.model_id"])[:80]
+            raise StoreError(f"it belongs to the model {other!r}")
+        manifest = base64.b64decode(metadata["aiosync.manifest"], validate=True)
+        update = StoredUpdate(
+            epoch=int(metadata["aiosync.epoch"]),
+            version=int(metadata["aiosync.version"]),
+            strategy=str(metadata["aiosync.strategy"]),
+            layout=Layout(Manifest.decode(manifest, limits)),
+            buffer=FlatBuffer(0),
+            values=unpack(base64.b64decode(metadata["aiosync.values"], validate=True)),
+        )
+        checksum = metadata["aiosync.checksum"]
+        again = _encode_header(model_id, update, checksum)
+    except StoreError:
+        raise
+    except KeyError as exc:
+        raise StoreError(f"its header is damaged: {exc} is missing") from exc
+    except (ValueError, TypeError, AiosyncError) as exc:
+        raise StoreError(f"its header is not valid: {exc}") from exc
+    if again != header:  # what else it says is implied: one comparison checks it all
+        raise StoreError("its header is damaged")
+    leaves = update.layout.manifest.leaves
+    expected = 8 + len(header) + sum(leaf.nbytes for leaf in leaves)
+    found = os.fstat(file.fileno())
+    if found.st_size != expected:
+        raise StoreError(f"it has {found.st_size} bytes instead of {expected}")
+    try:
+        buffer = FlatBuffer(update.layout.nbytes)
+    except MemoryError as exc:
+        raise StoreError(f"no memory for its {update.layout.nbytes} bytes") from exc
+    memory = buffer.memoryview()
+    for leaf in _file_order(update.layout.manifest):
+        with memory[leaf.offset : leaf.offset + leaf.nbytes] as part:
+            file.readinto(part)  # cut short meanwhile, it has another checksum
+    if _checksum_of(update.layout.manifest, memory) != checksum:
+        raise StoreError("its tensors are damaged: the checksum differs")
+    for start, end in update.layout.padding():
+        buffer.array[start:end] = 0  # no old memory of this process may travel
+    return replace(update, buffer=buffer, saved_at=found.st_mtime)
+
+
+def _read_header(file: io.BufferedReader) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(size - 8, _MAX_HEADER_NBYTES):
+        raise StoreError("it is cut short, or not a safetensors file")
+    return file.read(length)
+
+
+def _metadata_of(header: bytes) -> dict[str, Any]:
+    try:
+        metadata = json.loads(header)[_METADATA]
+        found = metadata["aiosync.format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        why = "its header is damaged, or it was not written by an aiosync store"
+        raise StoreError(why) from exc
+    if found != _FORMAT:
+        raise StoreError(f"it has the format version {found!r:.20}; only {_FORMAT!r} is supported")
+    return dict(metadata)
+
+
+def _file_order(manifest: Manifest) -> list[LeafSpec]:
+    """Sort by size of the elements, so that each tensor is aligned without gaps between them."""
+    return sorted(manifest.leaves, key=lambda leaf: -_itemsize(leaf))
+
+
+def _itemsize(leaf: LeafSpec) -> int:
+    """Return a power of two that divides the size; the elements' own size if any are there."""
+    name = DTYPES.get(leaf.dtype, "U8")
+    return 1 if name.startswith("F8") or name == "BOOL" else int(re.sub(r"\D", "", name)) // 8
+
+
+def _checksum_of(manifest: Manifest, memory: memoryview) -> str:
+    """Return the XXH3-128 of all tensors in the order of the manifest, without the padding."""
+    digest = xxhash.xxh3_128()
+    for leaf in manifest.leaves:
+        digest.update(memory[leaf.offset : leaf.offset + leaf.nbytes])
+    return digest.hexdigest()
+
+
+def _write(
+    file: BinaryIO, header: bytes, update: StoredUpdate, progress: SaveProgress | None
+) -> None:
+    """Write header and tensors; nothing is flushed.
+
+    Args:
+        file: A buffered file.
+        header: What :func:`_encode_header` returned for this update.
+        update: The version. Its buffer is read.
+        progress: Called about every 16 MiB, and after the last byte.
+    """
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    manifest = update.layout.manifest
+    memory = update.buffer.memoryview()
+    total = sum(leaf.nbytes for leaf in manifest.leaves)
+    written = reported = 0
+    for leaf in _file_order(manifest):
+        end = leaf.offset + leaf.nbytes
+        for start in range(leaf.offset, end, _CHUNK_NBYTES):
+            written += file.write(memory[start : min(end, start + _CHUNK_NBYTES)])
+            if progress is not None and (written - reported >= _CHUNK_NBYTES or written == total):
+                progress(written, total)
+                reported = written
+
+
+def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
+    """Return the header, padded so that the tensors start on a multiple of 64 bytes.
+
+    Args:
+        model_id: Which model it is.
+        update: The version; its buffer is not looked at.
+        checksum: What :func:`_checksum_of` returned for its tensors.
+
+    Raises:
+        ConfigError: Something in it cannot be stored.
+    """
+    try:
+        values = pack(encode_values(update.values))
+    except InvalidData as exc:
+        raise ConfigError(f"the values cannot be stored: {exc}") from exc
+    manifest = update.layout.manifest
+    metadata = {
+        "aiosync.format": _FORMAT,
+        "aiosync.model_id": model_id,
+        "aiosync.epoch": str(update.epoch),
+        "aiosync.version": str(update.version),
+        "aiosync.strategy": update.strategy,
+        "aiosync.manifest": base64.b64encode(manifest.encode()).decode(),
+        "aiosync.values": base64.b64encode(values).decode(),
+        "aiosync.checksum": checksum,
+    }
+    # The checksum of the tensors says nothing about a flipped digit of the version.
+    metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
+    table: dict[str, Any] = {_METADATA: metadata}
+    reserved = _METADATA
+    names = {leaf.name for leaf in manifest.leaves}
+    while reserved in names:  # a tensor of this name needs another key in the file
+        reserved += "."
+    position = 0
+    for leaf in _file_order(manifest):
+        known = DTYPES.get(leaf.dtype)
+        table[reserved if leaf.name == _METADATA else leaf.name] = {
+            "dtype": known or "U8",
+            "shape": leaf.shape if known else (leaf.nbytes,),
+            "data_offsets": (position, position + leaf.nbytes),
+        }
+        position += leaf.nbytes
+    try:
+        header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"the strategy {update.strategy!r} is not valid Unicode") from exc
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    if len(header) > _MAX_HEADER_NBYTES:
+        raise ConfigError(
+            f"names and values need {len(header)} bytes; at most {_MAX_HEADER_NBYTES} fit"
+        )
+    return header
+
+
+def _open(path: str) -> io.BufferedReader | None:
+    """Open a file of a store; ``None`` if there is none.
+
+    Raises:
+        StoreError: It is not a regular file.
+        OSError: It cannot be opened; a symbolic link cannot.
+    """
+    try:
+        # O_NONBLOCK: a FIFO in its place must not stop the server.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreError("it is not a regular file")
+    return io.BufferedReader(io.FileIO(fd), _BUFFER_NBYTES)
