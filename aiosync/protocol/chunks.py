@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
 from aiosync.wire import ALIGNMENT, Update, state_checksum
 
 __all__ = ["Assembly", "ChunkPlan"]
@@ -24,7 +24,7 @@ class ChunkPlan:
         count: How many chunks there are. An empty payload has one, which is empty.
 
     Raises:
-        ConfigError: One of the two is not what it has to be.
+        ConfigError: ``chunk_nbytes`` is not what it has to be.
     """
 
     nbytes: int
@@ -32,8 +32,6 @@ class ChunkPlan:
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if type(self.nbytes) is not int or self.nbytes < 0:
-            raise ConfigError(f"nbytes is {self.nbytes!r}; it must be an int, 0 or more")
         size = self.chunk_nbytes
         if type(size) is not int or size <= 0 or size % ALIGNMENT:
             raise ConfigError(
@@ -42,13 +40,7 @@ class ChunkPlan:
         object.__setattr__(self, "count", max(1, -(-self.nbytes // size)))
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return where a chunk starts and stops in the payload, in bytes.
-
-        Raises:
-            LocalProtocolError: There is no such chunk.
-        """
-        if not 0 <= index < self.count:
-            raise LocalProtocolError(f"there is no chunk {index} of {self.count}")
+        """Return where a chunk starts and stops in the payload, in bytes."""
         start = index * self.chunk_nbytes
         return start, min(start + self.chunk_nbytes, self.nbytes)
 

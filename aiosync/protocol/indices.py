@@ -30,13 +30,9 @@ def as_index(name: str, value: Any) -> int:
     Raises:
         ConfigError: It is not an integer of at least 0, or none that can travel.
     """
-    try:
-        index = _as_int(value)
-    except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
-        index = -1
-    if not 0 <= index <= MAX_WORKER_IDX:
-        bound = "of at least 0" if index < 0 else f"of at most {MAX_WORKER_IDX}"
-        raise ConfigError(f"{name} must be an int {bound}, got {value!r}")
+    index = as_count(name, value, 0)
+    if index > MAX_WORKER_IDX:
+        raise ConfigError(f"{name} must be an int of at most {MAX_WORKER_IDX}, got {value!r}")
     return index
 
 
@@ -48,7 +44,7 @@ def as_count(name: str, value: Any, least: int) -> int:
     """
     try:
         count = _as_int(value)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
         count = least - 1
     if count < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")

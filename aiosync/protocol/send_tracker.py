@@ -6,11 +6,11 @@ Pure bookkeeping. This module must never import asyncio, anyio or torch, and rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, PartialSyncError
-from aiosync.protocol.outbox import Outcome, OutcomeKind
+from aiosync.errors import AckTimeout, AiosyncError, ConfigError, PartialSyncError
+from aiosync.protocol.outbox import Outcome
 from aiosync.types import Require, SendReport
 
 __all__ = ["SendTracker", "validate_require"]
@@ -44,48 +44,73 @@ class SendTracker:
         version: The version that is sent.
         workers: Indices of the targets.
         require: What counts as success, as for :func:`validate_require`.
+        started: When the send began.
+        nbytes: Payload bytes of the update.
+        lost: Workers that had gone before this send; they are reported and count neither as
+            targets nor as failures.
+        waiter: Who waits for the result; not used here.
 
     Attributes:
         version: As given.
         workers: The targets.
         require: As given.
+        started: As given.
+        nbytes: As given.
+        lost: As given.
+        waiter: As given.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
         failed: Workers that did not get it, with the reason.
+        waiting: Workers without an outcome.
+        timeout: Seconds that the send may take.
+        deadline: When these are over.
 
     Raises:
         ConfigError: ``require`` is illegal.
     """
 
-    __slots__ = ("_waiting", "acked", "failed", "require", "skipped", "version", "workers")
+    __slots__ = (
+        "acked",
+        "deadline",
+        "failed",
+        "lost",
+        "nbytes",
+        "require",
+        "skipped",
+        "started",
+        "timeout",
+        "version",
+        "waiter",
+        "waiting",
+        "workers",
+    )
 
-    def __init__(self, version: int, workers: Iterable[int], require: Require = "all") -> None:
+    def __init__(
+        self,
+        version: int,
+        workers: Iterable[int],
+        require: Require = "all",
+        *,
+        started: float = 0.0,
+        nbytes: int = 0,
+        lost: Mapping[int, AiosyncError] | None = None,
+        waiter: Any = None,
+    ) -> None:
         if require != "all":
             validate_require(require)
         self.version: int = version
         self.workers: frozenset[int] = frozenset(workers)
         self.require = require
+        self.started: float = started
+        self.nbytes: int = nbytes
+        self.lost: Mapping[int, AiosyncError] = lost or {}
+        self.waiter: Any = waiter
         self.acked: set[int] = set()
         self.skipped: dict[int, int] = {}
         self.failed: dict[int, AiosyncError] = {}
-        self._waiting: set[int] = set(self.workers)
-
-    def __repr__(self) -> str:
-        return (
-            f"SendTracker(version={self.version}, acked={sorted(self.acked)}, "
-            f"skipped={self.skipped}, failed={sorted(self.failed)}, "
-            f"waiting={sorted(self._waiting)})"
-        )
-
-    @property
-    def waiting(self) -> frozenset[int]:
-        """Targets without an outcome."""
-        return frozenset(self._waiting)
-
-    @property
-    def done(self) -> bool:
-        """Whether every target has its outcome. True at once without targets."""
-        return not self._waiting
+        self.waiting: set[int] = set(self.workers)
+        self.timeout: float = math.inf
+        self.deadline: float = math.inf
 
     @property
     def satisfied(self) -> bool:
@@ -98,7 +123,7 @@ class SendTracker:
 
         With ``require="all"`` the result waits for every target, so that it names each failure.
         """
-        return not self._waiting or (self.require != "all" and self.satisfied)
+        return not self.waiting or (self.require != "all" and self.satisfied)
 
     @property
     def needed(self) -> int:
@@ -120,88 +145,64 @@ class SendTracker:
 
         Returns:
             Whether it counted.
-
-        Raises:
-            LocalProtocolError: A SKIPPED outcome without a newer version, or a FAILED one
-                without an error.
         """
-        if outcome.version != self.version or worker_idx not in self._waiting:
+        if outcome.version != self.version or worker_idx not in self.waiting:
             return False
-        if outcome.kind is OutcomeKind.APPLIED:
-            self.acked.add(worker_idx)
-        elif outcome.kind is OutcomeKind.SKIPPED:
-            if outcome.by is None:
-                raise LocalProtocolError("a skipped version needs the version that overtook it")
+        self.waiting.discard(worker_idx)
+        if outcome.error is not None:
+            self.failed[worker_idx] = outcome.error
+        elif outcome.by is not None:
             self.skipped[worker_idx] = outcome.by
         else:
-            if outcome.error is None:
-                raise LocalProtocolError("a failed version needs an error")
-            self.failed[worker_idx] = outcome.error
-        self._waiting.discard(worker_idx)
+            self.acked.add(worker_idx)
         return True
 
-    def timed_out(self, error_factory: Callable[[frozenset[int]], AiosyncError]) -> None:
-        """Fail every target that has no outcome yet.
-
-        Args:
-            error_factory: Called once with the indices of those targets, if there are any;
-                its error is recorded for each of them.
-        """
-        if not self._waiting:
-            return
-        error = error_factory(frozenset(self._waiting))
-        for worker_idx in self._waiting:
-            self.failed[worker_idx] = error
-        self._waiting.clear()
+    def time_out(self) -> None:
+        """Fail every target that has no outcome yet."""
+        error = AckTimeout(
+            f"no answer to version {self.version} within {self.timeout:g} s; the worker may be "
+            "busy, stopped, without a model yet, or waiting for apply_pending()",
+            worker_ids=frozenset(self.waiting),
+            version=self.version,
+        )
+        self.failed.update(dict.fromkeys(self.waiting, error))
+        self.waiting.clear()
 
     def result(
         self,
         elapsed: float = 0.0,
-        nbytes: int = 0,
         epoch: int = 0,
-        lost: Mapping[int, AiosyncError] | None = None,
         untold: Mapping[int, AiosyncError] | None = None,
     ) -> SendReport:
         """Sum the send up, once it is :attr:`settled`.
 
         Args:
             elapsed: Seconds that the send took.
-            nbytes: Payload bytes of the update.
             epoch: Epoch of the sender.
-            lost: Workers that had gone before this send; they are reported and count neither
-                as targets nor as failures.
             untold: Why workers refused what an earlier send did not wait for; reported for
                 those that have not answered to this one.
 
         Raises:
             PartialSyncError: Fewer targets than :attr:`needed` are on this version or a
                 newer one.
-            LocalProtocolError: It is not settled yet.
         """
-        if self._waiting and not self.settled:
-            raise LocalProtocolError(f"no outcome yet from workers {sorted(self._waiting)}")
-        gone = dict(lost) if lost else {}
-        if len(self.acked) == len(self.workers) and self.require == "all":  # nearly always
-            return SendReport(
-                epoch, self.version, self.workers, lost=gone, elapsed=elapsed, nbytes=nbytes
-            )
-        if not self.satisfied:
+        if (self.failed or self.require != "all") and not self.satisfied:
             # With fewer targets than needed, the workers that had gone are a part of the reason.
-            failed = {**gone, **self.failed} if len(self.workers) < self.needed else self.failed
+            before = self.lost if len(self.workers) < self.needed else {}
             raise PartialSyncError(
-                acked=self.acked | self.skipped.keys(), failed=failed, version=self.version
+                acked=self.acked | self.skipped.keys(),
+                failed={**before, **self.failed},
+                version=self.version,
             )
+        late = {idx: error for idx, error in (untold or {}).items() if idx in self.waiting}
         return SendReport(
             epoch=epoch,
             version=self.version,
             acked=frozenset(self.acked),
-            skipped=dict(self.skipped),
-            failed={
-                **{idx: error for idx, error in (untold or {}).items() if idx in self._waiting},
-                **self.failed,
-            },
-            lost=gone,
-            waiting=frozenset(self._waiting),
+            skipped=self.skipped,
+            failed={**late, **self.failed},
+            lost=dict(self.lost),
+            waiting=frozenset(self.waiting),
             elapsed=elapsed,
-            nbytes=nbytes,
+            nbytes=self.nbytes,
         )

@@ -31,12 +31,13 @@ class VersionClock:
 
     Attributes:
         epoch: Epoch of the sender.
+        current: The version that was handed out last; 0 before the first.
 
     Raises:
         ConfigError: The epoch is not in 1 to 2**63 - 1.
     """
 
-    __slots__ = ("_current", "epoch")
+    __slots__ = ("current", "epoch")
 
     def __init__(self, epoch: int | None = None) -> None:
         if epoch is None:
@@ -44,33 +45,12 @@ class VersionClock:
         elif type(epoch) is not int or not 1 <= epoch <= MAX_VERSION:
             raise ConfigError(f"epoch is {epoch!r}; it must be an int from 1 to 2**63 - 1")
         self.epoch: int = epoch
-        self._current = 0
+        self.current: int = 0
 
-    def __repr__(self) -> str:
-        return f"VersionClock(epoch={self.epoch}, current={self._current})"
-
-    @property
-    def current(self) -> int:
-        """The version that was handed out last; 0 before the first."""
-        return self._current
-
-    def next(self, at_least: int | None = None) -> int:
-        """Hand out the next version.
-
-        Args:
-            at_least: Lower bound, for example the step of the trainer, so that versions and
-                steps have the same numbers. Skips versions; never goes back.
-
-        Raises:
-            ConfigError: The version would be larger than 2**63 - 1.
-        """
-        version = self._current + 1
-        if at_least is not None and at_least > version:
-            version = at_least
-        if version > MAX_VERSION:
-            raise ConfigError(f"version {version} is larger than 2**63 - 1")
-        self._current = version
-        return version
+    def next(self) -> int:
+        """Hand out the next version."""
+        self.current += 1
+        return self.current
 
 
 class Inbox:
@@ -138,7 +118,8 @@ class Inbox:
         Raises:
             LocalProtocolError: It was never offered, or something newer is applied already.
         """
-        self._check_offered(epoch, version)
+        if self.newest_epoch is None or (epoch == self.newest_epoch and version > self.newest):
+            raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")
         if epoch == self.epoch and version <= self.version:
             raise LocalProtocolError(
                 f"version {version} cannot be applied over version {self.version}"
@@ -149,17 +130,3 @@ class Inbox:
     def forget(self) -> None:
         """Register that what was applied is gone: as before the first. What is news stays."""
         self.epoch, self.version = None, 0
-
-    def refused(self, epoch: int, version: int) -> None:
-        """Register that an offered update was not applied. Any newer one may follow.
-
-        Raises:
-            LocalProtocolError: It was never offered, or was applied.
-        """
-        self._check_offered(epoch, version)
-        if epoch == self.epoch and version <= self.version:
-            raise LocalProtocolError(f"version {version} was applied; it cannot be refused")
-
-    def _check_offered(self, epoch: int, version: int) -> None:
-        if self.newest_epoch is None or (epoch == self.newest_epoch and version > self.newest):
-            raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")

@@ -6,14 +6,14 @@ A transfer that was cut goes on where it stopped, over the next link. Must not i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from aiosync.errors import AckTimeout, AiosyncError
 from aiosync.protocol import ChunkPlan, validate_seconds
 from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Transport
-from aiosync.wire import Hello, RunningChecksum, Update, state_checksum
+from aiosync.wire import Hello, Message, RunningChecksum, Update, state_checksum
 
 __all__ = ["ChunkWriter", "Streaming"]
 
@@ -73,59 +73,53 @@ class ChunkWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = (0, 0)  # as it was seen last
 
-    def write_nowait(self, epoch: int, snapshot: Snapshot) -> bool:
-        """Write a small update at once; False when nothing was written."""
-        if snapshot.nbytes > min(_NOWAIT_NBYTES, self._streaming.chunk_nbytes):
-            return False
-        self.watch(snapshot.version)
-        update, payload = self._part(epoch, snapshot, self._plan(snapshot), 0)
-        if not self._transport.send_nowait(update, payload):
-            self.answered()
-            return False
-        self.sent_nbytes += snapshot.nbytes
-        return True
+    def is_small(self, snapshot: Snapshot) -> bool:
+        """Whether it is one chunk that may be written at once."""
+        return snapshot.nbytes <= min(_NOWAIT_NBYTES, self._streaming.chunk_nbytes)
 
-    async def write(self, epoch: int, snapshot: Snapshot) -> None:
-        """Write an update, from where the worker's part of it ends."""
+    def steps(
+        self, epoch: int, snapshot: Snapshot
+    ) -> Iterator[tuple[Message, Sequence[memoryview]] | None]:
+        """The messages of an update, from where the worker's part of it ends.
+
+        What is asked for next was sent; ``None`` stands for a moment in which others have a turn.
+        """
         self.watch(snapshot.version)
-        plan, first = self._plan(snapshot), 0
+        plan, first = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes), 0
+        if len(snapshot.checksums) != plan.count:
+            snapshot.checksums = [None] * plan.count
         if self._partial[:2] == (epoch, snapshot.version):
             # The last chunk always travels: the values are with it.
             first = min(plan.index_at(self._partial[2]), plan.count - 1)
             self.resumed_nbytes += plan.span(first)[0]
         self._partial = (None, None, 0)
-        for index in range(first):
-            _checksum(snapshot, index, snapshot.views(*plan.span(index)))
-            await asyncio.sleep(0)  # looking at much memory must not hold the loop
-        for index in range(first, plan.count):
-            update, payload = self._part(epoch, snapshot, plan, index)
-            await self._transport.send(update, payload)
-            self.sent_nbytes += sum(view.nbytes for view in payload)
-
-    def _plan(self, snapshot: Snapshot) -> ChunkPlan:
-        plan = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes)
-        if len(snapshot.checksums) != plan.count:
-            snapshot.checksums = [None] * plan.count
-        return plan
-
-    def _part(
-        self, epoch: int, snapshot: Snapshot, plan: ChunkPlan, index: int
-    ) -> tuple[Update, list[memoryview]]:
-        views = snapshot.views(*plan.span(index))
-        checksum, state = _checksum(snapshot, index, views), None
-        digest, is_last = snapshot.layout.digest, index == plan.count - 1
-        if is_last and index:
-            state = state_checksum(digest, [each for each in snapshot.checksums if each])
-        update = Update(
-            epoch,
-            snapshot.version,
-            digest,
-            values=snapshot.values if is_last else {},
-            chunk=(index, plan.count) if plan.count > 1 else None,
-            checksum=checksum,
-            state=state,
-        )
-        return update, views
+        for index in range(plan.count):
+            views = snapshot.views(*plan.span(index))
+            checksum = snapshot.checksums[index]  # computed once for all workers
+            if checksum is None:
+                running = RunningChecksum()
+                for view in views:
+                    running.update(view)
+                checksum = snapshot.checksums[index] = running.digest()
+            if index < first:
+                yield None  # looking at much memory must not hold the loop
+                continue
+            digest, is_last, state = snapshot.layout.digest, index == plan.count - 1, None
+            if is_last and index:
+                state = state_checksum(digest, [each for each in snapshot.checksums if each])
+            yield (
+                Update(
+                    epoch,
+                    snapshot.version,
+                    digest,
+                    values=snapshot.values if is_last else {},
+                    chunk=(index, plan.count) if plan.count > 1 else None,
+                    checksum=checksum,
+                    state=state,
+                ),
+                views,
+            )
+            self.sent_nbytes += sum(view.nbytes for view in views)
 
     # -- the worker's answer -------------------------------------------------------------------
 
@@ -172,14 +166,3 @@ class ChunkWriter:
                 version=self._owed,
             )
         )
-
-
-def _checksum(snapshot: Snapshot, index: int, views: list[memoryview]) -> bytes:
-    """Of a chunk; computed once for all workers."""
-    known = snapshot.checksums[index]
-    if known is None:
-        running = RunningChecksum()
-        for view in views:
-            running.update(view)
-        known = snapshot.checksums[index] = running.digest()
-    return known

@@ -12,11 +12,9 @@ import math
 import select
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from aiosync.errors import (
-    AckTimeout,
     AiosyncError,
     ConfigError,
     LocalProtocolError,
@@ -24,45 +22,17 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
-from aiosync.protocol import Outcome, OutcomeKind, SendTracker, VersionClock
+from aiosync.protocol import Outcome, SendTracker, VersionClock
 from aiosync.sender.chunks import Streaming
-from aiosync.sender.snapshots import Copying, Live, Planned, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import Planned, Snapshot, SnapshotCopier
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
-_AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
-# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as
-# much as the whole round trip (docs/topics/design.md). Long enough for an answer that is
-# as quick as the last ones were; only briefly where those took longer than that.
-_LEAST_SECONDS, _MOST_SECONDS = 50e-6, 250e-6
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
-
-
-@dataclass(slots=True, eq=False)
-class _Send:
-    """Who has answered to one version, who waits for that, and until when."""
-
-    tracker: SendTracker
-    future: asyncio.Future[SendReport]
-    started: float
-    nbytes: int
-    lost: Mapping[int, AiosyncError]  # before it began
-    borrowed: Sequence[Snapshot]  # whose bytes are still the caller's
-    timeout: float = math.inf
-    deadline: float = math.inf  # on the loop's clock
-
-    def time_out(self) -> None:
-        """Give up on the workers that have not answered."""
-        version = self.tracker.version
-        text = (
-            f"no answer to version {version} within {self.timeout:g} s; the worker may be busy, "
-            "stopped, without a model yet, or waiting for apply_pending()"
-        )
-        self.tracker.timed_out(lambda idx: AckTimeout(text, worker_ids=idx, version=version))
 
 
 class WeightSender:
@@ -117,18 +87,15 @@ class WeightSender:
             parts=parts,
             on_outcome=self._on_outcome,
             on_crash=self._on_crash,
-            bring=copier.bring,
             streaming=streaming,
         )
         copier.ring = lambda: self._ring_late(at_once=True)
         self._borrows = borrows
         self._copies_ahead = copies_ahead
         self._loop = asyncio.get_running_loop()
-        self._sends: dict[int, _Send] = {}
+        self._sends: dict[int, SendTracker] = {}  # by version; their waiters are futures
         self._copying = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None  # for all deadlines
-        self._timer_at = math.inf
-        self._recent = 0.0  # seconds that answers took lately
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
         self._poll: select.epoll | None = None  # for what workers that read slots say
@@ -186,24 +153,38 @@ class WeightSender:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _targets(self, worker_ids: set[int] | None, planned: Collection[int | None]) -> set[int]:
-        """The workers that a send addresses; ``None`` in ``planned`` stands for all.
+    def _address(
+        self, planned: Collection[int | None], worker_ids: set[int] | None
+    ) -> tuple[set[int], dict[int, AiosyncError]]:
+        """The workers that a send addresses; and those that it has to do without, and why.
+
+        Args:
+            planned: For whom there are weights; ``None`` stands for all.
+            worker_ids: Who is named; ``None`` for nobody.
 
         Raises:
             ConfigError: A worker is named that never connected.
         """
-        known, everybody = set(), set()
+        known, targets, lost = set(), set(), {}
         for idx, record in self.workers.records.items():
-            if record.link is not None or record.is_lost:
-                known.add(idx)
-                if record.link.subscribes if record.link else not record.reported:
-                    everybody.add(idx)
-        if worker_ids is None:
-            return everybody if None in planned else everybody.intersection(planned)
-        for idx in sorted(worker_ids - known):
+            link, error = record.link, record.error
+            if link is None and (error is None or not record.subscribes):
+                continue
+            known.add(idx)
+            if (
+                idx in worker_ids
+                if worker_ids is not None
+                else (None in planned or idx in planned)
+                and (link.subscribes if link is not None else not record.reported)
+            ):
+                targets.add(idx)
+            elif link is None and error is not None:
+                lost[idx] = error
+        if worker_ids is not None and worker_ids != targets:
             listed = ", ".join(map(str, sorted(known))) or "none"
+            idx = min(worker_ids - targets)
             raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
-        return worker_ids
+        return targets, lost
 
     async def send(
         self,
@@ -229,9 +210,9 @@ class WeightSender:
                 self._asked_at = started
                 self._loop.call_soon(self._note_turn)
             return report
-        targets = self._targets(worker_ids, planned)
-        if worker_ids is not None and not targets:
+        if worker_ids is not None and not worker_ids:
             return self._to_nobody(started)
+        addressed = self._address(planned, worker_ids)
         # The usual case, small weights and memory that is free, without any await.
         snapshots: dict[int | None, Snapshot] = {}
         if len(planned) == 1 and not self._copying.locked():
@@ -244,28 +225,23 @@ class WeightSender:
                 self.workers.check()  # it may have been closed meanwhile
                 snapshots = await self._take(planned)
                 self.workers.check()
-                targets = self._targets(worker_ids, planned)  # somebody may have joined meanwhile
-        send = self._dispatch(snapshots, targets, worker_ids is None, started)
-        if not send.future.done():
-            if send.nbytes <= _AWAKE_NBYTES:
-                quick = self._recent < 2 * _MOST_SECONDS
-                now = time.perf_counter()
-                self._stay_awake(send.future, now + (_MOST_SECONDS if quick else _LEAST_SECONDS))
-            self._limit(send, timeout)
+                addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
+        borrowed = [each.retain() for each in snapshots.values() if each.filling is not None]
+        future: asyncio.Future[SendReport] | None = None
         try:
-            if send.future.done():
+            tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
+            future = tracker.waiter
+            if future.done():
                 await asyncio.sleep(0)  # workers come on this loop, also where it only sends
-            report = await send.future
+            return await future
         except asyncio.CancelledError:
             # The transfer goes on; a worker that fails is reported by the next send.
-            if send.future.done() and not send.future.cancelled():
-                send.future.exception()  # seen by nobody, on purpose
+            if future is not None and future.done() and not future.cancelled():
+                future.exception()  # seen by nobody, on purpose
             raise
         finally:
-            if send.borrowed:
-                await self._copy(send.borrowed)
-        self._recent += (report.elapsed - self._recent) / 8
-        return report
+            if borrowed:
+                await self._settle_copies(borrowed)
 
     def send_nowait(
         self,
@@ -285,24 +261,23 @@ class WeightSender:
                 "send_nowait(): connect() is still copying the initial weights: use `await "
                 "send()`, or call it after connect()"
             )
-        targets = self._targets(worker_ids, planned)
         report = self.publish(planned, worker_ids, started)
         if report is not None:
             self.tell()
-        elif worker_ids is not None and not targets:
+        elif worker_ids is not None and not worker_ids:
             report = self._to_nobody(started)
         if report is not None:
             seen = self._loop.create_future()
             seen.set_result(report)
             return report.version, seen
-        snapshots = {key: self.copier.take_nowait(plan) for key, plan in planned.items()}
-        send = self._dispatch(snapshots, targets, worker_ids is None, started)
-        self._limit(send, timeout)
-        return send.tracker.version, send.future
+        addressed = self._address(planned, worker_ids)
+        snapshots = {key: self.copier.take_now(plan) for key, plan in planned.items()}
+        tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
+        return tracker.version, tracker.waiter
 
     def keep_for(self, idx: int, plan: Planned, version: int) -> None:
         """Copy now what a worker gets that is to come."""
-        snapshot = self.copier.take_nowait(plan)
+        snapshot = self.copier.take_now(plan)
         snapshot.version = version
         self.workers.history.add(idx, snapshot)
 
@@ -330,12 +305,12 @@ class WeightSender:
             raise
         return snapshots
 
-    async def _copy(self, borrowed: Sequence[Snapshot]) -> None:
+    async def _settle_copies(self, borrowed: Sequence[Snapshot]) -> None:
         """Copy what belongs to the caller, for who joins later or is not done: all of it."""
         first: BaseException | None = None
         for snapshot in borrowed:
             try:
-                await self.copier.copy(snapshot)
+                await self.copier.settle(snapshot)
             except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
                 first = first or exc
             snapshot.release()
@@ -364,47 +339,37 @@ class WeightSender:
             return None
         if workers.initial or self._copying.locked():
             return None
-        digest = plan.prepared.layout.digest
-        links: dict[int, WorkerLink] = {}
-        lost: dict[int, AiosyncError] = {}
-        for idx, record in workers.records.items():
-            link = record.link
-            if link is None:
-                if record.error is not None and record.subscribes:
-                    lost[idx] = record.error
-                if record.reported and (worker_ids is None or idx not in worker_ids):
-                    continue
+        targets, lost = self._address(planned, worker_ids)
+        if not targets or (self.require != "all" and self.require > len(targets)):
+            return None
+        digest, links = plan.prepared.layout.digest, list[WorkerLink]()
+        for idx in targets:
+            record = workers.records[idx]
+            if record.link is None or not record.reported or not record.link.looks_for(digest):
                 return None
-            if idx in worker_ids if worker_ids is not None else link.subscribes:
-                if not record.reported or not link.looks_for(digest):
-                    return None
-                links[idx] = link
-        if not links or (worker_ids is not None and len(links) < len(worker_ids)):
-            return None
-        if self.require != "all" and self.require > len(links):
-            return None
+            links.append(record.link)
         snapshot = self.copier.take_free(plan)
         if snapshot is None:
             return None
         slot = snapshot.slot
-        for link in links.values():
+        for link in links:
             publisher = link.publisher
             if not slot or not publisher or slot.segment.segment_id not in publisher.announced:
                 snapshot.release()
                 return None
         snapshot.version = version = self.clock.next()
-        for link in links.values():
+        for link in links:
             link.see(snapshot)
         if worker_ids is None:
             workers.history.add(None, snapshot)
         else:
-            for idx in links:
+            for idx in targets:
                 workers.history.add(idx, snapshot.retain())
             snapshot.release()
         return SendReport(
             self.clock.epoch,
             version,
-            frozenset(links),
+            frozenset(targets),
             lost=lost,
             elapsed=time.perf_counter() - started,
             nbytes=snapshot.nbytes,
@@ -413,33 +378,36 @@ class WeightSender:
     def _dispatch(
         self,
         snapshots: Mapping[int | None, Snapshot],
-        targets: set[int],
+        addressed: tuple[set[int], dict[int, AiosyncError]],
         everybody: bool,
+        timeout: float | None,
         started: float,
-    ) -> _Send:
-        workers, version = self.workers, self.clock.next()
-        borrowed, nbytes = [], 0
+    ) -> SendTracker:
+        """Hand snapshots to their workers, and to those who come later; takes them over."""
+        workers, (targets, lost) = self.workers, addressed
+        version, nbytes = self.clock.next(), 0
         for snapshot in snapshots.values():
             snapshot.version = version
             nbytes += snapshot.nbytes
-            if isinstance(snapshot.state, Live | Copying):
-                borrowed.append(snapshot.retain())
-        tracker, lost = SendTracker(version, targets, self.require), dict[int, AiosyncError]()
-        send = _Send(tracker, self._loop.create_future(), started, nbytes, lost, borrowed)
-        self._sends[version] = send
-        for idx, record in sorted(workers.records.items()):
-            link, mine = record.link, snapshots.get(idx) or snapshots.get(None)
-            if idx not in targets:
-                if link is None and record.error is not None and record.subscribes:
-                    lost[idx] = record.error
-                continue
+        tracker = self._sends[version] = SendTracker(
+            version,
+            targets,
+            self.require,
+            started=started,
+            nbytes=nbytes,
+            lost=lost,
+            waiter=self._loop.create_future(),
+        )
+        for idx in sorted(targets):
+            record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
+            link = record.link
             if link is None or mine is None:
                 error = record.error or ConfigError(f"no weights were given for worker {idx}")
-                tracker.resolve(idx, Outcome(version, OutcomeKind.FAILED, error=error))
-            elif mine.slot is not None and link.can_see(mine):
+                tracker.resolve(idx, Outcome(version, error=error))
+            elif link.can_see(mine):
                 link.see(mine)
                 record.recover()
-                tracker.resolve(idx, Outcome(version, OutcomeKind.APPLIED))
+                tracker.resolve(idx, Outcome(version))
             else:
                 link.offer(mine)
             if not everybody and mine is not None:
@@ -452,23 +420,25 @@ class WeightSender:
                 snapshot.release()
         self.tell()
         if not tracker.waiting:
-            self._settle(send)
-        return send
+            self._settle(tracker)
+        elif timeout is not None:
+            tracker.timeout = timeout
+            tracker.deadline = self._loop.time() + timeout - (time.perf_counter() - started)
+            self._wake_at(tracker.deadline)
+        return tracker
 
     # -- what becomes of sends -----------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
-        send = self._sends.get(outcome.version)
-        if send is not None and send.tracker.resolve(idx, outcome):
-            self._settle(send)
-        return send is not None
+        tracker = self._sends.get(outcome.version)
+        if tracker is not None and tracker.resolve(idx, outcome) and tracker.settled:
+            self._settle(tracker)
+        return tracker is not None
 
-    def _settle(self, send: _Send) -> None:
-        tracker, workers = send.tracker, self.workers
-        if not tracker.settled or self._sends.get(tracker.version) is not send:
-            return
-        del self._sends[tracker.version]
-        if send.future.done():
+    def _settle(self, tracker: SendTracker) -> None:
+        """Tell who waits for a send what became of it; the first time."""
+        workers, future = self.workers, tracker.waiter
+        if self._sends.pop(tracker.version, None) is None or future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
         untold = {}
         for idx, record in workers.records.items():
@@ -476,63 +446,46 @@ class WeightSender:
                 record.reported = True
             elif record.error is not None and not record.reported and record.link is not None:
                 untold[idx] = record.error
-        if not tracker.workers and send.lost and not workers.links:
-            send.future.set_exception(PartialSyncError(failed=send.lost, version=tracker.version))
-            return
-        elapsed = time.perf_counter() - send.started
+        elapsed = time.perf_counter() - tracker.started
         try:
-            report = tracker.result(elapsed, send.nbytes, self.clock.epoch, send.lost, untold)
+            if not tracker.workers and tracker.lost and not workers.links:
+                raise PartialSyncError(failed=tracker.lost, version=tracker.version)
+            report = tracker.result(elapsed, self.clock.epoch, untold)
         except PartialSyncError as exc:
             if not workers.closed:
-                send.future.set_exception(exc)
+                future.set_exception(exc)
                 return
             closed = TransportClosed(
                 f"this scheme was closed while version {tracker.version} was under way"
             )
             closed.__cause__ = exc
-            send.future.set_exception(closed)
-            send.future.exception()  # whoever closed this knows it, where nobody waits
+            future.set_exception(closed)
+            future.exception()  # whoever closed this knows it, where nobody waits
             return
         for idx in report.failed.keys() & untold.keys():
             workers.record(idx).reported = True
-        send.future.set_result(report)
+        future.set_result(report)
 
     def _on_crash(self, error: BaseException) -> None:
-        for send in list(self._sends.values()):
-            if not send.future.done():
-                send.future.set_exception(error)
+        for tracker in self._sends.values():
+            if not tracker.waiter.done():
+                tracker.waiter.set_exception(error)
         self._sends.clear()
 
-    def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
-        # A callback that is always ready keeps the loop from sleeping.
-        if not future.done() and time.perf_counter() < until:
-            self._loop.call_soon(self._stay_awake, future, until)
-
-    def _limit(self, send: _Send, timeout: float | None) -> None:
-        """Give up on the workers that have not answered ``timeout`` seconds after the start."""
-        if timeout is not None and not send.future.done():
-            send.timeout = timeout
-            send.deadline = self._loop.time() + timeout - (time.perf_counter() - send.started)
-            # The timer is left to run when a send ends: making one is as dear as a small send.
-            if send.deadline < self._timer_at:
-                self._call_at(send.deadline)
-
-    def _call_at(self, deadline: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = deadline
-        self._timer = self._loop.call_at(deadline, self._on_timer)
+    def _wake_at(self, deadline: float) -> None:
+        # The timer is left to run when a send ends: making one is as dear as a small send.
+        if deadline < (math.inf if self._timer is None else self._timer.when()):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        now = self._loop.time()
-        for send in list(self._sends.values()):
-            if send.deadline <= now:
-                send.time_out()
-                self._settle(send)
-        deadline = min((send.deadline for send in self._sends.values()), default=math.inf)
-        if deadline < math.inf:
-            self._call_at(deadline)
+        self._timer, now = None, self._loop.time()
+        for tracker in list(self._sends.values()):
+            if tracker.deadline <= now:
+                tracker.time_out()
+                self._settle(tracker)
+        self._wake_at(min((each.deadline for each in self._sends.values()), default=math.inf))
 
     # -- workers that look for themselves ------------------------------------------------------
 

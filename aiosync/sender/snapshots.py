@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.tensors import (
@@ -29,13 +29,12 @@ from aiosync.tensors import (
     copy_bytes,
     sharded_names,
 )
-from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.data_plane import COPYING, KEPT, Progress, outlast
 from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["FILLED", "Copying", "Gone", "Kept", "Live", "Planned", "Snapshot", "SnapshotCopier"]
+__all__ = ["Planned", "Snapshot", "SnapshotCopier"]
 
 # Copies up to this size run on the loop: a hop to a thread costs more than they do. The pages of
 # larger slots are taken in a thread, too.
@@ -54,40 +53,6 @@ class Planned(NamedTuple):
     prepared: Prepared
 
 
-# -- where the bytes of a snapshot are -------------------------------------------------------------
-
-
-class Live(NamedTuple):
-    """In the tensors it is made of, which must not change yet."""
-
-    planned: Planned
-    source: LiveBytes
-
-
-class Copying(NamedTuple):
-    """A thread copies them into the snapshot's memory, from its start on."""
-
-    done: asyncio.Future[None]
-
-
-class Kept(NamedTuple):
-    """What moves payloads beside the links has them, and nobody else."""
-
-    fetch: Callable[[], Awaitable[Sequence[memoryview]]]
-
-
-class Gone(NamedTuple):
-    """Nowhere: the copy failed, or who kept them does not have them any more."""
-
-    error: BaseException
-
-
-FILLED: Final = "filled"
-"""In the snapshot's memory."""
-
-State: TypeAlias = Live | Copying | Kept | Gone | Literal["filled"]
-
-
 class Snapshot:
     """One version of the weights, flat. Reference-counted by the sender's bookkeeping.
 
@@ -99,7 +64,9 @@ class Snapshot:
         version: Which version.
 
     Attributes:
-        state: Where the bytes are.
+        filling: Until the bytes are in the memory; ``None`` where they are.
+        live: The tensors where they are until then, and which must not change yet.
+        kept: Brings them from where only a data plane has them.
         checksums: Of the payload's chunks, where a link needs them.
         memo: What carriers made of the payload, for all links.
     """
@@ -110,11 +77,13 @@ class Snapshot:
         "_refs",
         "buffer",
         "checksums",
+        "filling",
+        "kept",
         "layout",
+        "live",
         "memo",
         "nbytes",
         "slot",
-        "state",
         "values",
         "version",
     )
@@ -134,11 +103,13 @@ class Snapshot:
         self.nbytes: int = layout.nbytes
         self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
         self.version: int = version
-        self.state: State = FILLED
+        self.filling: asyncio.Future[None] | None = None
+        self.live: LiveBytes | None = None
+        self.kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
         self.checksums: list[bytes | None] = []
         self.memo: dict[Any, Any] = {}
+        self.slot: Slot | None = None
         if isinstance(memory, FlatBuffer):
-            self.slot: Slot | None = None
             self.buffer: FlatBuffer = memory
             return
         if memory.buffer is None:
@@ -153,9 +124,21 @@ class Snapshot:
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Some bytes of the payload, as pieces in order; none for none."""
-        if isinstance(self.state, Live):
-            return self.state.source.views(start, stop)
+        if self.live is not None:
+            return self.live.views(start, stop)
         return [self.buffer.memoryview()[start:stop]] if stop > start else []
+
+    async def filled(self) -> None:
+        """Wait until the bytes are in the memory.
+
+        Raises:
+            LocalProtocolError: They could not be copied.
+        """
+        filling = self.filling
+        if filling is not None:
+            await asyncio.wait({filling})
+            if (error := filling.exception()) is not None:
+                raise LocalProtocolError(f"there is no copy of the weights: {error}") from error
 
     @property
     def names(self) -> frozenset[str]:
@@ -182,59 +165,12 @@ class Snapshot:
         if not self._refs:
             # An exception that somebody keeps may keep this object: it must not keep the memory.
             free, self._free = self._free, _nothing
-            self.buffer, self.slot = _no_buffer, None
-            state, self.state = self.state, FILLED
+            self.buffer, self.slot, self.kept = _no_buffer, None, None
             self.memo.clear()
-            if isinstance(state, Copying) and not state.done.done():
-                state.done.add_done_callback(lambda _: free())
-            else:
+            if self.filling is None or self.filling.done() or self.live is not None:
                 free()
-
-    # -- its states ----------------------------------------------------------------------------
-
-    def begin_copy(self, done: asyncio.Future[None]) -> None:
-        """A thread fills the memory until ``done``."""
-        self.state = state = Copying(done)
-        # Before what waits for it goes on: the tensors may change then.
-        done.add_done_callback(lambda _: self.end_copy(state))
-
-    def end_copy(self, state: Copying) -> None:
-        """That has ended. Does nothing the second time."""
-        cancelled = state.done.cancelled()
-        error = asyncio.CancelledError() if cancelled else state.done.exception()
-        if self.state is state:
-            self.state = FILLED if error is None else Gone(error)
-            self.memo.pop(COPYING, None)
-
-    async def copied(self) -> None:
-        """Wait until no copy is under way.
-
-        Raises:
-            LocalProtocolError: The bytes are nowhere any more.
-        """
-        state = self.state
-        if isinstance(state, Copying):
-            await asyncio.wait({state.done})
-            self.end_copy(state)
-            state = self.state
-        if isinstance(state, Gone):
-            raise LocalProtocolError(f"there is no copy of the weights: {state.error}") from (
-                state.error
-            )
-
-    def move_to(self, other: Snapshot) -> None:
-        """Take over the memory of ``other``, which nobody else has; keep this one's as long.
-
-        Links may still be reading it.
-        """
-        mine, theirs = self._free, other._free
-        other._free = _nothing
-
-        def free() -> None:
-            mine()
-            theirs()
-
-        self.buffer, self.slot, self._free = other.buffer, other.slot, free
+            else:
+                self.filling.add_done_callback(lambda _: free())
 
 
 def _nothing() -> None:
@@ -279,7 +215,6 @@ class SnapshotCopier:
         self._flatteners: dict[int, Flattener | CastingFlattener] = {}
         self._idle: list[FlatBuffer] = []
         self._growing = asyncio.Lock()
-        self._bringing = asyncio.Lock()
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
@@ -369,37 +304,30 @@ class SnapshotCopier:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def take_nowait(self, planned: Planned) -> Snapshot:
-        """Copy now, on this thread."""
-        arena, prepared = self.arena, planned.prepared
-        if arena is None:
-            return self._fill(self._private(prepared), planned)
-        slot = arena.free_slot(prepared.layout.nbytes)
-        if slot is None and self._may_grow(arena, prepared.layout.nbytes, at_once=False):
-            slot = arena.grow(prepared.layout.nbytes)
-        if slot is None:
-            return self._fill(self._private(prepared), planned)
-        return self._fill(Snapshot(prepared.layout, slot, slot.release, prepared.values), planned)
+    def take_now(self, planned: Planned) -> Snapshot:
+        """Copy on this thread, into memory of this process where no slot is free."""
+        snapshot = self.take_free(planned, always=True)
+        assert snapshot is not None
+        return snapshot
 
-    def take_free(self, planned: Planned) -> Snapshot | None:
-        """Copy now if the source is small, and memory for it is free."""
-        arena, prepared = self.arena, planned.prepared
+    def take_free(self, planned: Planned, *, always: bool = False) -> Snapshot | None:
+        """Copy on this thread what is small, where memory for it is free; or ``always``."""
+        arena, prepared, slot = self.arena, planned.prepared, None
         nbytes = prepared.layout.nbytes
-        if nbytes > _INLINE_NBYTES:
+        if nbytes > _INLINE_NBYTES and not always:
             return None
-        if arena is None:
-            return self._fill(self._private(prepared), planned)
-        slot = arena.free_slot(nbytes)
-        if slot is None and self._may_grow(arena, nbytes, at_once=True):
-            slot = arena.grow(nbytes)
+        if arena is not None:
+            slot = arena.free_slot(nbytes)
+            if slot is None and self._may_grow(arena, nbytes, at_once=not always):
+                slot = arena.grow(nbytes)
+            if slot is None and not always:
+                return None
         if slot is None:
-            return None
-        return self._fill(Snapshot(prepared.layout, slot, slot.release, prepared.values), planned)
-
-    @staticmethod
-    def _fill(snapshot: Snapshot, planned: Planned) -> Snapshot:
+            snapshot = self._private(prepared)
+        else:
+            snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
         try:
-            planned.flattener.copy_into(planned.prepared, snapshot.buffer)
+            planned.flattener.copy_into(prepared, snapshot.buffer)
         except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
@@ -414,99 +342,62 @@ class SnapshotCopier:
             planned: What to copy.
             how: ``"borrow"`` leaves the bytes of large tensors where they are, and ``"copy
                 ahead"`` returns while they are still being copied, in order: these must not change
-                until :meth:`copy` was awaited.
+                until :meth:`settle` was awaited.
 
         Cancellation: safe; the memory is kept until a copy on a thread has ended.
         """
         prepared, source = planned.prepared, None
-        if prepared.layout.nbytes <= _INLINE_NBYTES:
-            return self._fill(await self._acquire(prepared), planned)
-        if how != "copy" and not isinstance(prepared, CastPrepared):
+        large = prepared.layout.nbytes > _INLINE_NBYTES
+        if large and how != "copy" and not isinstance(prepared, CastPrepared):
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":
             snapshot = self._private(prepared)
-            snapshot.state = Live(planned, source)
+            snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
             return snapshot
         snapshot = await self._acquire(prepared)
         try:
-            if source is not None:
+            if not large:
+                planned.flattener.copy_into(prepared, snapshot.buffer)
+            elif source is None:
+                copy_into, flat = planned.flattener.copy_into, snapshot.buffer
+                snapshot.filling = self._start(lambda: copy_into(prepared, flat, pool=self._pool))
+                await asyncio.shield(snapshot.filling)
+                snapshot.filling = None
+            else:
                 progress = snapshot.memo[COPYING] = Progress()
                 target = snapshot.buffer.memoryview()[: snapshot.nbytes]
-                call = functools.partial(_copy_in_order, source, target, progress)
-                snapshot.begin_copy(self._start(call))
-                return snapshot
-            done = self._start_copy(planned, snapshot.buffer)
-            snapshot.begin_copy(done)
-            await asyncio.shield(done)
+                snapshot.filling = self._start(lambda: _copy_in_order(source, target, progress))
         except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
         return snapshot
 
-    async def copy(self, snapshot: Snapshot) -> None:
-        """Copy what was borrowed; the tensors may change afterwards.
+    async def settle(self, snapshot: Snapshot) -> None:
+        """Bring the bytes where they stay; the tensors may change afterwards.
 
         Cancellation: waits for the copy all the same, and is raised then.
         """
-        state, cancelled = snapshot.state, None
-        if isinstance(state, Live) and not self._closed:
-            fetch = snapshot.memo.get(KEPT)
-            if fetch is not None:
-                snapshot.state = Kept(fetch)
-                return
-            snapshot.begin_copy(self._start_copy(state.planned, snapshot.buffer))
-            state = snapshot.state
-        if isinstance(state, Copying):
-            cancelled = await outlast(state.done)
-            snapshot.end_copy(state)  # a task that is cancelled again is quicker than callbacks
-        if isinstance(snapshot.state, Gone):
-            raise snapshot.state.error
+        filling, live, cancelled = snapshot.filling, snapshot.live, None
+        if filling is None:
+            return
+        if live is None:
+            cancelled = await outlast(filling)
+        else:
+            snapshot.live, snapshot.kept = None, snapshot.memo.get(KEPT)
+            try:
+                if snapshot.kept is None and not self._closed:
+                    target = snapshot.buffer.memoryview()[: snapshot.nbytes]
+                    copying = self._start(lambda: _copy_in_order(live, target, Progress()))
+                    cancelled = await outlast(copying)
+                    copying.result()
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                filling.set_exception(exc)
+            else:
+                filling.set_result(None)
+        filling.result()
+        snapshot.filling = None
         if cancelled is not None:
             raise cancelled
-
-    async def bring(self, snapshot: Snapshot) -> None:
-        """Bring the bytes into a slot, for links that have them read where they are.
-
-        Does nothing where there are no slots. :meth:`copy` may run at the same time. The caller
-        has a reference.
-
-        Raises:
-            LocalProtocolError: The bytes are nowhere any more, or could not be copied.
-        """
-        async with self._bringing:  # once for all links that want it
-            if snapshot.slot is None and self.arena is not None:
-                try:
-                    await self._move_into_slot(snapshot)
-                except (ConfigError, OSError, RuntimeError, MemoryError) as exc:
-                    if isinstance(exc, LocalProtocolError):
-                        raise
-                    # No descriptors, memory or threads: that must not end the sender.
-                    raise LocalProtocolError(f"no memory for a copy of the weights: {exc}") from exc
-            await snapshot.copied()
-
-    async def _move_into_slot(self, snapshot: Snapshot) -> None:
-        place = await self._acquire(Prepared(snapshot.layout, ()))
-        try:
-            state = snapshot.state
-            if isinstance(state, Live):
-                snapshot.begin_copy(self._start_copy(state.planned, place.buffer))
-                snapshot.move_to(place)
-                return
-            await snapshot.copied()
-            pieces: Sequence[memoryview] = snapshot.views(0, snapshot.nbytes)
-            if isinstance(state, Kept):
-                try:
-                    pieces = await state.fetch()
-                except LocalProtocolError as exc:
-                    snapshot.state = Gone(without_frames(exc))  # nobody else has to find out
-                    raise
-            call = functools.partial(_join, pieces, place.buffer.memoryview())
-            place.begin_copy(self._start(call))
-            await place.copied()
-            snapshot.move_to(place)
-            snapshot.state = FILLED
-        finally:
-            place.release()
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -515,11 +406,10 @@ class SnapshotCopier:
             raise TransportClosed("this scheme was closed")
         if self._executor is None:
             self._executor, self._pool = ThreadPoolExecutor(1, "aiosync-snapshot"), CopyPool()
-        return asyncio.get_running_loop().run_in_executor(self._executor, call)
-
-    def _start_copy(self, planned: Planned, flat: FlatBuffer) -> asyncio.Future[None]:
-        copy_into = planned.flattener.copy_into
-        return self._start(lambda: copy_into(planned.prepared, flat, pool=self._pool))
+        running = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        # Whoever waits for it raises it; when cut, the cut is the news.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return running
 
     async def aclose(self) -> None:
         """The same as :meth:`close`, without holding the loop until copies have ended."""
@@ -541,18 +431,13 @@ class SnapshotCopier:
 
 def _copy_in_order(source: LiveBytes, target: memoryview, progress: Progress) -> None:
     """Copy a payload from its start on, and say how far it is."""
+    at = 0
     try:
         for start in range(0, len(target), _AHEAD_NBYTES):
-            stop = min(start + _AHEAD_NBYTES, len(target))
-            _join(source.views(start, stop), target[start:stop])
-            progress.advance(stop)
+            for piece in source.views(start, start + _AHEAD_NBYTES):
+                copy_bytes(target[at : at + piece.nbytes], piece)
+                at += piece.nbytes
+            progress.advance(at)
     except BaseException as exc:  # send() raises it, and so does every link that waits
         progress.fail(exc)
         raise
-
-
-def _join(pieces: Sequence[memoryview], target: memoryview) -> None:
-    at = 0
-    for piece in pieces:
-        copy_bytes(target[at : at + piece.nbytes], piece)
-        at += piece.nbytes

@@ -6,8 +6,10 @@ reads the acknowledgements. Must not import torch.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import (
@@ -20,7 +22,7 @@ from aiosync.errors import (
 from aiosync.protocol import Outbox, Outcome
 from aiosync.sender.chunks import ChunkWriter, Streaming
 from aiosync.sender.history import lacking
-from aiosync.sender.snapshots import FILLED, Copying, Snapshot
+from aiosync.sender.snapshots import Snapshot
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.data_plane import SharedPayload
@@ -32,6 +34,7 @@ from aiosync.wire import (
     Fetch,
     Hello,
     ManifestMessage,
+    Message,
     Promise,
     Refuse,
     Take,
@@ -55,7 +58,6 @@ class WorkerLink:
         on_outcomes: Told what became of versions, and of each answer.
         on_lost: Told once, when the link ends.
         on_fetch: Told when the worker asks for a version, see :attr:`wanted`.
-        bring: Brings a snapshot's bytes to where workers read them that do so in place.
 
     Attributes:
         idx: As given.
@@ -83,7 +85,6 @@ class WorkerLink:
         on_outcomes: Callable[[WorkerLink, Sequence[Outcome]], None],
         on_lost: Callable[[WorkerLink, AiosyncError], None],
         on_fetch: Callable[[WorkerLink], None],
-        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> None:
         self.idx: int = idx
         self.transport: Transport = transport
@@ -92,9 +93,7 @@ class WorkerLink:
         self.has_target: bool = hello.has_target
         self.subscribes: bool = hello.subscribe
         self.wanted: int | None = None
-        self.outbox: Outbox = Outbox(epoch, worker_idx=idx)
-        if hello.epoch == epoch and hello.version:
-            self.outbox.start_at(hello.version)
+        self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
         self.received_version: int = self.outbox.applied
         self.stream: ChunkWriter | None = None
         self.publisher: SlotPublisher | None = None
@@ -111,7 +110,6 @@ class WorkerLink:
         self._on_outcomes = on_outcomes
         self._on_lost = on_lost
         self._on_fetch = on_fetch
-        self._bring = bring
         self._snapshots: dict[int, Snapshot] = {}  # that wait for the link, by version
         self._covers: Snapshot | None = None  # holds every name of what the link took
         self._word: Current | None = None  # to be said when the link is free
@@ -172,21 +170,20 @@ class WorkerLink:
         One that lacks a part of what is under way comes after that instead.
         """
         covers, outbox = self._covers, self.outbox
-        if covers is not None and (outbox.in_flight or outbox.pending is not None):
+        if covers is not None and not outbox.is_idle:
             waiting = [each for each in self._snapshots.values() if each is not covers]
             if waiting or not covers.holds_same(snapshot):
                 needed = lacking(waiting, snapshot.names)
                 if needed or not covers.names <= snapshot.names:
                     self._snapshots[snapshot.version] = snapshot.retain()
                     kept = {each.version for each in needed}
-                    self._settle(outbox.offer_after(snapshot.version, kept))
+                    self._settle(outbox.offer(snapshot.version, kept))
                     return
         self._covers = snapshot
-        if not (self._writing or self._lost) and outbox.offer_and_take(snapshot.version):
-            self._send(snapshot.retain())
-            return
         self._snapshots[snapshot.version] = snapshot.retain()
-        self._settle(outbox.offer(snapshot.version))
+        replaced = outbox.offer(snapshot.version)
+        if replaced:
+            self._settle(replaced)
         self._pump()
 
     def say(self, message: Current) -> None:
@@ -209,48 +206,34 @@ class WorkerLink:
             self._on_outcomes(self, outcomes)
 
     def _pump(self) -> None:
-        if self._writing or self._lost:
-            return
-        if self._word is not None:
-            self._write_soon(None)
-        elif self.outbox.can_take:
-            self._covers = snapshot = self._snapshots.pop(self.outbox.take())
-            self._send(snapshot)
-
-    def _send(self, snapshot: Snapshot) -> None:
-        """Write now, or in the background; takes over a reference."""
-        try:
-            taken = self._write_now(snapshot)
-        except AiosyncError as exc:
-            snapshot.release()
-            self._failed(snapshot.version, exc, self.epoch)
-            self._pump()  # what waited for it
-            return
-        if taken:
-            snapshot.release()
-        else:
-            self._write_soon(snapshot)
+        """Write what may go now: at once where the link takes it, else in the background."""
+        while not (self._writing or self._lost):
+            if self._word is not None:
+                self._write_soon(None)
+                return
+            version = self.outbox.take()
+            if version is None:
+                return
+            self._covers = snapshot = self._snapshots.pop(version)
+            try:
+                if not self._write_now(snapshot):
+                    self._write_soon(snapshot.retain())
+                return
+            except AiosyncError as exc:
+                self._failed(version, exc, self.epoch)  # what waited for it is next
+            finally:
+                snapshot.release()
 
     def _write_now(self, snapshot: Snapshot) -> bool:
-        publisher, digest = self.publisher, snapshot.layout.digest
-        by_word = publisher is not None and not snapshot.values
-        if isinstance(snapshot.state, Copying) or (publisher and snapshot.state is not FILLED):
-            return False  # readers would see what is half full
-        if by_word and snapshot.slot is None:
-            return False  # it is brought there first
-        if digest != self._digest:
-            if not self.transport.send_nowait(ManifestMessage(snapshot.layout.manifest)):
-                return False
-            self._digest = digest
-        if self.stream is not None:
-            return self.stream.write_nowait(self.epoch, snapshot)
-        if publisher is None or not by_word or snapshot.slot is None:
-            return self.transport.send_nowait(self._update(snapshot), self._payload(snapshot))
-        if not publisher.announce_nowait(snapshot.slot):
+        if snapshot.filling is not None or snapshot.kept is not None:
             return False
-        snapshot.slot.seal(snapshot.version, digest, snapshot.nbytes)
-        publisher.store(snapshot.slot, snapshot.version)
-        return self.transport.send_nowait(Take(self.epoch, snapshot.version))
+        if self.stream is not None and not self.stream.is_small(snapshot):
+            return False
+        with contextlib.closing(self._steps(snapshot, self.epoch)) as steps:
+            for step in steps:
+                if step is not None and not self.transport.send_nowait(*step):
+                    return False
+        return True
 
     def _write_soon(self, snapshot: Snapshot | None) -> None:
         self._writing = True
@@ -258,6 +241,7 @@ class WorkerLink:
         self._tasks.start(self._write(snapshot, self.epoch), f"aiosync send to worker {self.idx}")
 
     async def _write(self, snapshot: Snapshot | None, epoch: int) -> None:
+        """Write a word that waits, and an update, to which this has a reference."""
         try:
             while self._word is not None:
                 word, self._word = self._word, None
@@ -275,42 +259,50 @@ class WorkerLink:
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
         if self.stream is not None:
             self.stream.watch(snapshot.version)  # the manifest may be stuck, too
-        if snapshot.layout.digest != self._digest:
-            await self.transport.send(ManifestMessage(snapshot.layout.manifest))
-            self._digest = snapshot.layout.digest
         above = self.transport.follows_copies_above
-        if self.publisher is not None and self._bring is not None:
-            await self._bring(snapshot)
-        elif above is None or snapshot.nbytes <= above:
-            await snapshot.copied()
+        early = snapshot.live is not None or (above is not None and snapshot.nbytes > above)
+        if self.publisher is not None or not early:
+            await snapshot.filled()
+        kept = None
+        if snapshot.kept is not None and self.publisher is not None:
+            kept = await snapshot.kept()
+        with contextlib.closing(self._steps(snapshot, epoch, kept)) as steps:
+            for step in steps:
+                if step is None:
+                    await asyncio.sleep(0)
+                else:
+                    await self.transport.send(*step)
+
+    def _steps(
+        self, snapshot: Snapshot, epoch: int, kept: Sequence[memoryview] | None = None
+    ) -> Generator[tuple[Message, Sequence[memoryview]] | None]:
+        """What an update consists of on this link, with ``None`` where others may have a turn.
+
+        What is asked for next was sent. May be given up before any step, and begun again.
+        """
+        version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
+        if digest != self._digest:
+            yield ManifestMessage(snapshot.layout.manifest), ()
+            self._digest = digest
         if self.stream is not None:
-            await self.stream.write(epoch, snapshot)
-        elif self.publisher is not None and snapshot.slot is not None and not snapshot.values:
-            await self.publisher.announce(snapshot.slot)
-            snapshot.slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
-            self.publisher.store(snapshot.slot, snapshot.version)
-            await self.transport.send(Take(epoch, snapshot.version))
+            yield from self.stream.steps(epoch, snapshot)
+        elif publisher is not None and snapshot.slot is not None and not snapshot.values:
+            yield from publisher.announcements(snapshot.slot)
+            snapshot.slot.seal(version, digest, snapshot.nbytes)
+            publisher.store(snapshot.slot, version)
+            yield Take(epoch, version), ()
         else:
-            await self.transport.send(self._update(snapshot, epoch), self._payload(snapshot))
-
-    def _update(self, snapshot: Snapshot, epoch: int | None = None) -> Update:
-        digest, values = snapshot.layout.digest, snapshot.values
-        return Update(epoch or self.epoch, snapshot.version, digest, values=values)
-
-    @staticmethod
-    def _payload(snapshot: Snapshot) -> list[memoryview]:
-        return SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.memo)
+            views = snapshot.views(0, snapshot.nbytes) if kept is None else kept
+            payload = SharedPayload(views, snapshot.memo)
+            yield Update(epoch, version, digest, values=snapshot.values), payload
 
     def _failed(self, version: int, error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
-        elif epoch == self.epoch and version in self.outbox.in_flight:
-            # It cannot be said, and the link is as it was.
-            if not self.outbox.window_open:  # else the worker has answered all the same
-                outcomes = self.outbox.give_up(version, without_frames(error))
-                if self.stream is not None:
-                    self.stream.answered()
-                self._settle(outcomes)
+        elif epoch == self.epoch:  # it cannot be said, and the link is as it was
+            if self.stream is not None and version == self.outbox.unreceived:
+                self.stream.answered()
+            self._settle(self.outbox.give_up(version, without_frames(error)))
 
     # -- what the worker sees without being told -----------------------------------------------
 
@@ -319,14 +311,13 @@ class WorkerLink:
 
         Not while others are on their way to it: their answers come in order.
         """
-        publisher, outbox = self.publisher, self.outbox
+        publisher = self.publisher
         return (
             publisher is not None
             and publisher.promised == digest
             and not (self._lost or self._writing)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
-            and outbox.pending is None
-            and not outbox.in_flight
+            and self.outbox.is_idle
         )
 
     def can_see(self, snapshot: Snapshot) -> bool:
@@ -336,7 +327,7 @@ class WorkerLink:
             slot is not None
             and publisher is not None
             and slot.segment.segment_id in publisher.announced
-            and snapshot.state is FILLED
+            and snapshot.filling is None
             and not snapshot.values
             and self.looks_for(snapshot.layout.digest)
         )
@@ -349,8 +340,7 @@ class WorkerLink:
         if slot.locked:
             slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
         publisher.store(slot, snapshot.version)
-        self.outbox.seen(snapshot.version)
-        self.received_version = snapshot.version
+        self.outbox.newest = self.outbox.visible = self.received_version = snapshot.version
 
     def ring(self) -> None:
         """Have the worker look now. What the link does not take is not said."""
@@ -395,7 +385,7 @@ class WorkerLink:
             if message.epoch == self.epoch and message.status is not AckStatus.NACK:
                 self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
-            if self.stream is not None and self.outbox.window_open:
+            if self.stream is not None and self.outbox.unreceived is None:
                 self.stream.answered()
             self._on_outcomes(self, outcomes)  # some wait for no more than that it arrived
             self._pump()
@@ -420,7 +410,7 @@ class WorkerLink:
         if self._snapshots and not self.subscribes:
             self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
-        self.epoch, self.outbox = epoch, Outbox(epoch, worker_idx=self.idx)
+        self.epoch, self.outbox = epoch, Outbox(epoch, self.idx)
         self._covers, self.received_version = None, 0
         self._settle(outcomes)
 

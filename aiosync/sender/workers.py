@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import select
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from aiosync.errors import (
     PartialSyncError,
     TransportClosed,
 )
-from aiosync.protocol import Outcome, OutcomeKind, VersionClock
+from aiosync.protocol import Outcome, VersionClock
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.history import History
@@ -101,7 +101,6 @@ class WorkerRegistry:
         on_crash: Told when a background task ends with an exception.
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
-        bring: Brings a snapshot's bytes to where workers read them that do so in place.
 
     Attributes:
         records: What is known of each worker, by index.
@@ -127,7 +126,6 @@ class WorkerRegistry:
         on_crash: Callable[[BaseException], None],
         parts: bool = False,
         streaming: Streaming | None = None,
-        bring: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> None:
         self.model_id = model_id
         self.strategy = strategy
@@ -135,7 +133,6 @@ class WorkerRegistry:
         self.expected = expected
         self.clock = clock
         self.streaming = streaming
-        self._bring = bring
         self._on_outcome = on_outcome
         self._on_crash = on_crash
         self._crash: tuple[BaseException, TracebackType | None] | None = None
@@ -274,7 +271,6 @@ class WorkerRegistry:
             on_outcomes=self._on_outcomes,
             on_lost=self._on_lost,
             on_fetch=self.answer,
-            bring=self._bring,
         )
         self.num_changes += 1
         watch_process(transport, hello.pid)
@@ -366,8 +362,9 @@ class WorkerRegistry:
                 record.fail(outcome.error, outcome.version, reported=counted)
             elif outcome.error is not None and record.link is None:
                 record.version = outcome.version  # it went with this on its way
-            elif outcome.kind is OutcomeKind.APPLIED and outcome.version > record.version:
-                record.recover()
+            elif record.error is not None and (outcome.error, outcome.by) == (None, None):
+                if outcome.version > record.version:
+                    record.recover()
         self.changed.notify()
 
     # -- who goes ------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ MUTANTS = [
     Mutant(
         "what was borrowed is not copied when the send is over",
         "sender/sender.py",
-        "            if send.borrowed:\n",
+        "            if borrowed:\n",
         "            if False:\n",
         "tests/contract/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
     ),
@@ -213,8 +213,8 @@ MUTANTS = [
     Mutant(
         "the oldest update wins",
         "protocol/outbox.py",
-        "self.pending = self.newest = version",
-        "self.newest, self.pending = version, self.pending or version",
+        "self.pending, self._waiting = version, []",
+        "self.pending, self._waiting = self.pending or version, []",
         contract("slow_worker"),
     ),
     Mutant(
@@ -256,7 +256,7 @@ MUTANTS = [
     Mutant(
         "a send has no deadline",
         "sender/sender.py",
-        "            if send.deadline <= now:\n",
+        "            if tracker.deadline <= now:\n",
         "            if False:\n",
         contract("send_timeout"),
     ),

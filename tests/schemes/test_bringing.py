@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,8 +18,8 @@ from torch import nn
 from torch.distributed import rpc
 
 import aiosync
-from aiosync.sender import Snapshot, SnapshotCopier, snapshots
-from aiosync.tensors import Flattener
+from aiosync.sender import Snapshot, SnapshotCopier
+from aiosync.tensors import Flattener, LiveBytes
 from aiosync.testing import FaultProxy
 from aiosync.transports import SharedMemTransport
 from tests.schemes import _harness as harness
@@ -147,87 +146,69 @@ async def test_without_room_for_its_page_a_worker_comes_again(
 # -- what was left in the tensors, as over Ray --------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def borrowed(source: nn.Module) -> AsyncIterator[tuple[SnapshotCopier, Snapshot]]:
-    """What was sent from the tensors themselves."""
-    models.fill(source, 1.0)
-    copier = SnapshotCopier(snapshots.Arena(), "state_dict")
-    try:
-        snapshot = await copier.take(copier.prepare(source), "borrow")
-        yield copier, snapshot
-        snapshot.release()
-        assert copier.arena is not None
-        assert copier.arena.num_left == copier.arena.num_slots  # nobody keeps one
-    finally:
-        await copier.aclose()
-
-
 def holds(snapshot: Snapshot, value: float) -> bool:
     [payload] = snapshot.views(0, snapshot.nbytes)
     return bool((torch.frombuffer(payload, dtype=torch.float32) == value).all())
 
 
-@pytest.mark.parametrize("when", ["before it is copied", "while it is copied", "afterwards"])
-async def test_one_copy_serves_all(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, begun, going = [], threading.Event(), threading.Event()
-    copy_into = Flattener.copy_into
+@pytest.mark.parametrize("cut", [None, "before it is copied", "while it is copied"])
+async def test_what_was_borrowed_is_copied_before_the_call_ends(
+    cut: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views, begun, going = LiveBytes.views, threading.Event(), threading.Event()
 
-    def held(*args: Any, **kwargs: Any) -> None:
-        copies.append(args)
+    def held(*args: Any) -> Any:
         begun.set()
         assert going.wait(PATIENCE)
-        copy_into(*args, **kwargs)
+        return views(*args)
 
     source = large()
-    async with borrowed(source) as (copier, snapshot):
-        monkeypatch.setattr(Flattener, "copy_into", held)
-        calls = [copier.copy(snapshot), copier.bring(snapshot), copier.bring(snapshot)]
-        if when == "before it is copied":
-            calls.append(calls.pop(0))
-        first = asyncio.ensure_future(calls.pop(0))
-        if when == "afterwards":
-            going.set()
-            await first
-        else:
-            await asyncio.to_thread(begun.wait, PATIENCE)
-        others = asyncio.gather(*calls)
-        await asyncio.sleep(0.01)
-        going.set()
-        await asyncio.gather(first, others)
-        models.fill(source, -9.0)  # the caller's again
-        assert len(copies) == 1
-        assert snapshot.slot is not None
-        assert holds(snapshot, 1.0)
-
-
-async def test_who_leaves_while_it_is_brought_takes_nothing_along() -> None:
-    for turns in range(8):
-        source = large()
-        async with borrowed(source) as (copier, snapshot):
-            bringing = asyncio.ensure_future(copier.bring(snapshot))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            bringing.cancel()
-            await asyncio.wait({bringing})
-            await asyncio.gather(copier.copy(snapshot), copier.bring(snapshot))
-            models.fill(source, -9.0)
-            assert holds(snapshot, 1.0)
-
-
-@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
-async def test_without_room_that_fails_and_the_next_time_works(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    async with borrowed(large()) as (copier, snapshot):
+    models.fill(source, 1.0)
+    copier = SnapshotCopier(None, "state_dict")
+    try:
+        snapshot = await copier.take(copier.prepare(source), "borrow")
+        waiting = [asyncio.ensure_future(snapshot.filled()) for _ in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, fails)
-            with pytest.raises(aiosync.LocalProtocolError, match="no memory for a copy"):
-                await copier.bring(snapshot)
-        await copier.bring(snapshot)
+            patch.setattr(LiveBytes, "views", held)
+            settling = asyncio.ensure_future(copier.settle(snapshot))
+            await asyncio.sleep(0)
+            if cut != "before it is copied":
+                await asyncio.to_thread(begun.wait, PATIENCE)
+            if cut is not None:
+                settling.cancel()
+            await asyncio.sleep(0.01)
+            assert not any(each.done() for each in (settling, *waiting))
+            going.set()
+            await asyncio.wait({settling})
+        assert settling.cancelled() == (cut is not None)
+        models.fill(source, -9.0)  # the caller's again
+        await asyncio.gather(*waiting)
         assert holds(snapshot, 1.0)
+        snapshot.release()
+    finally:
+        await copier.aclose()
+
+
+@pytest.mark.parametrize("how", ["borrow", "copy ahead"])
+async def test_a_copy_that_failed_is_an_error_for_all_who_want_it(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("the tensors are gone")
+
+    copier = SnapshotCopier(None, "state_dict")
+    try:
+        monkeypatch.setattr(LiveBytes, "views", fails)
+        snapshot = await copier.take(copier.prepare(large()), how)
+        waiting = asyncio.ensure_future(snapshot.filled())
+        with pytest.raises(RuntimeError, match="are gone"):
+            await copier.settle(snapshot)
+        for each in (waiting, snapshot.filled()):
+            with pytest.raises(aiosync.LocalProtocolError, match="no copy of the weights: the ten"):
+                await each
+        snapshot.release()
+    finally:
+        await copier.aclose()
 
 
 # -- where slots are taken at once -------------------------------------------------------------

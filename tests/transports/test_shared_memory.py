@@ -66,7 +66,13 @@ async def test_a_descriptor_whose_message_was_not_sent_goes_with_no_other_one() 
     async with aiosync.SharedMemTransport(mine, arena=arena) as link:
         publisher = link.publisher
         assert publisher is not None
-        announcing = asyncio.ensure_future(publisher.announce(arena.grow(64)))
+
+        async def announce() -> None:
+            with contextlib.closing(publisher.announcements(arena.grow(64))) as messages:
+                for message, _ in messages:
+                    await link.send(message)
+
+        announcing = asyncio.ensure_future(announce())
         await asyncio.sleep(0)  # it waits before the first byte
         announcing.cancel()
         await asyncio.wait({announcing})

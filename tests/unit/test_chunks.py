@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
-    LocalProtocolError,
     RemoteProtocolError,
     TransportBroken,
 )
@@ -89,9 +88,6 @@ def test_spans_tile_the_payload(nbytes: int, units: int) -> None:
         assert plan.index_at(stop) == (index + 1 if nbytes else 0)
         if start + 1 < stop:
             assert plan.index_at(start + 1) == 0
-    for index in (-1, plan.count):
-        with pytest.raises(LocalProtocolError):
-            plan.span(index)
 
 
 @pytest.mark.parametrize("nbytes", [-64, 1, 63, 65, 129, 193, 200, 2**63])
@@ -99,14 +95,10 @@ def test_a_prefix_that_ends_in_no_chunk_is_not_used(nbytes: int) -> None:
     assert ChunkPlan(192, 64).index_at(nbytes) == 0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "size", "name"),
-    [(10, each, "chunk_nbytes") for each in (0, -64, 1, 63, 96, 64.0, True, None)]
-    + [(each, 64, "nbytes") for each in (-1, 1.0, None)],
-)
-def test_illegal_sizes_are_refused(nbytes: Any, size: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        ChunkPlan(nbytes, size)
+@pytest.mark.parametrize("size", [0, -64, 1, 63, 96, 64.0, True, None])
+def test_illegal_sizes_are_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="chunk_nbytes"):
+        ChunkPlan(10, size)
 
 
 # -- arriving -----------------------------------------------------------------------------------

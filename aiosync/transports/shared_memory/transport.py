@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from typing import ClassVar
 
 from aiosync.errors import TransportBroken, TransportClosed
@@ -114,27 +114,14 @@ class SlotPublisher:
         self._count = self._held = 0
         arena.num_links += 1
 
-    def announce_nowait(self, slot: Slot) -> bool:
-        """Give the peer the descriptors that it needs to read a slot; False if not all were sent.
+    def announcements(self, slot: Slot) -> Generator[tuple[Message, tuple[()]]]:
+        """What the peer needs to read a slot: messages, each with its descriptor attached.
+
+        Asking for the next one says that the last one was sent; close it where that fails.
 
         Raises:
             TransportBroken: There is no memory or descriptor left for a page.
         """
-        try:
-            return all(link.send_nowait(message) for link, message in self._missing(slot))
-        finally:
-            self._io.attach(None)
-
-    async def announce(self, slot: Slot) -> None:
-        """The same, waiting for the link."""
-        try:
-            for link, message in self._missing(slot):
-                await link.send(message)
-        finally:
-            self._io.attach(None)
-
-    def _missing(self, slot: Slot) -> Iterator[tuple[FramedTransport, Message]]:
-        """What to send next, with its descriptor attached; what is asked for next was sent."""
         segment = slot.segment
         if segment.segment_id in self.announced:
             return
@@ -149,13 +136,16 @@ class SlotPublisher:
                 raise TransportBroken(
                     f"no page of shared memory for {link.name}: {exc.strerror}"
                 ) from exc
-        if self._page_fd >= 0:
-            self._io.attach(self._page_fd)
-            yield link, PageMessage()
-            self._close_page_fd()
-        self._io.attach(segment.read_only_fd)
-        yield link, Segment(segment.segment_id, segment.slot_nbytes, 1)
-        self.announced.add(segment.segment_id)
+        try:
+            if self._page_fd >= 0:
+                self._io.attach(self._page_fd)
+                yield PageMessage(), ()
+                self._close_page_fd()
+            self._io.attach(segment.read_only_fd)
+            yield Segment(segment.segment_id, segment.slot_nbytes, 1), ()
+            self.announced.add(segment.segment_id)
+        finally:
+            self._io.attach(None)
 
     def _close_page_fd(self) -> None:
         if self._page_fd >= 0:  # else the link ended right after it took the message
