@@ -43,7 +43,6 @@ class LinkState(enum.Enum):
     DIALING = "nobody is reached yet, or again"
     GREETING = "the other end was reached, and has not answered"
     UP = "it was let in"
-    PROVEN = "it was of use"
     LOST = "it ended, and another one is to replace it"
     GAVE_UP = "nothing replaces it any more"
 
@@ -51,8 +50,7 @@ class LinkState(enum.Enum):
 _NEXT = {
     LinkState.DIALING: {LinkState.DIALING, LinkState.GREETING, LinkState.GAVE_UP},
     LinkState.GREETING: {LinkState.UP, LinkState.DIALING, LinkState.GAVE_UP},
-    LinkState.UP: {LinkState.PROVEN, LinkState.LOST},
-    LinkState.PROVEN: {LinkState.LOST},
+    LinkState.UP: {LinkState.LOST},
     LinkState.LOST: {LinkState.DIALING, LinkState.GAVE_UP},
     LinkState.GAVE_UP: set[LinkState](),
 }
@@ -143,12 +141,11 @@ class KeptLink(Generic[_L, _W]):
         Cancellation:
             Class A.
         """
+        self._go(LinkState.LOST)
         now = asyncio.get_running_loop().time()
         if progress != self._progress or now - self._up_at > _OF_USE_SECONDS:
-            self._go(LinkState.PROVEN)
             self._progress, self._of_use_at = progress, now
             self._pauses.reset()
-        self._go(LinkState.LOST)
 
         def late(last: AiosyncError) -> PeerClosed:
             return PeerClosed(
@@ -204,7 +201,7 @@ class KeptLink(Generic[_L, _W]):
 
     def describe(self) -> str:
         """What an error of a trainer says while the other end has not let it in."""
-        if self.state in (LinkState.UP, LinkState.PROVEN):
+        if self.state is LinkState.UP:
             return f"{self._name} was reached, but has not let this trainer in"
         why = "" if self.why is None else f"; the last attempt: {self.why}"
         return f"{self._nobody('')}{why}"

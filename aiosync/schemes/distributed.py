@@ -14,8 +14,8 @@ from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
 from aiosync.schemes.options import Fixed, Option, count, seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._beside import BesideTransport
 from aiosync.transports.address import Address, any_port_of, own_host
+from aiosync.transports.data_plane import DataPlaneTransport
 from aiosync.transports.distributed import DistributedTransport, check_backend
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
@@ -153,7 +153,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_group": None, "_store": None}
 
-    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+    def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         return DistributedTransport(
             control,
             rank=0 if listened else 1,

@@ -18,10 +18,10 @@ from aiosync.schemes.options import Option, count
 from aiosync.schemes.sources import DeviceMap
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._beside import BesideTransport
 from aiosync.transports._ray_store import RayObjects, actor_name, load_ray, need_cluster
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
+from aiosync.transports.data_plane import DataPlaneTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require, SendReport
@@ -227,7 +227,7 @@ class RayWeightSyncScheme(ClusterScheme):
         if self._objects is not None:
             await self._objects.idle()
 
-    def _carry(self, control: TCPTransport, *, listened: bool) -> BesideTransport:
+    def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         if listened and self._objects is None:
             self._objects = RayObjects()
             self._to_close.add(self._objects)
@@ -301,12 +301,12 @@ class Notes:
             ) from exc
 
     @staticmethod
-    def find(key: bytes, unknown: bytes | None = None) -> bytes | None:
-        """What was left under a key; ``unknown`` where the cluster cannot say so now."""
+    def find(key: bytes) -> bytes | None:
+        """What was left under a key, as far as the cluster can say so now."""
         try:
             found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
         except Exception:  # noqa: BLE001 - the caller looks again
-            return unknown
+            return None
         return None if found is None else bytes(found)
 
     @staticmethod

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,13 +20,12 @@ from aiosync.errors import (
     ConfigError,
     ConnectError,
     ConnectTimeout,
-    RecvTimeout,
 )
-from aiosync.schemes.ray import Notes, RayWeightSyncScheme
+from aiosync.rendezvous.dialer import Backoff
+from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.transports._ray_store import landed, need_cluster
 from aiosync.transports.base import Transport
-from aiosync.transports.data_plane import outlast
 
 __all__ = [
     "RayModuleTransformReceiver",
@@ -35,8 +34,7 @@ __all__ = [
 ]
 
 _CLOSE_SECONDS = 5.0
-_WAITS = b"waits"
-_LOOK_SECONDS = 0.2  # between two looks whether the trainer still waits
+_LONGEST_PAUSE = 0.5  # seconds between two looks whether the actor has joined
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -149,23 +147,10 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     _promises = False  # the actor may replace its module, and tells nobody
 
-    # -- inside of the actor -------------------------------------------------------------------
-
-    def _receive_for(self, transform: Any, model_id: str) -> None:
-        self.init_on_receiver(model_id=model_id, model=transform.module, worker_idx=0)
-        self._inside = transform
-
     def _resolve_target(self) -> Any:
         if self._inside is not None:
             return getattr(self._inside, "module", None)
         return super()._resolve_target()
-
-    async def _follow(self) -> None:
-        """Receive until the trainer is given up; raises why."""
-        receiver = self._require_receiver("receive")
-        await receiver.wait_until(lambda: False, timeout=None, late=RecvTimeout())
-
-    # -- closing -------------------------------------------------------------------------------
 
     async def _close_here(self) -> None:
         remote, self._remote = self._remote, None
@@ -186,9 +171,7 @@ class RayModuleTransformSender:
     def __init__(self, ray_transform: Any) -> None:
         self._ray = need_cluster()
         self.actor: Any = getattr(ray_transform, "_actor", ray_transform)
-        # What it made is its own to end. In the cluster while it waits for the actor, whose calls
-        # cannot be called off: the actor does not join any more once this is gone.
-        self._ticket = f"aiosync:transform:{secrets.token_hex(16)}".encode()
+        self._ticket = secrets.token_bytes(16)  # what it made is its own to end
 
     async def start(
         self, scheme: RayModuleTransformScheme, model_id: str, timeout: float | None
@@ -205,50 +188,45 @@ class RayModuleTransformSender:
             ConnectTimeout: Not in time; a call that the actor is busy with may be the reason.
 
         Cancellation:
-            The actor stops to join, or does not begin.
+            The actor leaves as soon as it can.
         """
-        put = asyncio.ensure_future(asyncio.to_thread(Notes.put, self._ticket, _WAITS))
+        pause = Backoff(longest=_LONGEST_PAUSE)
         try:
-            cancelled = await outlast(put)
-            if cancelled is not None:
-                raise cancelled
-            put.result()
-            await self._start(scheme, model_id, timeout)
-        finally:
+            async with asyncio.timeout(timeout):
+                await self._call(_join, scheme, model_id, timeout, self._ticket)
+                while not await self._call(_has_joined, model_id, self._ticket):
+                    await pause.wait()
+        except BaseException as exc:  # raised again, or what it comes from
             if self._ray.is_initialized():
-                forgetting = asyncio.ensure_future(
-                    asyncio.to_thread(Notes.forget, self._ticket, _WAITS)
-                )
-                await asyncio.wait({forgetting}, timeout=_CLOSE_SECONDS)
+                self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
+            if isinstance(exc, TimeoutError) and not isinstance(exc, AiosyncError):
+                raise ConnectTimeout(
+                    f"{self.actor!r} did not join within {timeout:g} s: it may be busy with a call"
+                ) from exc
+            raise
 
-    async def _start(
-        self, scheme: RayModuleTransformScheme, model_id: str, timeout: float | None
-    ) -> None:
-        called = self.actor.__ray_call__.remote(_join, scheme, model_id, timeout, self._ticket)
-        answer = landed(called, asyncio.get_running_loop())
-        done, _ = await asyncio.wait({answer}, timeout=timeout)
-        if not done:
-            raise ConnectTimeout(
-                f"{self.actor!r} did not join within {timeout:g} s: it may be busy with a call"
-            )
-        error = answer.exception()
-        if isinstance(error, self._ray.exceptions.RayActorError):
-            raise ConnectError(f"{self.actor!r} has died") from error
-        if error is not None:
-            reason = getattr(error, "cause", None) or error
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function of this module returns in the actor, which it is given first."""
+        called = self.actor.__ray_call__.remote(function, *args)
+        try:
+            return await landed(called, asyncio.get_running_loop())
+        except self._ray.exceptions.RayActorError as exc:
+            raise ConnectError(f"{self.actor!r} has died") from exc
+        except Exception as exc:  # of any type; the caller of connect() sees it
+            reason = getattr(exc, "cause", None) or exc
             raise ConnectError(
                 f"{self.actor!r} could not join: {type(reason).__name__}: {reason}"
-            ) from error
+            ) from exc
 
     async def stop(self, model_id: str) -> None:
         """Have the receiver end that this made, if the actor is alive and it has not ended.
 
         Waits for 5 seconds at most.
         """
-        if not self._ray.is_initialized():
-            return
-        called = self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
-        await asyncio.wait({landed(called, asyncio.get_running_loop())}, timeout=_CLOSE_SECONDS)
+        if self._ray.is_initialized():
+            called = self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
+            left = landed(called, asyncio.get_running_loop())
+            await asyncio.wait({left}, timeout=_CLOSE_SECONDS)
 
 
 class RayModuleTransformReceiver:
@@ -264,68 +242,51 @@ class RayModuleTransformReceiver:
     def __init__(
         self, scheme: RayModuleTransformScheme, transform: Any, model_id: str, ticket: bytes
     ) -> None:
-        scheme._receive_for(transform, model_id)
+        scheme.init_on_receiver(model_id=model_id, model=transform.module, worker_idx=0)
+        scheme._inside = transform
         self.ticket = ticket
         self._scheme = scheme
         self._key = (id(transform), model_id)
         self._joined: Future[None] = Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None  # None when it ends by itself
-        self._closed = False
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._task: asyncio.Task[None] | None = None  # None again when it ends by itself
         self._thread: threading.Thread | None = None
 
     def start(self, timeout: float | None) -> Future[None]:
         """Begin to connect; the future says how that ended."""
+        self._task = self._runner.get_loop().create_task(self._live(timeout))
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live(timeout)), name="aiosync-transform", daemon=True
+            target=self._run, args=(self._task,), name="aiosync-transform", daemon=True
         )
-        _receivers[self._key] = self
         self._thread.start()
         return self._joined
 
     async def _live(self, timeout: float | None) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        try:
-            async with self._scheme:
-                try:
-                    await self._connect(timeout)
-                    self._joined.set_result(None)
-                    await self._scheme._follow()
-                finally:
-                    self._task = None
-        except (AiosyncError, asyncio.CancelledError) as exc:
-            # Afterwards it is the end: the trainer has gone, or close() was called.
-            if not self._joined.done():
-                self._joined.set_exception(exc)
-        except BaseException as exc:  # a bug: whoever waits sees it, and so does stderr
-            if not self._joined.done():
-                self._joined.set_exception(exc)
-            raise
-        finally:
-            if _receivers.get(self._key) is self:
-                del _receivers[self._key]
+        async with self._scheme:
+            try:
+                await self._scheme.connect(timeout=timeout)
+                self._joined.set_result(None)
+                while True:
+                    await self._scheme.receive(timeout=None)
+            finally:
+                self._task = None
 
-    async def _connect(self, timeout: float | None) -> None:
-        connecting = asyncio.ensure_future(self._scheme.connect(timeout=timeout))
+    def _run(self, living: asyncio.Task[None]) -> None:
         try:
-            while not connecting.done():
-                await asyncio.wait({connecting}, timeout=_LOOK_SECONDS)
-                if self._closed:
-                    raise ConnectError("the receiver was closed")
-                if not connecting.done() and not await asyncio.to_thread(_is_wanted, self.ticket):
-                    raise _not_wanted()
-        finally:
-            connecting.cancel()
-            await asyncio.wait({connecting})
-        connecting.result()
+            with self._runner:
+                self._runner.get_loop().run_until_complete(living)
+        except BaseException as exc:  # the trainer has gone, or close() was called
+            if not self._joined.done():
+                self._joined.set_exception(exc)  # kept for who asks, or the next trainer
+            elif _receivers.get(self._key, (None,))[0] is self:
+                del _receivers[self._key]
+            if not isinstance(exc, AiosyncError | asyncio.CancelledError):
+                raise  # a bug, for stderr as well
 
     def close(self) -> None:
         """End; the module keeps its weights. Idempotent, bounded."""
-        self._closed = True
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(self._cancel)
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._runner.get_loop().call_soon_threadsafe(self._cancel)
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
 
@@ -334,17 +295,11 @@ class RayModuleTransformReceiver:
             self._task.cancel()
 
 
-_receivers: dict[tuple[int, str], RayModuleTransformReceiver] = {}
-"""The receivers of this process, which is an actor. Not kept in the actor's object: it has to
-stay as picklable as it is."""
+_receivers: dict[tuple[int, str], tuple[RayModuleTransformReceiver, Future[None]]] = {}
+"""The receivers of this process, which is an actor, and what came of joining. Not kept in the
+actor's object: it has to stay as picklable as it is."""
 
-
-def _is_wanted(ticket: bytes) -> bool:
-    return Notes.find(ticket, unknown=_WAITS) is not None
-
-
-def _not_wanted() -> ConnectError:
-    return ConnectError("the trainer is no longer waiting for this actor")
+# Inside of the actor: none of these waits for the trainer, as the actor has other callers.
 
 
 def _join(
@@ -354,27 +309,24 @@ def _join(
     timeout: float | None,
     ticket: bytes,
 ) -> None:
-    """Inside the actor: receive for its module."""
-    if not _is_wanted(ticket):
-        raise _not_wanted()  # it has waited behind other calls
+    """Begin to receive for the actor's module, instead of for another trainer."""
     if getattr(transform, "module", None) is None:
         raise ConfigError(f"{type(transform).__name__} has no attribute 'module'")
-    old = _receivers.pop((id(transform), model_id), None)
-    if old is not None:
-        old.close()
+    _leave(transform, model_id)
     receiver = RayModuleTransformReceiver(scheme, transform, model_id, ticket)
-    joined = receiver.start(timeout)
-    if asyncio._get_running_loop() is not None:
-        return  # an asynchronous actor goes on serving; the trainer notices if it fails
-    try:
-        joined.result()
-    except BaseException:  # raised again: the trainer sees it
-        receiver.close()
-        raise
+    _receivers[id(transform), model_id] = receiver, receiver.start(timeout)
 
 
-def _leave(transform: Any, model_id: str, ticket: bytes) -> None:
-    """Inside the actor: end the receiver that was made with this ticket."""
-    receiver = _receivers.get((id(transform), model_id))
-    if receiver is not None and receiver.ticket == ticket:
+def _has_joined(transform: Any, model_id: str, ticket: bytes) -> bool:
+    receiver, joined = _receivers.get((id(transform), model_id), (None, None))
+    if receiver is None or joined is None or receiver.ticket != ticket:
+        raise ConnectError("another trainer has this transform by now, or its link was lost")
+    return joined.done() and joined.result() is None
+
+
+def _leave(transform: Any, model_id: str, ticket: bytes | None = None) -> None:
+    """End the receiver that was made with this ticket, or any."""
+    receiver, _ = _receivers.get((id(transform), model_id), (None, None))
+    if receiver is not None and ticket in (None, receiver.ticket):
+        del _receivers[id(transform), model_id]
         receiver.close()

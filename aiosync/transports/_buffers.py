@@ -5,15 +5,20 @@ Must not import torch, asyncio, or anything above ``transports``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from aiosync.errors import LocalProtocolError
 from aiosync.transports.base import Lender
 from aiosync.types import Limits
 from aiosync.wire import Message
 
-__all__ = ["chunks_of", "flat_view", "take_buffers"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["chunks_of", "copy_bytes", "flat_view", "take_buffers"]
 
 
 def flat_view(buffer: object) -> memoryview:
@@ -24,7 +29,9 @@ def flat_view(buffer: object) -> memoryview:
     return view.cast("B")
 
 
-def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Limits) -> list[Any]:
+def take_buffers(
+    into: Lender | None, message: Message, nbytes: int, limits: Limits
+) -> list[memoryview]:
     """Borrow the buffers for a payload, or allocate them when nobody lends.
 
     Raises:
@@ -32,17 +39,17 @@ def take_buffers(into: Lender | None, message: Message, nbytes: int, limits: Lim
             too large to allocate.
     """
     if into is not None:
-        buffers = list(into(message, nbytes))
-        total = sum([memoryview(buffer).nbytes for buffer in buffers])
+        views = [*map(flat_view, into(message, nbytes))]
+        total = sum(map(len, views))
         if total != nbytes:
             raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
-        return buffers
+        return views
     if nbytes > limits.max_buffer_nbytes:
         raise LocalProtocolError(
             f"a payload of {nbytes} bytes needs lent buffers: recv(into=...) allocates at most "
             f"{limits.max_buffer_nbytes} bytes itself (Limits.max_buffer_nbytes)"
         )
-    return [bytearray(nbytes)]
+    return [memoryview(bytearray(nbytes))]
 
 
 def chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
@@ -61,3 +68,17 @@ def chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memo
                 chunk, room = [], chunk_nbytes
     if chunk:
         yield chunk
+
+
+def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
+    """Copy, however the two sides are cut into pieces; without the GIL."""
+    left = iter(targets)
+    target = np.empty(0, np.uint8)
+    for source in sources:
+        rest = source
+        while rest.size:
+            while not target.size:
+                target = np.frombuffer(next(left), np.uint8)
+            step = min(rest.size, target.size)
+            np.copyto(target[:step], rest[:step])
+            rest, target = rest[step:], target[step:]

@@ -23,9 +23,9 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
-from aiosync.transports._buffers import chunks_of
+from aiosync.transports._buffers import chunks_of, copy_bytes
 from aiosync.transports._fork import close_in_child
-from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads, copy_bytes
+from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads
 from aiosync.wire import ExtValue, Setup
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class GlooPlane(DataPlane):
         return waiter
 
     async def offer(
-        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+        self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """See :class:`DataPlane`."""
         await self._meet()
@@ -279,7 +279,7 @@ class GlooPlane(DataPlane):
         self._going, self._taken = self._until(_GO), self._until(_GOT)
         return {}
 
-    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+    async def push(self, payload: list[memoryview]) -> None:
         """See :class:`DataPlane`."""
         # A thread that waits for a peer that does not receive could not be called off.
         await self._going

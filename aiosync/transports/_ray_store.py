@@ -22,7 +22,8 @@ import numpy as np
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
 from aiosync.transports import _ray_actor
-from aiosync.transports.data_plane import KEPT, DataPlane, Threads, copy_bytes, outlast
+from aiosync.transports._buffers import copy_bytes
+from aiosync.transports.data_plane import KEPT, DataPlane, Threads, outlast
 from aiosync.transports.handshake import name_from
 from aiosync.wire import ALIGNMENT, ExtValue, Setup
 
@@ -388,12 +389,12 @@ class RayPlane(DataPlane):
             if name and not self.control.name.startswith("actor "):
                 self.control.name = f"actor {name} at {self.control.name}"
         else:
-            super().hear(message)
+            raise RemoteProtocolError("unexpected set-up of the object store")
 
     # -- sending -------------------------------------------------------------------------------
 
     async def offer(
-        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+        self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """See :class:`DataPlane`. Puts the payload, unless another link did."""
         self._check()
@@ -411,7 +412,7 @@ class RayPlane(DataPlane):
             broken.__cause__ = error
             self.control.fail(broken)
 
-    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+    async def push(self, payload: list[memoryview]) -> None:
         """See :class:`DataPlane`. Waits until the peer holds the object itself."""
         if self._announced is not None:
             await self._within(self._announced[1], None)

@@ -207,7 +207,3 @@ class Credentials:
                 "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
             )
         return [self.token, self.tls]
-
-    def __setstate__(self, state: list[Any]) -> None:
-        for name, value in zip(("token", "tls"), state, strict=True):
-            object.__setattr__(self, name, value)

@@ -1,6 +1,9 @@
-"""What moves large payloads beside the stream of a link: the contract, and what goes with it.
+"""Links whose large payloads travel beside the stream: over a process group, or Ray's store.
 
-Must not import torch, ray, schemes or a concrete transport.
+The control stream is a framed link that the event loop watches: messages, acknowledgements and
+the end of the peer arrive there, awaited without polling. A :class:`DataPlane` moves the bytes of
+payloads that are too large to travel in the stream. Must not import torch, ray, schemes or a
+concrete transport.
 """
 
 from __future__ import annotations
@@ -8,31 +11,49 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-
-from aiosync.errors import LocalProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.errors import (
+    AiosyncError,
+    LocalProtocolError,
+    PeerClosed,
+    ProtocolError,
+    RecvTimeout,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+    TransportBusy,
+)
+from aiosync.transports._buffers import flat_view, take_buffers
 from aiosync.transports._fork import close_in_child
+from aiosync.transports._kept_errors import LinkError, again, without_frames
+from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
 from aiosync.transports.stream import FramedTransport
-from aiosync.wire import ExtValue, Setup, encode_frame
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 __all__ = [
     "COPYING",
+    "INLINE_NBYTES",
     "KEPT",
     "DataPlane",
+    "DataPlaneTransport",
     "Progress",
     "SharedPayload",
     "Threads",
-    "copy_bytes",
     "outlast",
 ]
+
+INLINE_NBYTES = 128 * 2**10
+"""Payloads up to this size travel in the control stream."""
+
+_POLL_SECONDS = 1.0
+
+_NBYTES = "beside"
+"""Entry of an extension map: bytes of the payload that travels beside the stream."""
 
 _T = TypeVar("_T")
 
@@ -114,13 +135,12 @@ class DataPlane(abc.ABC):
 
     @abc.abstractmethod
     async def offer(
-        self, payload: list[memoryview], nbytes: int, memo: dict[Any, Any]
+        self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """Prepare to send; returns what the peer has to know. It is told after this.
 
         Args:
             payload: The bytes, in order.
-            nbytes: How many in total.
             memo: Belongs to the payload, see :class:`SharedPayload`.
 
         Raises:
@@ -128,7 +148,7 @@ class DataPlane(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def push(self, payload: list[memoryview], nbytes: int) -> None:
+    async def push(self, payload: list[memoryview]) -> None:
         """Send, once the peer was told. Returns when the payload's memory may change."""
 
     @abc.abstractmethod
@@ -147,9 +167,9 @@ class DataPlane(abc.ABC):
             The bytes, and :attr:`Received.key`: ``None`` where they lie in lent buffers.
         """
 
+    @abc.abstractmethod
     def hear(self, message: Setup) -> None:
         """The peer set something up. May raise ``RemoteProtocolError``, which ends the link."""
-        raise RemoteProtocolError(f"unexpected set-up of {message.kind!r}")
 
     async def settle(self) -> None:
         """Bring what is being set up to its end while the peer can still be heard. Bounded."""
@@ -171,6 +191,217 @@ class DataPlane(abc.ABC):
         """Tell the peer's data plane something, once the stream is between two frames."""
         if not self.control.ended:
             self.control.queue(encode_frame(Setup(self.kind, key, value)))
+
+
+class DataPlaneTransport(Transport):
+    """A link over ``control`` whose large payloads ``plane`` moves. Owns both.
+
+    Args:
+        control: A connected framed link.
+        plane: The way beside it.
+        inline_nbytes: Payloads up to this size travel in the control stream.
+    """
+
+    def __init__(self, control: FramedTransport, plane: DataPlane, inline_nbytes: int) -> None:
+        self._control = control
+        self._plane = plane
+        self._inline_nbytes = inline_nbytes
+        self._sending = self._receiving = self._told = False
+        # Sticky, and before what the control stream may still have in hand.
+        self._broken: LinkError | None = None
+        self._handler: Handler | None = None
+        plane.control = control
+        control.subscribe(self._deliver)
+        control.call_on_end(plane.end)
+
+    @property
+    def channel(self) -> FramedTransport:
+        """See :attr:`Transport.channel`: the control stream."""
+        return self._control
+
+    @property
+    def follows_copies_above(self) -> int | None:
+        """See :attr:`Transport.follows_copies_above`."""
+        return self._inline_nbytes if self._plane.follows_copies else None
+
+    def _check(self) -> None:
+        if self._broken is not None and not self._control.closed:
+            raise again(self._broken)
+        self._control.check()
+
+    @contextlib.asynccontextmanager
+    async def _transfer(
+        self, what: str, timeout: float | None, late: type[AiosyncError]
+    ) -> AsyncIterator[None]:
+        """A transfer that ends the link when it is cut once it has begun, or fails."""
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                yield
+        except BaseException as exc:  # raised again, or what it comes from
+            ours = isinstance(exc, AiosyncError)
+            if (
+                late is RecvTimeout
+                or self._told
+                or (ours and not isinstance(exc, LocalProtocolError))
+            ):
+                self._fail(exc, what)
+            if deadline.expired() and not ours and isinstance(exc, TimeoutError):
+                raise late(f"{what} did not get through within {timeout or 0:g} s") from exc
+            if ours and not isinstance(exc, ProtocolError):
+                self._check()
+            raise
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        if self._control.closed:
+            return
+        lost = self._control.error or (error if isinstance(error, LinkError) else None)
+        if lost is None or isinstance(lost, PeerClosed | LocalProtocolError):
+            # The end of a stream between two messages may be one within this payload.
+            broken = TransportBroken(f"the link was lost in the middle of {what}: {error}")
+            broken.__cause__ = lost or (error if isinstance(error, AiosyncError) else None)
+            lost = broken
+        self._broken = self._broken or without_frames(lost)
+        self._control.fail(lost)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
+        """See :meth:`Transport.send_nowait`; payloads beside the stream are always refused."""
+        if self._sending or sum([flat_view(each).nbytes for each in payload]) > self._inline_nbytes:
+            self._check()
+            return False
+        return self._control.send_nowait(message, payload)
+
+    def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
+        """See :meth:`Transport.send_batch_nowait`."""
+        return not self._sending and self._control.send_batch_nowait(messages)
+
+    async def send(
+        self, message: Message, payload: Payload = (), *, timeout: float | None = None
+    ) -> None:
+        """See :meth:`Transport.send`. Cancellation: class B.
+
+        A send that is cut while its payload is on its way returns once nothing reads the payload
+        any more.
+        """
+        control, plane = self._control, self._plane
+        if self._sending:
+            raise TransportBusy(f"another send() is running on the link to {control.name}")
+        if self._broken is not None:
+            self._check()
+        views = [view for view in map(flat_view, payload) if view.nbytes]
+        nbytes = sum(view.nbytes for view in views)
+        self._sending = True
+        try:
+            if nbytes <= self._inline_nbytes:
+                await control.send(message, views, timeout=timeout)
+                return
+            encode_frame(message, nbytes, limits=control.limits)  # the checks of a stream
+            what = f"the payload of a {type(message).__name__} to {control.name}"
+            self._told = False  # until then a cut harms nothing
+            async with self._transfer(what, timeout, SendTimeout):
+                await asyncio.sleep(0)  # a checkpoint, before the first byte
+                self._check()
+                memo = payload.memo if isinstance(payload, SharedPayload) else {}
+                ext = {**await plane.offer(views, memo), _NBYTES: nbytes}
+                self._told = True
+                if not control.send_nowait(message, ext=ext):
+                    await control.send(message, ext=ext)
+                await plane.push(views)
+                control.check()
+        finally:
+            self._sending = False
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def subscribe(self, handler: Handler) -> bool:
+        """See :meth:`Transport.subscribe`; for messages without payload."""
+        self._handler = handler
+        return True
+
+    def _deliver(self, received: Received) -> bool:
+        message = received.message
+        if isinstance(message, Setup):
+            if message.kind != self._plane.kind:
+                raise RemoteProtocolError(
+                    f"the peer moves payloads by {message.kind[:40]!a}, this side by "
+                    f"{self._plane.kind!r}: construct both schemes with the same back-end"
+                )
+            self._plane.hear(message)
+            return True
+        if self._handler is None or (received.ext and _NBYTES in received.ext):
+            return False  # its payload is fetched by recv()
+        return self._handler(received) is not False
+
+    async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
+        """See :meth:`Transport.recv`. Cancellation: class B; idle it is safe.
+
+        Cut while a payload is on its way beside the stream, it returns once nothing writes to
+        the lent buffers any more.
+        """
+        if self._receiving:
+            raise TransportBusy(f"another recv() is waiting on the link to {self._control.name}")
+        if self._broken is not None:
+            self._check()
+        self._receiving = True
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            received = await self._control.recv(into=into, timeout=timeout)
+            if received.ext and _NBYTES in received.ext:
+                what = f"the payload of a {type(received.message).__name__}"
+                if timeout is not None:
+                    # What is announced takes its time, also where recv() only looks.
+                    least = _POLL_SECONDS if timeout <= 0 else 0.0
+                    timeout = max(least, timeout + started - clock())
+                what += f" from {self._control.name}"
+                async with self._transfer(what, timeout, RecvTimeout):
+                    await self._fetch(received, received.ext, into)
+            return received
+        except PeerClosed as exc:
+            hint = self._plane.hint()
+            if not hint:
+                raise
+            raise PeerClosed(f"{exc}; {hint}") from exc
+        finally:
+            self._receiving = False
+
+    async def _fetch(
+        self, received: Received, ext: Mapping[str, ExtValue], into: Lender | None
+    ) -> None:
+        limits, nbytes = self._control.limits, ext[_NBYTES]
+        if type(nbytes) is not int or nbytes < 1:
+            raise RemoteProtocolError("a payload beside the stream has no valid size")
+        if not self._control.takes_payloads:
+            raise RemoteProtocolError("the peer sent a payload before it was allowed to")
+        if nbytes > limits.max_payload_nbytes:
+            raise RemoteProtocolError(
+                f"a payload of {nbytes} bytes is over the limit of {limits.max_payload_nbytes} "
+                "(Limits.max_payload_nbytes)"
+            )
+
+        own = into is None and self.capabilities.zero_copy_recv
+        lend = functools.partial(take_buffers, into, received.message, nbytes, limits)
+        received.payload, received.key = await self._plane.fetch(ext, nbytes, None if own else lend)
+        received.nbytes, received.ext = nbytes, None
+
+    # -- closing -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close the link and what carries its payloads; waiters see ``TransportClosed``."""
+        try:
+            await self._plane.settle()
+        finally:
+            self.abort()
+        await self._plane.aclose()
+
+    def abort(self) -> None:
+        """Close at once; what carries payloads follows as soon as it can."""
+        self._control.abort()
+        self._plane.end()
+
+    def __repr__(self) -> str:
+        return repr(self._control).replace(type(self._control).__name__, type(self).__name__, 1)
 
 
 class Threads:
@@ -277,17 +508,3 @@ async def outlast(
             if on_cancel is not None:
                 on_cancel()
     return cancelled
-
-
-def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
-    """Copy, however the two sides are cut into pieces; without the GIL."""
-    left = iter(targets)
-    target = np.empty(0, np.uint8)
-    for source in sources:
-        rest = source
-        while rest.size:
-            while not target.size:
-                target = np.frombuffer(next(left), np.uint8)
-            step = min(rest.size, target.size)
-            np.copyto(target[:step], rest[:step])
-            rest, target = rest[step:], target[step:]

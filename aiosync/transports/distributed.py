@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from torch import distributed as dist
 
 from aiosync.errors import ConfigError
-from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
+from aiosync.transports.data_plane import INLINE_NBYTES, DataPlaneTransport
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
@@ -35,7 +35,7 @@ def check_backend(backend: str) -> Literal["gloo", "nccl"]:
     return "gloo"
 
 
-class DistributedTransport(BesideTransport):
+class DistributedTransport(DataPlaneTransport):
     """A link whose large payloads travel over a process group. Takes ownership of ``control``.
 
     Messages and small payloads travel in the control stream. The first large payload makes a
@@ -82,7 +82,7 @@ class DistributedTransport(BesideTransport):
 
         host = control.local_host
         plane = GlooPlane(rank, host, group=group, tag=tag, patience=patience)
-        super().__init__(control, plane, inline_nbytes=inline_nbytes)
+        super().__init__(control, plane, inline_nbytes)
 
     @classmethod
     @contextlib.asynccontextmanager

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import ClassVar, TypeVar
 
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
-    FrameTooLarge,
     PeerClosed,
     RecvTimeout,
     SendTimeout,
@@ -30,6 +29,8 @@ from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame
 
 __all__ = ["MemoryTransport"]
+
+_T = TypeVar("_T")
 
 _QUEUE_MESSAGES = 64
 _QUEUE_NBYTES = 256 * 2**10
@@ -52,9 +53,8 @@ class MemoryTransport(Transport):
         self._limits = limits or DEFAULT_LIMITS
         self._peer: MemoryTransport | None = None
         self._inbox: deque[tuple[Message, bytearray]] = deque()
-        self._closed = False
-        self._error: AiosyncError | None = None
-        self._changes = Notifier()
+        self._error: AiosyncError | None = None  # what ended this end
+        self._changes = Notifier()  # of both ends
         self._sending = self._receiving = False
 
     @classmethod
@@ -74,47 +74,58 @@ class MemoryTransport(Transport):
         """Two connected ends that the caller closes."""
         left, right = cls(limits=limits), cls(limits=limits)
         left._peer, right._peer = right, left
+        right._changes = left._changes
         return left, right
 
     def _check(self) -> None:
-        if self._closed:
-            raise TransportClosed("this end of the memory link was closed")
         if self._error is not None:
             raise again(self._error)
 
-    def _wake(self) -> None:
-        for end in (self, self._peer):
-            if end is not None:
-                end._changes.notify()
+    def _living_peer(self) -> MemoryTransport:
+        if self._peer is None or self._peer._error is not None:
+            raise PeerClosed("the other end of the memory link was closed")
+        return self._peer
+
+    async def _within(
+        self, timeout: float | None, attempt: Callable[[], _T | None], late: AiosyncError
+    ) -> _T:
+        """Try until something comes of it, again after each change."""
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                while (found := attempt()) is None:
+                    await self._changes.wait()
+                return found
+        except TimeoutError as exc:
+            if not deadline.expired():
+                raise
+            raise late from exc
 
     # -- sending -------------------------------------------------------------------------------
 
     def _put(self, messages: Sequence[Message], payload: Payload) -> bool:
         """Queue messages, of which a payload belongs to the only one; False without room."""
         self._check()
-        peer = self._peer
-        if peer is None or peer._closed or peer._error is not None:
-            raise PeerClosed("the other end of the memory link was closed")
+        inbox = self._living_peer()._inbox
         views = [flat_view(buffer) for buffer in payload]
         nbytes = sum(view.nbytes for view in views)
         for message in messages:
             encode_frame(message, nbytes, limits=self._limits)  # the checks of a real link
-        if len(peer._inbox) + len(messages) > _QUEUE_MESSAGES:
+        queued_nbytes = sum(len(each) for _, each in inbox)
+        too_large = queued_nbytes and queued_nbytes + nbytes > _QUEUE_NBYTES
+        if too_large or len(inbox) + len(messages) > _QUEUE_MESSAGES:
             return False
-        queued_nbytes = sum(len(each) for _, each in peer._inbox)
-        if queued_nbytes and queued_nbytes + nbytes > _QUEUE_NBYTES:
-            return False
-        peer._inbox.extend((message, bytearray().join(views)) for message in messages)
-        self._wake()
+        inbox.extend((message, bytearray().join(views)) for message in messages)
+        self._changes.notify()
         return True
 
     def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
         """See :meth:`Transport.send_nowait`."""
-        return self._put([message], payload) if not self._sending else False
+        return not self._sending and self._put([message], payload)
 
     def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
         """See :meth:`Transport.send_batch_nowait`."""
-        return self._put(messages, ()) if not self._sending else False
+        return not self._sending and self._put(messages, ())
 
     async def send(
         self, message: Message, payload: Payload = (), *, timeout: float | None = None
@@ -123,17 +134,9 @@ class MemoryTransport(Transport):
         if self._sending:
             raise TransportBusy("another send() is running on this memory link")
         self._sending = True
+        late = SendTimeout(f"the memory link did not take the message within {timeout} s")
         try:
-            await asyncio.sleep(0)
-            async with asyncio.timeout(timeout) as deadline:
-                while not self._put([message], payload):
-                    await self._changes.wait()
-        except TimeoutError as exc:
-            if not deadline.expired():
-                raise
-            raise SendTimeout(
-                f"the memory link did not take the message within {timeout:g} s"
-            ) from exc
+            await self._within(timeout, lambda: self._put([message], payload) or None, late)
         finally:
             self._sending = False
 
@@ -144,42 +147,28 @@ class MemoryTransport(Transport):
         if self._receiving:
             raise TransportBusy("another recv() is waiting on this memory link")
         self._receiving = True
-        poll = timeout is not None and timeout <= 0
+        late = RecvTimeout(f"no message within {timeout} s")
         try:
-            if self._inbox or poll:
-                await asyncio.sleep(0)
-            async with asyncio.timeout(None if poll else timeout) as deadline:
-                while not self._inbox:
-                    self._check()
-                    if self._peer is None or self._peer._closed:
-                        raise PeerClosed("the other end of the memory link was closed")
-                    if poll:
-                        raise RecvTimeout(f"no message within {timeout:g} s")
-                    await self._changes.wait()
-            self._check()
-            return self._take(into)
-        except TimeoutError as exc:
-            if not deadline.expired():
-                raise
-            raise RecvTimeout(f"no message within {timeout:g} s") from exc
+            return await self._within(timeout, lambda: self._take(into), late)
         finally:
             self._receiving = False
 
-    def _take(self, into: Lender | None) -> Received:
+    def _take(self, into: Lender | None) -> Received | None:
+        self._check()
+        if not self._inbox:
+            self._living_peer()
+            return None
         message, data = self._inbox[0]
-        if len(data) > self._limits.max_payload_nbytes:
-            self._fail(FrameTooLarge(f"a payload of {len(data)} bytes is over the limit"))
-            self._check()
         views: list[memoryview] = []
-        if data:
-            try:
-                views = [*map(flat_view, take_buffers(into, message, len(data), self._limits))]
-            except BaseException:  # goes on to the caller of recv()
-                self._fail(TransportBroken("no buffer was lent for a payload"))
-                raise
-            self._check()  # whoever lent may have closed this end
+        try:
+            if data:
+                views = take_buffers(into, message, len(data), self._limits)
+        except BaseException:  # goes on to the caller of recv()
+            self._end(TransportBroken("no buffer was lent for a payload"))
+            raise
+        self._check()  # whoever lent may have closed this end
         self._inbox.popleft()
-        self._wake()
+        self._changes.notify()
         start = 0
         for view in views:
             view[:] = memoryview(data)[start : start + view.nbytes]
@@ -188,10 +177,10 @@ class MemoryTransport(Transport):
 
     # -- closing -------------------------------------------------------------------------------
 
-    def _fail(self, error: AiosyncError) -> None:
-        self._error = self._error or error
+    def _end(self, error: AiosyncError) -> None:
+        self._error = error
         self._inbox.clear()
-        self._wake()
+        self._changes.notify()
 
     async def aclose(self) -> None:
         """Close this end; what it had sent before can still be received."""
@@ -199,11 +188,8 @@ class MemoryTransport(Transport):
 
     def abort(self) -> None:
         """The same as :meth:`aclose`, from synchronous code."""
-        self._closed = True
-        self._inbox.clear()
-        self._wake()
+        self._end(TransportClosed("this end of the memory link was closed"))
         self._peer = None
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "broken" if self._error else "open"
-        return f"<MemoryTransport: {state}>"
+        return f"<MemoryTransport: {'open' if self._error is None else type(self._error).__name__}>"

@@ -23,13 +23,12 @@ from aiosync.errors import (
     TransportBusy,
     TransportClosed,
 )
-from aiosync.transports._beside import INLINE_NBYTES, BesideTransport
 from aiosync.transports._buffers import flat_view
 from aiosync.transports._kept_errors import again
 from aiosync.transports._ray_actor import Weights
 from aiosync.transports._ray_store import RayObjects, RayPlane, in_lines, landed, need_cluster
 from aiosync.transports.base import Lender, Payload, Received, Transport, make_ack
-from aiosync.transports.data_plane import SharedPayload
+from aiosync.transports.data_plane import INLINE_NBYTES, DataPlaneTransport, SharedPayload
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Cancellation, Capabilities, Limits
@@ -40,7 +39,7 @@ __all__ = ["RayActorTransport", "RayTransport"]
 _NO_PEER = "the other end is an actor without aiosync: there is no second end to check"
 
 
-class RayTransport(BesideTransport):
+class RayTransport(DataPlaneTransport):
     """A link whose large payloads travel through Ray's object store. Owns ``control``.
 
     ``recv()`` without lent buffers returns the object itself where the system allows it: memory
@@ -73,7 +72,7 @@ class RayTransport(BesideTransport):
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
         self._ray_plane = plane = RayPlane(objects)
-        super().__init__(control, plane, inline_nbytes=inline_nbytes)
+        super().__init__(control, plane, inline_nbytes)
 
     def introduce(self) -> None:
         """Tell the other end which actor this process is, for its errors."""

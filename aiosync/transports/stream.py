@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from aiosync._tasks import Notifier
 from aiosync.errors import (
@@ -41,6 +41,7 @@ from aiosync.transports.base import Handler, Lender, Payload, Received, Transpor
 from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
+    Event,
     ExtValue,
     Failed,
     FrameDecoder,
@@ -234,8 +235,11 @@ class FramedTransport(Transport):
             raise again(self.error)
 
     def call_on_end(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called once the link has ended, however it ends."""
-        self._on_end.append(callback)
+        """Have ``callback()`` called once the link has ended, however it ends; now if it has."""
+        if self.ended:
+            callback()
+        else:
+            self._on_end.append(callback)
 
     def fail(self, error: LinkError) -> None:
         """End the link with ``error``; every waiter and every later operation raises it."""
@@ -351,8 +355,13 @@ class FramedTransport(Transport):
     # -- receiving -------------------------------------------------------------------------------
 
     def subscribe(self, handler: Handler) -> bool:
-        """See :meth:`Transport.subscribe`; for messages without payload."""
+        """See :meth:`Transport.subscribe`; for messages without payload, also one that waits."""
         self._handler = handler
+        waiting = self._event
+        if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self._receiving:
+            self._event = None
+            self._pull(waiting)
+            self._go_on()
         return True
 
     def deliver(self, received: Received) -> bool:
@@ -383,10 +392,10 @@ class FramedTransport(Transport):
                 if start.payload_nbytes:
                     if poll:  # it found the head of a message: its payload gets a moment to follow
                         deadline.reschedule(self._loop.time() + _POLL_PAYLOAD_SECONDS)
-                    received.payload = [*map(flat_view, await self._recv_payload(start, into))]
+                    received.payload = await self._recv_payload(start, into)
                 # The caller gets its message before the next one is looked at: a handler may take
                 # that one at once, and would overtake it.
-                self._loop.call_soon(self._advance)
+                self._loop.call_soon(self._go_on)
                 return received
         except TimeoutError as exc:
             if not deadline.expired():
@@ -398,7 +407,7 @@ class FramedTransport(Transport):
         finally:
             self._receiving = False
 
-    async def _recv_payload(self, start: FrameStart, into: Lender | None) -> Sequence[Any]:
+    async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[memoryview]:
         decoder, nbytes = self._decoder, start.payload_nbytes
         try:
             buffers = take_buffers(into, start.message, nbytes, decoder.limits)
@@ -411,7 +420,7 @@ class FramedTransport(Transport):
         if landed is not None:
             self._landed = lambda: landed(nbytes - decoder.missing_nbytes)
         try:
-            self._advance()
+            self._go_on()
             while not isinstance(self._event, FrameEnd):
                 self.check()
                 await self._arrival.wait()
@@ -424,7 +433,7 @@ class FramedTransport(Transport):
             self._landed = self._event = None
         return buffers
 
-    def _advance(self) -> None:
+    def _go_on(self) -> None:
         """Look for the next event in what was already read, and go on reading."""
         if self.closed:
             return
@@ -469,10 +478,8 @@ class FramedTransport(Transport):
         budget, until = _WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
         while not self.ended:
             buffer = decoder.get_buffer()
-            if not buffer:
-                self._pull()
-                if self._event is not None:
-                    self._pause()
+            if not buffer:  # an event waits, and 64 KiB behind it
+                self._pause()
                 break
             buffer = buffer[: min(budget, _READ_NBYTES)]
             try:
@@ -499,27 +506,23 @@ class FramedTransport(Transport):
         if self._event is not None or self.error is not None:
             self._arrival.notify()
 
-    def _pull(self) -> None:
+    def _pull(self, event: Event | None = None) -> None:
         """Take events off the decoder until one has to wait for ``recv()``."""
-        while self._event is None:
-            event = self._decoder.next_event()
+        while self._event is None and not self.ended:
+            event = event or self._decoder.next_event()
             if event is None:
                 return
-            if isinstance(event, FrameStart):
-                if event.payload_nbytes:
-                    self._event = event
-                    return
+            if isinstance(event, FrameStart) and not event.payload_nbytes:
                 try:
                     if not self.deliver(Received(event.message, ext=event.ext)):
                         self._event = event
-                    continue
                 except (ProtocolError, TransportError) as exc:
                     self.fail(exc)
                 except Exception as exc:  # noqa: BLE001 - a bug above, told to whoever uses the link
                     error = TransportBroken(f"a message from {self.name} could not be handled")
                     error.__cause__ = exc
                     self.fail(error)
-            elif isinstance(event, FrameEnd):
+            elif isinstance(event, FrameStart | FrameEnd):
                 self._event = event
             elif isinstance(event, Failed):
                 self.fail(event.error)
@@ -527,7 +530,7 @@ class FramedTransport(Transport):
                 self.fail(PeerClosed(f"{self.name} closed the link"))
             else:
                 self.fail(TransportBroken(f"the link to {self.name} was cut in mid-message"))
-            return
+            event = None
 
     def _lost(self, exc: OSError, *, cut: bool) -> None:
         error: TransportError = PeerClosed(f"{self.name} closed the link")
@@ -541,10 +544,8 @@ class FramedTransport(Transport):
     def _frame(
         self, message: Message, payload: Payload, ext: Mapping[str, ExtValue] | None
     ) -> tuple[bytes, list[memoryview], int]:
-        if not payload:
-            return encode_frame(message, 0, ext=ext, limits=self.limits), [], 0
-        views = [view for view in map(flat_view, payload) if view.nbytes]
-        nbytes = sum([view.nbytes for view in views])
+        views = [*map(flat_view, payload)]
+        nbytes = sum(map(len, views))
         return encode_frame(message, nbytes, ext=ext, limits=self.limits), views, nbytes
 
     def send_nowait(
@@ -582,17 +583,15 @@ class FramedTransport(Transport):
                 nbytes = self.io.writev([memoryview(frame), *payload])
             else:
                 nbytes = self.io.write(frame)
-                if nbytes == len(frame) and not self.io.has_unsent:
-                    return True
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
             self._lost(exc, cut=False)
             self.check()
-        rest = _after([memoryview(frame), *payload], nbytes)
-        if rest:
-            self._out, self._started = [memoryview(b"".join(rest))], True
-        if rest or self.io.has_unsent:
+        if nbytes < len(frame) + sum(map(len, payload)):
+            rest = b"".join(_after([memoryview(frame), *payload], nbytes))
+            self._out, self._started = [memoryview(rest)], True
+        if self._out or self.io.has_unsent:
             self._watch()
         return True
 

@@ -26,7 +26,6 @@ from aiosync.wire.frames import (
     FrameEnd,
     FrameStart,
     encode_frame,
-    iter_events,
 )
 from aiosync.wire.manifest import (
     ALIGNMENT,
@@ -123,7 +122,6 @@ __all__ = [
     "encode_frame",
     "encode_header",
     "encode_values",
-    "iter_events",
     "plan_manifest",
     "state_checksum",
 ]

@@ -105,7 +105,8 @@ class DialerAuth:
         A side without a token answers too: it is the listener that refuses it, and both know why.
 
         Raises:
-            ConnectError: The listener refused the link at once.
+            ConfigError: The listener cannot take this side, and says why.
+            ConnectError: It refused the link for another reason.
             RemoteProtocolError: The peer sent something else than a challenge.
         """
         if isinstance(message, Refuse):
@@ -171,7 +172,8 @@ def _unexpected(who: str, message: Message, expected: str) -> RemoteProtocolErro
     )
 
 
-def _refused(message: Refuse) -> ConnectError:
+def _refused(message: Refuse) -> ConnectError | ConfigError:
     # A peer that proved nothing wrote this: short, and without control characters.
     text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])
-    return ConnectError(f"the listener refused the link: {text}")
+    kind = ConfigError if message.error_type == ConfigError.__name__ else ConnectError
+    return kind(f"the listener refused the link: {text}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,7 +39,6 @@ __all__ = [
     "FrameEnd",
     "FrameStart",
     "encode_frame",
-    "iter_events",
 ]
 
 WIRE_VERSION = 2
@@ -151,8 +150,8 @@ class FrameDecoder:
     call :meth:`feed_eof`. When a :class:`FrameStart` announces a payload, lend the buffers
     that it lands in with :meth:`lend`.
 
-    A frame that breaks the rules gives one :class:`Failed` event; :attr:`error` then stays
-    set, and no more bytes are accepted. Memory: 64 KiB, plus one header of at most
+    After the :class:`Failed` event of a frame that breaks the rules no more bytes are accepted.
+    Memory: 64 KiB, plus one header of at most
     ``limits.max_header_nbytes``.
 
     Not thread-safe. Between ``get_buffer()`` and its ``buffer_updated()`` events may be taken
@@ -201,11 +200,6 @@ class FrameDecoder:
         self._offered_direct = False  # it was a piece, and not the read-ahead
         self._eof = False
         self._final: Failed | EndOfStream | None = None
-
-    @property
-    def error(self) -> ProtocolError | None:
-        """What the peer did wrong, once a :class:`Failed` event was returned. Sticky."""
-        return self._final.error if isinstance(self._final, Failed) else None
 
     @property
     def mid_frame(self) -> bool:
@@ -346,7 +340,7 @@ class FrameDecoder:
                 self._fill()
 
     def feed(self, data: Buffer) -> None:
-        """Copy bytes in. For tests and small messages; :func:`iter_events` takes any size.
+        """Copy bytes in. For tests and small messages.
 
         Args:
             data: C-contiguous bytes.
@@ -363,14 +357,11 @@ class FrameDecoder:
                 f"{len(view)} bytes do not fit: there is room for {room}; take events first"
             )
         while view:
-            view = self._copy_in(view)
-
-    def _copy_in(self, view: memoryview) -> memoryview:
-        target = self.get_buffer()
-        nbytes = min(len(target), len(view))
-        target[:nbytes] = view[:nbytes]
-        self.buffer_updated(nbytes)
-        return view[nbytes:]
+            target = self.get_buffer()
+            nbytes = min(len(target), len(view))
+            target[:nbytes] = view[:nbytes]
+            self.buffer_updated(nbytes)
+            view = view[nbytes:]
 
     def feed_eof(self) -> None:
         """Say that no more bytes will come. Idempotent."""
@@ -448,40 +439,3 @@ def _check_peer(head: bytes) -> None:
 
 def _too_large(what: str, nbytes: int, most: int) -> FrameTooLarge:
     return FrameTooLarge(f"a {what} of {nbytes} bytes was announced; at most {most} are allowed")
-
-
-def iter_events(
-    decoder: FrameDecoder,
-    data: Buffer,
-    lend: Callable[[FrameStart], Sequence[Buffer]],
-    *,
-    eof: bool = False,
-) -> Iterator[Event]:
-    """Feed bytes of any length to a decoder and yield the events that they make.
-
-    Args:
-        decoder: May be in any state but waiting for buffers.
-        data: C-contiguous bytes; copied.
-        lend: Called for every frame with a payload, after its event was yielded; returns the
-            buffers for it.
-        eof: No more bytes come after these.
-
-    Yields:
-        Events in order. A final event ends the iteration; the rest of ``data`` is dropped.
-    """
-    view = memoryview(data).cast("B")
-    while True:
-        event = decoder.next_event()
-        if event is not None:
-            yield event
-            if isinstance(event, Failed | EndOfStream):
-                return
-            if isinstance(event, FrameStart) and event.payload_nbytes:
-                decoder.lend(lend(event))
-        elif view:
-            view = decoder._copy_in(view)
-        elif eof:
-            decoder.feed_eof()
-            eof = False
-        else:
-            return

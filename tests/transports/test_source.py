@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from aiosync.errors import PeerClosed, ProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.errors import (
+    PeerClosed,
+    ProtocolError,
+    RemoteProtocolError,
+    TransportBroken,
+    TransportClosed,
+)
 from aiosync.transports import MPTransport, Received, SharedMemTransport, TCPTransport
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Fetch, encode_frame
@@ -139,6 +145,32 @@ async def test_a_dead_link_keeps_no_memory_until_the_collector_runs(kind: Any, h
     finally:
         gc.enable()
         await right.aclose()
+
+
+@pytest.mark.parametrize("how", ["closed", "left by its peer"])
+@pytest.mark.asyncio
+async def test_who_asks_after_the_end_is_told_as_well(how: str) -> None:
+    """A listener hands a link over that may have ended just before."""
+    async with MPTransport.pair() as (left, right):
+        await (left if how == "closed" else right).aclose()
+        with pytest.raises((PeerClosed, TransportClosed)):
+            await left.recv(timeout=5)
+        told: list[str] = []
+        left.call_on_end(lambda: told.append(how))
+        await asyncio.sleep(0)
+        assert told == [how]
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_came_before_its_handler_is_handed_to_it() -> None:
+    async with MPTransport.pair() as (left, right):
+        for number in (1, 2):
+            await right.send(Fetch(number))
+        await asyncio.sleep(0.01)
+        seen: list[Any] = []
+        left.subscribe(lambda received: seen.append(received.message))
+        await asyncio.sleep(0.01)
+        assert seen == [Fetch(1), Fetch(2)]
 
 
 def refuse(received: Received) -> None:

@@ -36,7 +36,6 @@ from aiosync.wire import (
     Take,
     Update,
     Welcome,
-    iter_events,
     plan_manifest,
 )
 
@@ -294,12 +293,26 @@ def drive(
         return lent
 
     for cut in [*cuts, None]:
-        for event in iter_events(decoder, cut or b"", lend, eof=cut is None):
+        left = memoryview(cut or b"")
+        while True:
+            event = decoder.next_event()
+            if event is None:
+                if cut is None:
+                    decoder.feed_eof()
+                elif not left:
+                    break
+                room = decoder.get_buffer()[: len(left)]
+                room[:] = left[: len(room)]
+                decoder.buffer_updated(len(room))
+                left = left[len(room) :]
+                continue
             if isinstance(event, FrameEnd):
                 seen.append(b"".join(lent))
             seen.append(event)
             if isinstance(event, Failed | EndOfStream):
                 return seen
+            if isinstance(event, FrameStart) and event.payload_nbytes:
+                decoder.lend(lend(event))
     return seen
 
 

@@ -277,16 +277,21 @@ def test_another_message_is_an_error(token: bytes | None, message: Message) -> N
             DialerAuth(token).answer(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ConfigError", ConfigError), ("TransportClosed", ConnectError)]
+)
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_a_listener_may_refuse_at_any_time(token: bytes | None, asked: bool) -> None:
-    refusal = Refuse("ConfigError", "shutting\x1b[2J down " + "x" * 1000)
+def test_a_listener_may_refuse_at_any_time(
+    token: bytes | None, asked: bool, name: str, kind: type[Exception]
+) -> None:
+    refusal = Refuse(name, "shutting\x1b[2J down " + "x" * 1000)
     dialer = DialerAuth(token)
     if asked:
         dialer.answer(Challenge(bytes(32), required=token is not None))
-    with pytest.raises(ConnectError, match="ConfigError: shutting") as info:
+    with pytest.raises(kind, match=f"{name}: shutting") as info:
         (dialer.verify if asked else dialer.answer)(refusal)
-    assert type(info.value) is ConnectError
+    assert type(info.value) is kind
     assert "\x1b" not in str(info.value)
     assert len(str(info.value)) < 400
 
