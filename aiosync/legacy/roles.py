@@ -28,7 +28,7 @@ from aiosync.errors import (
 from aiosync.legacy.endpoint import Arrived, Copier, Endpoint, Snapshot
 from aiosync.legacy.strategy import WeightStrategy, hint
 from aiosync.legacy.transports import MPTransport
-from aiosync.receiver.guard import Guard, takes_hooks, why_unguarded
+from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.schemes.inside import guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
 from aiosync.sync._schemes import core_of
@@ -383,7 +383,7 @@ class _Destination:
         if self._target is None or self._target.target is not model:
             strict, _ = self._options
             self._target = None if model is None else Target(model, strict=strict)
-            if self._hooks and takes_hooks(model):
+            if self._hooks and why_unguarded(model) is None:
                 self._guard.install(model)
         return model
 

@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiosync._tasks import run_on_loop
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.protocol import Inbox
-from aiosync.receiver.guard import Guard, takes_hooks
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import LoadTarget
@@ -34,7 +33,6 @@ from aiosync.wire import NO_LIMITS
 __all__ = ["Applier", "Owner", "Result"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
-_MAX_TRIES = 10
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
 
 
@@ -44,17 +42,15 @@ class Result:
 
     Attributes:
         staged: The update.
-        taken: The model has it.
+        taken: The model has it. If not, and there is no error, something newer came before it.
         error: Why not; or what its owner said to it.
         left: What the model had before it.
-        overtaken: Something newer had been applied meanwhile: it was not.
     """
 
     staged: Staged
     taken: bool = False
     error: BaseException | None = None
     left: Staged | None = None
-    overtaken: bool = False
 
 
 class Owner(Protocol):
@@ -132,46 +128,33 @@ class Applier:
         self._lock = threading.Lock()
         self._taking: Staged | None = None  # is being applied, if by nobody then again
         self._before: Staged | None = None  # what the model had before that
-        self._unread: BaseException | None = None  # why not; no read has raised it yet
+        # The word that a read has to refuse yet, and why.
+        self._unread: tuple[int, BaseException] | None = None
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
-        self._late = False  # another model was given during a read, and has to be adopted
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
         self._askers = 0  # calls under way that have what waits applied
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        guard.elsewhere = lambda: self.call_soon(guard.retry)
 
     # -- what there is -------------------------------------------------------------------------
 
     @property
-    def named_version(self) -> int:
-        """Version that the word of the link names, if it is news; else 0."""
-        slots = self._updates.slots
-        return 0 if slots is None else slots.named_version
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the trainer waits for what its word names."""
-        inbox = self.inbox
-        return self.owed > inbox.version or (self.owed > 0 and inbox.epoch != inbox.newest_epoch)
-
-    @property
     def has_staged(self) -> bool:
         """Whether an update waits to be applied, or to be applied again."""
-        there = self.waiting is not None or self._taking is not None
-        return there or self.is_owed or self.named_version > 0
+        return (
+            self.waiting is not None or self._taking is not None or self._updates.named_version > 0
+        )
 
     @property
     def staged_version(self) -> int:
         """Version of the update that waits to be applied; 0 if there is none."""
-        waiting = 0 if self.waiting is None else self.waiting.version
-        return max(waiting, self.owed if self.is_owed else 0, self.named_version)
+        return max(0 if self.waiting is None else self.waiting.version, self._updates.named_version)
 
     @property
     def lag(self) -> int:
         """How far the applied version is behind the newest one that is here."""
-        inbox, named = self.inbox, self.named_version
+        inbox, named = self.inbox, self._updates.named_version
         if named <= inbox.newest or inbox.newest_epoch != inbox.epoch:
             return inbox.lag
         return named - inbox.version
@@ -179,7 +162,7 @@ class Applier:
     @property
     def is_quick(self) -> bool:
         """Whether applying what waits is little more than a change of pointers."""
-        staged = self.waiting or (self.current if self.is_owed else None)
+        staged = self.waiting or (self.current if self._updates.named_version else None)
         return staged is not None and self._is_quick(staged)
 
     @property
@@ -192,7 +175,7 @@ class Applier:
             and self._install_hooks
             and current is not None
             and self._is_quick(current)
-            and takes_hooks(self._target_of)
+            and why_unguarded(self._target_of) is None
         )
 
     def _is_quick(self, staged: Staged) -> bool:
@@ -221,28 +204,32 @@ class Applier:
         return 0 if begun else older
 
     def apply_soon(self) -> None:
-        """Apply what waits between two reads, without waiting for one. Called on the loop."""
-        if self.has_staged and (self._askers or not self.manual):
-            self._submit()
+        """Apply what waits, where that is asked for. Called on the loop."""
+        if self._askers or not self.manual:
+            self.submit()
 
     def look_now(self) -> None:
-        """Apply what the word of the link names, if it is news, now or when the reads end."""
+        """Apply what the word of the link names, if it is news. Called on the loop."""
         slots = self._updates.slots
         if slots is not None and slots.is_behind and not self.manual:
-            self._submit()
+            self.submit()
 
-    def _submit(self) -> None:
-        if not self.guard.submit(self.apply) and self._timer is None:
-            self._look_again(_LOOK_SECONDS[0])
+    def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
+        """Apply what there is between two reads: now, or as soon as they end. On the loop."""
+        try:
+            waits = not self.guard.submit(self.apply)
+        except BaseException as exc:  # noqa: BLE001 - of a signal's handler, which ends no link
+            self._loop.call_soon(_raise, exc)
+            waits = True
+        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
+        if waits and self._timer is None and not self._closed:
+            self._timer = self._loop.call_later(pause, self._look_again, pause)
+        self._owner.report()
 
     def _look_again(self, pause: float) -> None:
-        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
-        def look() -> None:
-            self._timer = None
-            if not self._closed and self.guard.retry():
-                self._look_again(min(2 * pause, _LOOK_SECONDS[1]))
-
-        self._timer = self._loop.call_later(pause, look)
+        self._timer = None
+        if not self._closed:
+            self.submit(min(2 * pause, _LOOK_SECONDS[1]))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -256,10 +243,8 @@ class Applier:
             yield
         finally:
             self._askers -= 1
-            if self.manual and not (self._askers or self._taking or self._late):
-                self.guard.withdraw()
 
-    def apply_pending(self, *, patience: float) -> int | None:
+    def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """Apply what waits now, on this thread, between two reads.
 
         Args:
@@ -286,14 +271,16 @@ class Applier:
         try:
             self.guard.between_reads(apply, advice=advice, patience=patience)
         finally:
-            if self._taking is not None:  # it was cut short, and is done again by the next read
-                self.guard.put_back(self.apply)
-        if result is None or result.overtaken:
+            if self._taking is not None:  # it was cut short
+                self.guard.submit(self.apply)
+            if asyncio._get_running_loop() is self._loop:
+                self._owner.report()
+        if result is None:
             return None
         version, error = result.staged.version, result.error
         if error is not None:
             raise _refused(version, error) from error
-        return version
+        return version if result.taken else None
 
     def finish(self) -> None:
         """Take what was named or begun before the link goes, if nobody reads. On the loop."""
@@ -315,69 +302,52 @@ class Applier:
             BaseException: What the handler of a signal raised in this thread, or what a function
                 raised that is no :class:`Exception`.
         """
-        guard = self.guard
-        if self._unread is not None and guard.at_read:
+        if self._unread is not None and self.guard.at_read:
             self._raise_unread()
-        if not guard.fit and self._taking is None:
-            self._apply_on_loop()
-            return None
-        result, tries = None, 0
+        result = None
         while True:
+            error: Exception | None = None
             try:
-                error: Exception | None = None
-                try:
-                    model = self._resolve()
-                    if self._late and not self._assignments:
-                        self._adopt_late(model)
-                    if self._target is None and self._assignments:
-                        return result
-                except Exception as exc:  # noqa: BLE001 - the trainer is told
-                    model, error = None, exc
-                again = self._taking is not None
-                if model is None and error is None:
-                    return result
-                if not again:
-                    if self._closed or (self.manual and not (by_hand or self._askers)):
-                        return result
-                    named = self.look() if self._reads_words else None
-                    with self._lock:
-                        self._taking = named or self.waiting
-                        if self.waiting is self._taking:
-                            self.waiting = None
-                    if self._taking is None:
-                        if guard.at_read and error is not None and _is_interrupt(error):
-                            raise error
-                        return result
-                result = self._take(model, error)
-                if not again and (result.staged.slot is None or self.waiting is None):
-                    return result
-            except BaseException as exc:  # goes to its thread
-                tries += 1
-                on_loop = asyncio._get_running_loop() is self._loop
-                elsewhere = guard.at_read or not on_loop or self._taking is None
-                if elsewhere or tries == _MAX_TRIES:
+                model = self._resolve()
+                if model is not self._target_of and not self._assignments:
+                    self._take_over(model)
+            except Exception as exc:  # the trainer is told
+                if _is_interrupt(exc):
                     raise
-                # Not to the link that brought the update, and was just as well at its work.
-                self._loop.call_soon(_raise, exc)
+                error = exc
+            again = self._taking is not None
+            if self._target is None and error is None:
+                return result
+            if not again:
+                if self._closed or (self.manual and not (by_hand or self._askers)):
+                    return result
+                named = self.look() if self._reads_words else None
+                with self._lock:
+                    self._taking = named or self.waiting
+                    if self.waiting is self._taking:
+                        self.waiting = None
+                if self._taking is None:
+                    return result
+            result = self._take(error)
+            if not again and (result.staged.slot is None or self.waiting is None):
+                return result
 
-    def _take(self, model: Any, error: BaseException | None) -> Result:
+    def _take(self, error: BaseException | None) -> Result:
         """Have the model take what is noted; may be cut short anywhere, and called again."""
-        staged, inbox, guard = self._taking, self.inbox, self.guard
+        staged, inbox, guard, target = self._taking, self.inbox, self.guard, self._target
         assert staged is not None
         slot, same = staged.slot, staged.epoch == inbox.epoch
         if slot is None and same and staged.version < inbox.version:
-            result = Result(staged, overtaken=True)  # by what a word named
+            result = Result(staged)  # overtaken by what a word named
             self._tell(result)
             self._taking = None
             return result
         done = same and staged.version == inbox.version
-        target = self._target
         if not done:
             try:
                 if error is not None:
                     raise error
-                if target is None or (self._target_of is not model and not self._assignments):
-                    target = self._take_over(model)
+                assert target is not None
                 # A process that another thread forks has one version, too.
                 with FORKING if isinstance(target, Target) else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
@@ -386,7 +356,7 @@ class Applier:
                     raise
                 error = exc
         # Nobody waits for an answer: the read has to say it.
-        looked = slot is not None and guard.looks and not self.owed
+        looked = slot is not None and guard.words is not None and not self.owed
         taken = error is None
         if taken:
             if self.current is not staged:
@@ -432,9 +402,10 @@ class Applier:
         if not result.taken:
             slots.refuse(slot)
             staged.give_back()
-            self._unread = error if unread else None
-            if not unread:
-                self.guard.seen = slot.want
+            if unread and error is not None:
+                self._unread = slot.want, error
+            else:
+                self.guard.seen, self._unread = slot.want, None
             return True
         slots.hold(slot)
         self.guard.seen, self._unread = slot.want, None
@@ -452,11 +423,9 @@ class Applier:
         Raises:
             ApplyError: The read that begins has to see it, and cannot.
         """
-        slots, guard = self._updates.slots, self.guard
-        if slots is None:
-            return None
-        until = 0.0
-        while True:
+        slots, until = self._updates.slots, 0.0
+        while slots is not None:
+            read_looks = self.guard.at_read and self.guard.words is not None
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
@@ -464,10 +433,10 @@ class Applier:
                     return None
                 error = exc if isinstance(exc, RemoteProtocolError) else None
                 self.call_soon(self._owner.fail, error or RemoteProtocolError(str(exc)))
-                if guard.looks and guard.at_read:
+                if read_looks:
                     raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
                 return None
-            if staged is not None or not (guard.looks and guard.at_read and slots.is_behind):
+            if staged is not None or not (read_looks and slots.is_behind):
                 return staged
             # Its manifest is on its way, and what was named before it is lost.
             until = until or time.monotonic() + _MANIFEST_SECONDS
@@ -477,37 +446,23 @@ class Applier:
                     "not been read yet: let the event loop run, and compute again"
                 )
             time.sleep(_PAUSE_SECONDS)
+        return None
 
     def _raise_unread(self) -> None:
-        error, self._unread = self._unread, None
-        slots = self._updates.slots
-        self.guard.seen = 0 if slots is None or slots.words is None else slots.words[0]
-        raise ApplyError(f"the newest version could not be applied: {error}") from error
-
-    def _apply_on_loop(self) -> None:
-        # Under torch.func the model is not what it seems: the loop applies, and this waits.
-        self.call_soon(self._owner.withdraw_promise)
-        if asyncio._get_running_loop() is self._loop:
-            raise ApplyError(
-                "a new version cannot be applied inside of a transform of torch.func that the "
-                "event loop's thread runs: put `async with scheme.reading():` around it"
-            )
-
-        def apply() -> None:
-            self.guard.fit = True  # there
-            self.apply()
-
-        run_on_loop(self._loop, apply)
+        assert self._unread is not None
+        (want, error), self._unread = self._unread, None
+        words, self.guard.seen = self.guard.words, want
+        if words is None or words[0] == want:  # else there is something newer
+            raise ApplyError(f"the newest version could not be applied: {error}") from error
 
     def _tell(self, result: Result) -> None:
         # In the order in which they were applied, whichever threads did it.
         self.results.append(result)
-        if asyncio._get_running_loop() is not self._loop:
+        here = asyncio._get_running_loop() is self._loop
+        if here and result.error is not None:
+            self._owner.report()  # at once: the next thing that runs here may be a send
+        elif not here or self.guard.at_read:  # else whoever called does it
             self.call_soon(self._owner.report)
-        elif result.error is None:
-            self._loop.call_soon(self._owner.report)
-        else:  # at once, under the guard: the next thing that runs here may be a send
-            self._owner.report()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Call on the loop, from any thread; nobody is called once that is closed."""
@@ -528,14 +483,7 @@ class Applier:
         finally:
             with self._lock:
                 self._assignments -= 1
-            if self._late:  # one that was assigned before was accepted
-                self.call_soon(self._submit)
-
-    def prepare(self) -> None:
-        """Look for the model now, so that its forwards are guarded from the start."""
-        model = self._resolve()
-        if model is not None and model is not self._target_of:
-            self._take_over(model)
+        self.call_soon(self.submit)  # those that came meanwhile, and what waits for it
 
     def model_changed(self) -> None:
         """The model was given or replaced: guard it, and give it the weights of this version.
@@ -548,45 +496,29 @@ class Applier:
         self._owner.withdraw_promise()  # until the new one has taken an update
         model = self._resolve()
         if model is self._target_of:  # back to it, before it was replaced
-            self._late = False
             self._guard_forwards(model)
         elif not self.guard.exclusively(functools.partial(self._adopt, model), timeout=0.0):
             self._check_fits(model)
-            self._guard_forwards(model)
-            self._late = True
-            self._submit()
-            return
+            self._guard_forwards(model)  # the rest follows, as what is found is another model
         self.apply_soon()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
         return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
 
-    def _adopt_late(self, model: Any) -> None:
-        self._late = False
-        if model is None:
-            self._adopt(None)
-        else:
-            self._take_over(model)
-
-    def _take_over(self, model: Any) -> Target | LoadTarget:
+    def _take_over(self, model: Any) -> None:
         try:
             self._adopt(model)
         except ApplyError:  # the context has a model of another shape: it has no version yet
             self._let_go()
-            self._use(self._target_for(model), model)
-        assert self._target is not None
-        return self._target
+            self._use(model)
 
     def _adopt(self, model: Any) -> None:
         """Put the version that the old model has into the new one. Runs under the guard."""
         if model is None:
-            self._late = False
             self._let_go()
             return
-        target = self._target_for(model)
         self._check_fits(model)
-        self._late = False
-        current = self.current
+        target, current = self._target_for(model), self.current
         try:
             if current is None or isinstance(target, LoadTarget):
                 pass  # there is nothing yet; a function is no model, and none follows it
@@ -601,7 +533,7 @@ class Applier:
                 target.apply_(current.layout, current.flat, current.values, copy=False)
         except Exception as exc:  # whoever gave the model sees it
             raise _misfit(self.inbox.version, exc) from exc
-        self._use(target, model)
+        self._use(model)
 
     def _check_fits(self, model: Any) -> None:
         newest = self.current or self.waiting
@@ -611,12 +543,13 @@ class Applier:
             except Exception as exc:  # whoever gave the model sees it
                 raise _misfit(newest.version, exc) from exc
 
-    def _use(self, target: Target | LoadTarget, model: Any) -> None:
-        self._target, self._target_of = target, model
+    def _use(self, model: Any) -> None:
+        self._target = None if model is None else self._target_for(model)
+        self._target_of = model
         self._guard_forwards(model)
 
     def _guard_forwards(self, model: Any) -> None:
-        if self._install_hooks and takes_hooks(model):
+        if self._install_hooks and why_unguarded(model) is None:
             self.guard.install(model)
         else:
             self.guard.uninstall()
@@ -628,8 +561,7 @@ class Applier:
         if current is not None and not self.copy:
             self.call_soon(self._updates.retire, current)
         self.inbox.forget()
-        self._target = self._target_of = None
-        self.guard.uninstall()
+        self._use(None)
 
     def _detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
@@ -657,7 +589,7 @@ class Applier:
         """Take no more; returns what waits, and never will be applied."""
         self._closed = True
         self.guard.ignore_word()  # before the memory goes: no read takes another version
-        self._late, self.owed = False, 0
+        self.owed = 0
         self.guard.withdraw()
         waiting = self.offer(None)
         if self._taking is not None:  # was cut short: the model keeps one version, not two

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -45,7 +45,6 @@ __all__ = [
     "has_own_call",
     "is_held_by_caller",
     "on_behalf_of_reader",
-    "takes_hooks",
     "why_unguarded",
 ]
 
@@ -59,7 +58,7 @@ _PAUSE_SECONDS = 0.001
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
 
-# Private API; without it updates are applied inside of transforms, too, and refused there by torch.
+# Private API; without it updates are refused inside of transforms by torch.
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _interpreter: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
@@ -79,6 +78,16 @@ def _in_transform() -> bool:
     Inside ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
     """
     return _num_modes() > 0 or _interpreter() is not None
+
+
+@contextlib.contextmanager
+def _outside_transform() -> Iterator[None]:
+    """Have torch operations of this thread do what they say meanwhile."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def never_traced(function: _F) -> _F:
@@ -104,18 +113,14 @@ class Guard:
 
     Attributes:
         at_read: What is applied now is applied by a read that begins or ends.
-        fit: It may change the model: torch operations of this thread are what they say.
-        looks: Whether reads look at a word, see :meth:`watch_word`.
-        seen: The word that was dealt with, see :meth:`watch_word`.
+        words: The first of these is the word that reads look at, see :meth:`watch_word`.
+        seen: The word that was dealt with.
         before_next_read: Called under the lock when the next read starts, before it sees anything.
-        elsewhere: Called when a read of a thread that is not fit leaves an update behind: to have
-            another thread :meth:`retry`.
     """
 
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
-        self.elsewhere: Callable[[], object] = _nothing
         self.reset()
         _guards.add(self)
 
@@ -134,10 +139,8 @@ class Guard:
         self._claims = 0  # calls that wait for the readers
         self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
         self.at_read: bool = False
-        self.fit: bool = True
         self.before_next_read: Callable[[], object] | None = None
-        self._words: memoryview | None = None
-        self.looks: bool = False
+        self.words: memoryview | None = None
         self._on_word: Callable[[], object] = _nothing
         self._on_overlap: Callable[[], object] = _nothing
         self.seen: int = 0
@@ -156,14 +159,12 @@ class Guard:
             on_overlap: Called when reads overlap, which then all use what the first one has.
         """
         with self._lock:
-            self._on_word, self._on_overlap, self._words = on_word, on_overlap, words
-            self.looks = True
+            self._on_word, self._on_overlap, self.words = on_word, on_overlap, words
 
     def ignore_word(self) -> None:
         """Do not look at a word any more. Idempotent."""
         with self._lock:
-            self._words, self._on_word, self._on_overlap = None, _nothing, _nothing
-            self.looks = False
+            self.words, self._on_word, self._on_overlap = None, _nothing, _nothing
 
     def note_overlap(self) -> None:
         """Another task of this thread is about to begin a read while one of them is in one."""
@@ -187,7 +188,7 @@ class Guard:
         while True:
             pause, todo = 0.0, None
             with self._lock:
-                reads, words = self._open.get(thread), self._words
+                reads, words = self._open.get(thread), self.words
                 if reads:
                     reads = self._drop_ended(thread)
                 elif words is not None and self._open:
@@ -199,14 +200,14 @@ class Guard:
                     waiter = self._new_waiter()
                 elif not self._open and self._applying is None:
                     if self._pending is not None or (words and words[0] != self.seen):
-                        todo = self._begin(sys._getframe(), at_read=True)
+                        todo = self._begin(sys._getframe())
                     elif not waits:
                         self._waits_since = 0.0
                 if todo is None and pause <= 0:
                     if self.before_next_read is not None:
                         call, self.before_next_read = self.before_next_read, None
                         call()
-                    if self._words is not None and not reads and self._open:
+                    if words is not None and not reads and self._open:
                         self._on_overlap()
                     self._open.setdefault(thread, []).append(read)
                     return
@@ -225,14 +226,16 @@ class Guard:
         """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
-            reads, todo, words = self._open.get(thread), None, self._words
+            reads, todo, words = self._open.get(thread), None, self.words
             if reads and len(reads) == 1 and reads[0] is read:
                 del self._open[thread]
             else:
                 self._end_read(thread, read)
             if not self._open and self._applying is None:
                 if self._pending is not None or (words and words[0] != self.seen):
-                    todo = self._begin(sys._getframe(), at_read=True)
+                    # A transform may go on with what this forward computed with.
+                    if not _in_transform():
+                        todo = self._begin(sys._getframe())
             if self._waiters:
                 self._wake()
         if todo is not None:
@@ -259,7 +262,7 @@ class Guard:
             return _LOOK_SECONDS
         if asyncio._get_running_loop() is not None:
             return 0.0
-        if not (self._open or self._claims or _in_transform()):
+        if not (self._open or self._claims):
             return 0.0
         if forward and any(
             not isinstance(read, FrameType) for reads in self._open.values() for read in reads
@@ -345,16 +348,10 @@ class Guard:
                 self._sweep()
                 if self._open or self._applying is not None:
                     return True
-            todo = self._begin(sys._getframe(), at_read=False)
+            todo = self._begin(sys._getframe())
         if todo is not None:
-            self._run(todo, at_read=False)
+            self._run(todo)
         return False
-
-    def put_back(self, apply: Callable[[], object]) -> None:
-        """Have this run before the next read: it was cut short, and nothing waits in its place."""
-        with self._lock:
-            if self._pending is None:
-                self._pending = apply
 
     def withdraw(self) -> bool:
         """Take back what waits; False when nothing waited, or it is being applied."""
@@ -381,7 +378,7 @@ class Guard:
                 with self._lock:
                     if self.is_free():
                         self._applying = (thread, sys._getframe(), None)
-                        self.at_read, self.fit = False, True
+                        self.at_read = False
                         break
                     left = deadline - time.monotonic()
                     if left <= 0 or (self._applying is not None and self._applying[0] == thread):
@@ -395,9 +392,7 @@ class Guard:
         try:
             action()
         finally:
-            more = self._end_apply(sys._getframe())
-            if more is not None:
-                self._run(more, at_read=False)
+            self._run(None)
         return True
 
     def between_reads(
@@ -466,40 +461,32 @@ class Guard:
                 "between two of them"
             )
 
-    def _begin(self, frame: FrameType, *, at_read: bool) -> Callable[[], object] | None:
+    def _begin(self, frame: FrameType) -> Callable[[], object] | None:
         """Claim what is to be applied, for the method of ``frame`` to run."""
-        # Inside a transform, as _in_transform() says.
-        self.fit = not at_read or (_num_modes() == 0 and _interpreter() is None)
-        todo = self._pending if self.fit else None
-        waited = todo is not None
-        if not waited:
-            if self._pending is not None:
-                self.elsewhere()
-            if self._words is not None and self._words[0] != self.seen:
-                todo = self._on_word
+        todo = self._pending
+        if todo is None and self.words is not None and self.words[0] != self.seen:
+            todo = self._on_word
         if todo is not None:
             self._waits_since = 0.0
             self._applying = (threading.get_ident(), frame, todo)
-            if waited:
-                self._pending = None
+            self._pending = None  # an interrupt may come in between: so no earlier
         return todo
 
-    def _run(self, todo: Callable[[], object], *, at_read: bool) -> None:
-        # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
-        more: Callable[[], object] | None = todo
-        while more is not None:
-            self.at_read = at_read
-            more()
-            more = self._end_apply(sys._getframe())
-
-    def _end_apply(self, frame: FrameType) -> Callable[[], object] | None:
-        with self._lock:
-            self._applying, self.at_read = None, False
-            if self._waiters:
-                self._wake()
-            if self._pending is None or self._open:
-                return None
-            return self._begin(frame, at_read=False)
+    def _run(self, todo: Callable[[], object] | None, *, at_read: bool = False) -> None:
+        """Run what was claimed, and what waits then; ``None`` for what has been run."""
+        while True:
+            if todo is not None:
+                # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
+                self.at_read = at_read
+                with _outside_transform() if _in_transform() else contextlib.nullcontext():
+                    todo()
+            with self._lock:
+                self._applying, self.at_read = None, False
+                if self._waiters:
+                    self._wake()
+                if self._pending is None or self._open:
+                    return
+                todo = self._begin(sys._getframe())  # in no variable: it would be a cycle
 
     # -- forward hooks -------------------------------------------------------------------------
 
@@ -518,14 +505,15 @@ class Guard:
             # What was compiled before takes for granted that hooks never change.
             torch.compiler.reset()
         for part, hooks in parts.items():
-            hooks.add(self, part)
+            hooks.guard(part, (*hooks.guards, self))
 
     def uninstall(self) -> None:
         """Do not guard it any more. Idempotent."""
         for reference in self._parts:
             part = reference()
             if part is not None:
-                _hooks[part].remove(self)
+                hooks = _hooks[part]
+                hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
         self._parts, self._module = [], None
 
 
@@ -566,10 +554,25 @@ _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_im
 
 
 class _Hook:
-    """A hook that copies and pickles as one that does nothing: a copied module is not guarded."""
+    """Before or after a forward: enters or leaves guards. Stays where compiled code may call it.
 
-    def __init__(self) -> None:
+    Copies and pickles as a hook that does nothing: a copied module is not guarded.
+
+    Args:
+        does: What it does with them.
+    """
+
+    def __init__(self, does: Literal["enter", "leave"]) -> None:
+        self._does = does
         self.guards: tuple[Guard, ...] = ()
+
+    @never_traced
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name not in _CALL_FRAMES:
+            frame = _call_frame(frame)
+        for guard in self.guards:
+            getattr(guard, self._does)(frame)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_guard
@@ -578,54 +581,29 @@ class _Hook:
         return _copied_hook, ()
 
 
-class _EnterHook(_Hook):
-    """Before a forward: enters the guards."""
-
-    @never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        frame = sys._getframe(1)
-        if frame.f_code.co_name not in _CALL_FRAMES:
-            frame = _call_frame(frame)
-        for guard in self.guards:
-            guard.enter(frame)
-
-
-class _LeaveHook(_Hook):
-    """After a forward, or what ended it: leaves the guards."""
-
-    @never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        frame = sys._getframe(1)
-        if frame.f_code.co_name not in _CALL_FRAMES:
-            frame = _call_frame(frame)
-        for guard in self.guards:
-            guard.leave(frame)
-
-
 class _Hooks:
-    """The hooks of one module, which stay where compiled code may call them for ever."""
+    """The hooks of one module."""
 
     def __init__(self) -> None:
-        self._enter, self._leave = _EnterHook(), _LeaveHook()
+        self._enter, self._leave = _Hook("enter"), _Hook("leave")
         self.handles: list[RemovableHandle] = []
 
-    def add(self, guard: Guard, module: nn.Module) -> None:
-        """Have forwards of the module, whose hooks these are, get into this guard as well."""
-        self._enter.guards = self._leave.guards = (*self._enter.guards, guard)
-        if not self.handles:
+    def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
+        """Have forwards of the module, whose hooks these are, get into these guards."""
+        self._enter.guards = self._leave.guards = guards
+        if guards and not self.handles:
             self.handles = [
                 module.register_forward_pre_hook(self._enter, prepend=True),
                 module.register_forward_hook(self._leave, always_call=True),
             ]
+        elif not guards and "torch._dynamo" not in sys.modules:
+            while self.handles:
+                self.handles.pop().remove()
 
-    def remove(self, guard: Guard) -> None:
-        """Not into this one any more."""
-        left = tuple(each for each in self._enter.guards if each is not guard)
-        self._enter.guards = self._leave.guards = left
-        if not left and "torch._dynamo" not in sys.modules:
-            for handle in self.handles:
-                handle.remove()
-            self.handles = []
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """Those that they get into."""
+        return self._enter.guards
 
 
 _hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
@@ -648,11 +626,6 @@ def _no_guard(*_args: object) -> None:
 
 def _copied_hook() -> Callable[..., None]:
     return _no_guard
-
-
-def takes_hooks(model: object) -> bool:
-    """Whether a guard can be told of the forward passes of this."""
-    return why_unguarded(model) is None
 
 
 def why_unguarded(model: object) -> str | None:

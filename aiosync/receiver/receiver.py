@@ -160,15 +160,14 @@ class WeightReceiver:
         self._resolve = resolve
         self._relay = relay
         self._relink = relink
-        self._promises = promises
+        self._promises = promises and self._transformer is None
+        self._may_promise = self._promises  # on this link: reads have not overlapped yet
         self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
-        self._overlapped = False  # reads have; never again on this link a promise
         # What the trainer was told last: epoch, version, and what.
         self._answered: tuple[int, int, AckStatus, BaseException | None] | None = None
         self.refused: Refusal | None = None
         self.refusing: Refusal | None = None
-        self._to_pass_on: tuple[Relay, int, int] | None = None
-        self._passing_on = False
+        self._to_pass_on: tuple[Relay, int, int] | None = None  # or is being passed on
         self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
         self.cut_off: tuple[float, AiosyncError] | None = None
@@ -215,7 +214,7 @@ class WeightReceiver:
                 self.fail(exc)
                 return
             slots = self._updates.slots
-            if slots is not None and slots.is_behind and self.guard.looks:
+            if slots is not None and slots.is_behind and self.guard.words is not None:
                 # What the last link named before it was lost: its trainer counts on that.
                 await self.guard.wait_free(_CLOSE_SECONDS)
                 self.applier.finish()
@@ -227,7 +226,7 @@ class WeightReceiver:
         """Go on with another link, after its handshake."""
         self.lost = self._promised = None
         self.applier.keep_memory()
-        self._overlapped = False
+        self._may_promise = self._promises
         self.guard.ignore_word()
         self.transport = transport
         self._updates.use_link(transport)
@@ -260,7 +259,7 @@ class WeightReceiver:
         """The trainer said what its newest version is."""
         self.progress += 1
         inbox = self.inbox
-        if self.guard.looks:
+        if self.guard.words is not None:
             self.look_now()
         if message.version and (
             message.epoch != inbox.newest_epoch or message.version > inbox.newest
@@ -328,7 +327,7 @@ class WeightReceiver:
         self._apply_and_answer(staged.epoch, staged.version)
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
-        self.apply_soon()
+        self.applier.apply_soon()
         if self._answered is None or self._answered[:2] != (epoch, version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
             self._answer(epoch, version, AckStatus.RECEIVED)
@@ -362,11 +361,12 @@ class WeightReceiver:
         answered, inbox = self._answered, self.inbox
         if answered is not None and answered[:2] == (epoch, version):
             self._answer(*answered)
-        elif self.held == (epoch, version):
+        elif self.held == (epoch, version) or (
+            # its word named something newer
+            epoch == inbox.epoch and version < inbox.version and self._updates.slots is not None
+        ):
             self._answer(epoch, version, AckStatus.APPLIED)
-        elif epoch == inbox.epoch and version < inbox.version and self._updates.slots is not None:
-            self._answer(epoch, version, AckStatus.APPLIED)  # its word named something newer
-        elif (epoch, version) in ((inbox.epoch, inbox.version), self._transforming):
+        elif self._transforming == (epoch, version):
             self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
         else:
             self._outgoing.say(make_ack(epoch, version, AckStatus.NACK, error))
@@ -392,10 +392,10 @@ class WeightReceiver:
             if result.staged.reported:  # an interrupt had it repeated
                 continue
             result.staged.reported = True
-            if result.overtaken:
-                self._skip(result.staged, by=result.staged)
-            else:
+            if result.taken or result.error is not None:
                 self._report(result)
+            else:
+                self._skip(result.staged, by=result.staged)
             self._changed.notify()
 
     def _report(self, result: Result) -> None:
@@ -428,26 +428,24 @@ class WeightReceiver:
         if relay is None:
             self._answer(epoch, version, AckStatus.APPLIED)
             return
-        self._to_pass_on = (relay, epoch, version)
-        if not self._passing_on:
-            self._passing_on = True
+        busy, self._to_pass_on = self._to_pass_on is not None, (relay, epoch, version)
+        if not busy:
             self._tasks.start(self._pass_on(), "aiosync relay")
 
     async def _pass_on(self) -> None:
         """Pass updates on, one at a time; of those that come meanwhile only the newest."""
-        try:
-            while self._to_pass_on is not None:
-                (relay, epoch, version), self._to_pass_on = self._to_pass_on, None
-                try:
-                    await relay(epoch, version)
-                except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
-                    self._refuse(epoch, version, exc)
-                else:
-                    self._passed_on = (epoch, version)
-                    self._answer(epoch, version, AckStatus.APPLIED)
-                self._changed.notify()
-        finally:
-            self._passing_on = False
+        while (now := self._to_pass_on) is not None:
+            relay, epoch, version = now
+            try:
+                await relay(epoch, version)
+            except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+                self._refuse(epoch, version, exc)
+            else:
+                self._passed_on = (epoch, version)
+                self._answer(epoch, version, AckStatus.APPLIED)
+            if self._to_pass_on is now:
+                self._to_pass_on = None
+            self._changed.notify()
 
     @property
     def held(self) -> tuple[int | None, int]:
@@ -462,27 +460,23 @@ class WeightReceiver:
         """Tell the trainer that the model follows by itself from now on, if it does."""
         slots, digest = self._updates.slots, staged.layout.digest
         if (
-            slots is None
-            or slots.words is None
-            or staged is not self.applier.current
-            or staged.slot is None
-            or staged.slots is not slots
-            or self._promised == digest
-            or self._overlapped
-            or self._closed
-            or not self._promises
-            or self._transformer is not None
-            or self._relay() is not None
-            or not self.applier.may_follow
+            self._may_promise
+            and self._promised != digest
+            and not self._closed
+            and slots is not None
+            and slots.words is not None
+            and staged.slots is slots
+            and staged is self.applier.current
+            and self._relay() is None
+            and self.applier.may_follow
         ):
-            return
-        self._promised = digest
-        self.guard.watch_word(slots.words, self.applier.apply, self._on_overlap)
-        self._outgoing.say(Promise(digest))
+            self._promised = digest
+            self.guard.watch_word(slots.words, self.applier.apply, self._on_overlap)
+            self._outgoing.say(Promise(digest))
 
     def _on_overlap(self) -> None:
-        if not self._overlapped:
-            self._overlapped = True
+        if self._may_promise:
+            self._may_promise = False
             self.applier.call_soon(self.withdraw_promise)
 
     def withdraw_promise(self) -> None:
@@ -556,25 +550,18 @@ class WeightReceiver:
     def apply_soon(self) -> None:
         """Apply what is staged between two reads, without waiting. Called on the loop."""
         self.applier.apply_soon()
-        self.report()
 
     def look_now(self) -> None:
         """Apply what the word of the link names, if it is news, now or when the reads end."""
         self.applier.look_now()
-        self.report()
 
     def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """See :meth:`Applier.apply_pending`."""
-        try:
-            return self.applier.apply_pending(patience=patience)
-        finally:
-            if asyncio._get_running_loop() is self._loop:
-                self.report()
+        return self.applier.apply_pending(patience=patience)
 
     def model_changed(self) -> None:
         """See :meth:`Applier.model_changed`."""
         self.applier.model_changed()
-        self.report()
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -771,7 +758,7 @@ class WeightReceiver:
     def _ring_me(self) -> None:
         """Have the trainer tell of a new version at once, while somebody waits for one."""
         slots = self._updates.slots
-        if slots is None or not self.guard.looks:
+        if slots is None or self.guard.words is None:
             return
         slots.ring_me(True)
         self.look_now()

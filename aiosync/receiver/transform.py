@@ -66,10 +66,10 @@ class Transformer:
         self._updates = updates
         self._done = done
         self._next: Staged | None = None
-        self._busy = False
         self.since: float | None = None
         self._thread = WorkerThread("aiosync-mapping")
-        self._layout: Layout | None = None  # of the last result
+        self._facts: list[Any] = []  # of the last result
+        self._layout: Layout | None = None
         self._buffers = Buffers()
         self._closed = False
 
@@ -78,8 +78,8 @@ class Transformer:
         old, self._next = self._next, staged
         if old is not None:
             old.give_back()
-        if not self._busy:
-            self._busy = True
+        if self.since is None:
+            self.since = time.monotonic()
             self._tasks.start(self._run(), "aiosync transform")
 
     def close(self) -> None:
@@ -102,7 +102,6 @@ class Transformer:
                     self._done(staged, exc)
                     continue
                 self._updates.retire(staged)
-                self._layout = layout
                 give_back = functools.partial(self._buffers.put_back, flat)
                 result = Staged(
                     staged.epoch, staged.version, layout, flat, staged.values, give_back
@@ -110,7 +109,7 @@ class Transformer:
                 if not self._closed:
                     self._done(result, None)  # also with a newer one waiting
         finally:
-            self._busy, self.since = False, None
+            self.since = None
 
     # -- in the thread -------------------------------------------------------------------------
 
@@ -132,54 +131,32 @@ class Transformer:
             return self._place(chain(self._transform(iter(outer)), inner))
 
     def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
-        """Copy each tensor to where the last version had it; plan anew when something differs."""
-        layout = self._layout
-        flat = None if layout is None else self._buffers.take(layout.nbytes)
-        leaves = () if layout is None else layout.manifest.leaves
-        views = [] if layout is None or flat is None else flat.views(layout)
+        """Copy what a transform gave; where the last version had it, if nothing differs."""
         found: dict[str, torch.Tensor] = {}
-        same = True
         for each in given:
-            name, tensor = _checked(each, found)
-            index = len(found)
-            same = same and index < len(leaves) and name == leaves[index].name
-            if same and flat is not None:
-                view = views[index]
-                same = (tensor.dtype, tensor.shape) == (view.dtype, view.shape)
-                if same:
-                    _put(tensor, flat, leaves[index].offset)
-                    tensor = view
-            found[name] = tensor
-        if layout is not None and flat is not None and same and len(found) == len(leaves):
-            return layout, flat
-        # Another result than the last one: what was placed already is copied once more.
-        layout = Layout(
-            plan_manifest(
-                (
-                    (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
-                    for name, tensor in found.items()
-                ),
-                NO_LIMITS,
-            )
-        )
-        flat = FlatBuffer(layout.nbytes)
+            try:
+                name, tensor = each
+            except (TypeError, ValueError):
+                name = tensor = None
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"a transform must give pairs of a name and a tensor, not {type(each).__name__}"
+                )
+            if name in found:
+                raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
+            found[name] = tensor.detach()
+        facts: list[Any] = [
+            (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
+            for name, tensor in found.items()
+        ]
+        layout = self._layout
+        if layout is None or facts != self._facts:
+            layout = Layout(plan_manifest(facts, NO_LIMITS))
+            self._layout, self._facts = layout, facts
+        flat = self._buffers.take(layout.nbytes)
         for leaf in layout.manifest.leaves:
             _put(found[leaf.name], flat, leaf.offset)
         return layout, flat
-
-
-def _checked(found: Any, known: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-    try:
-        name, tensor = found
-    except (TypeError, ValueError):
-        name = tensor = None
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"a transform must give pairs of a name and a tensor, not {type(found).__name__}"
-        )
-    if name in known:
-        raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
-    return name, tensor.detach()
 
 
 def _put(tensor: torch.Tensor, flat: FlatBuffer, offset: int) -> None:

@@ -232,6 +232,14 @@ class UpdateReader:
             flat = self._mapped[key] = FlatBuffer.wrap(payload.obj)
         return flat
 
+    @property
+    def named_version(self) -> int:
+        """Version that the word of the link names, if that is news and can be read; else 0."""
+        if self.slots is None or self.epoch is None:
+            return 0
+        version, digest = self.slots.named
+        return version if digest in self._layouts else 0
+
     def open_named(self) -> Staged | None:
         """What the word of the link names, if that is news, where it lies. On any thread.
 

@@ -792,7 +792,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             relink=None if self._pipe is not None or self._relinks_for == 0 else self._relink,
             promises=self._promises,
         )
-        receiver.applier.prepare()
+        receiver.applier.submit()  # guards the model
         receiver.start()
         if welcome.version and self._subscribes and self._waits_for_first:
             late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -65,9 +64,6 @@ class Target:
         self.strict = strict
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
-        # What flips, in the order of the leaves of one layout; only of a plan that does no more.
-        self._flips: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-        self._flips_of: Layout | None = None
 
     def __repr__(self) -> str:
         return f"<Target {type(self.target).__name__} strict={self.strict}>"
@@ -118,17 +114,17 @@ class Target:
             Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value
                 again, and extra states are what it has made of them.
         """
-        plan, pick = self._plan, self._flips
+        plan = self._plan
         if (
             plan is not None
-            and pick is not None
-            and self._flips_of is layout
+            and plan.pick is not None
+            and plan.digest == layout.digest
             and not (copy or values)
             and not torch.is_inference_mode_enabled()
             and plan.is_valid(self.target)
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
-            _flip(plan.flips, pick(flat.views(layout)))
+            _flip(plan.flips, plan.pick(flat.views(layout)))
             return
         self._apply(layout, flat.views(layout), values, "copy" if copy else "flip", pool)
 
@@ -181,7 +177,7 @@ class Target:
         Args:
             flat: The buffer. Afterwards nothing of the target refers to it.
         """
-        self._forget()
+        self._plan = None
         found, tree = walk(self.target)
         tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
         with torch.inference_mode(False), torch.no_grad():
@@ -194,9 +190,6 @@ class Target:
         """All that decides what goes where, apart from the target."""
         return (layout.digest, self.strict, *values, inner_names(values))
 
-    def _forget(self) -> None:
-        self._plan = self._flips = self._flips_of = None
-
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
         key = (mode, *self._facts(layout, values))
         plan = self._plan
@@ -207,7 +200,7 @@ class Target:
             and plan.is_valid(self.target)
         ):
             return plan
-        self._forget()
+        self._plan = None
         plan = Plan(self.target, layout, values, mode, strict=self.strict)
         # What gets other objects or memory now has to be looked at again by the next apply.
         if not (plan.installs or plan.owns):
@@ -234,13 +227,10 @@ class Target:
                 if plan.values:
                     self._change_values(plan, layout, sources, values)
             except BaseException:  # goes on to the caller, once all is as it was
-                self._forget()
+                self._plan = None
                 for step in reversed(undo):
                     step()
                 raise
-        if self._plan is plan and mode == "flip" and plan.flips and plan.only_flips:
-            self._flips = itemgetter(*plan.flip_leaves, plan.flip_leaves[-1])
-            self._flips_of = layout
 
     def _change(
         self,

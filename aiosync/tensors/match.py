@@ -6,9 +6,10 @@ strided tensors and parameters. This module must never import asyncio or a trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -86,6 +87,9 @@ class Plan:
             separately for names that are tied here.
         values: Where the values go; those of modules may be bare tensors.
         flips: Parameters that become views, and ``flip_leaves`` what they become views of.
+        pick: Of tensors in the order of the leaves, those that ``flips`` become views of; only if
+            that changes all there is to change, and cannot fail.
+        digest: Of the layout.
         owns: Tensors that get new memory first, because theirs is not theirs alone.
         installs: Tensors that are replaced; the flag says that they become views.
         small: Tensors that are copied in place by torch, below the size at which it uses its thread
@@ -133,6 +137,11 @@ class Plan:
         self.large: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
         self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied()))
+        self.digest: bytes = layout.digest
+        self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        more = self.values or self.equal or self.owns or self.installs or self.addresses
+        if self.flips and not more:
+            self.pick = itemgetter(*self.flip_leaves, self.flip_leaves[-1])
 
     def _refuse_kinds(self) -> None:
         """Raise if a tensor cannot get weights for what it is, or for what holds it."""
@@ -152,11 +161,6 @@ class Plan:
                 f"cannot apply weights to {', '.join(made)}: of containers only TensorDict, "
                 "TensorDictParams and dict can be targets, no lazy stack, part or tensorclass"
             )
-
-    @property
-    def only_flips(self) -> bool:
-        """Whether it changes pointers, and nothing that can fail."""
-        return not (self.values or self.equal or self.owns or self.installs or self.addresses)
 
     def is_valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap for a module."""

@@ -184,14 +184,14 @@ MUTANTS = [
     Mutant(
         "a forward does not look at the word",
         "receiver/guard.py",
-        "            if self._words is not None and self._words[0] != self.seen:",
-        "            if False:",
+        "        if todo is None and self.words is not None and self.words[0] != self.seen:",
+        "        if False:",
         "tests/schemes/test_publishing.py -k stopped_worker",
     ),
     Mutant(
         "reads that overlap are not told of",
         "receiver/guard.py",
-        "                    if self._words is not None and not reads and self._open:",
+        "                    if words is not None and not reads and self._open:",
         "                    if False:",
         "tests/schemes/test_publishing.py -k overlap",
     ),

@@ -232,18 +232,21 @@ class SlotReader:
         return self.words is not None and self.words[WANT] != self._seen
 
     @property
-    def named_version(self) -> int:
-        """Version that the word names, if it was not dealt with yet; else 0. Nothing is locked."""
+    def named(self) -> tuple[int, bytes]:
+        """Version and manifest's digest of what the word names, if it was not dealt with yet.
+
+        Else version 0. Nothing is locked.
+        """
         words = self.words
         want = self._seen if words is None else words[WANT]
         view = None if words is None or want == self._seen else self._view_of(want)
         if words is None or view is None:
-            return 0
+            return 0, b""
         try:
-            version: int = HEADER.unpack_from(view.map(want & 255)[1], 0)[0]
+            version, _, digest, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
         except (OSError, RemoteProtocolError):
-            return 0
-        return version if words[WANT] == want else 0  # else it may be that of another one
+            return 0, b""
+        return version if words[WANT] == want else 0, digest  # else it may be that of another one
 
     def ring_me(self, wanted: bool) -> None:
         """Have the sender tell of each new word from now on, or not any more."""
