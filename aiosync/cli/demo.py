@@ -22,7 +22,7 @@ from aiosync.cli._common import errors_to, failing, write_text
 from aiosync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aiosync.cli.ppo import Fragment
+    from aiosync.cli.ppo import Episode
     from aiosync.types import SendReport
 
 __all__ = ["Progress", "demo"]
@@ -105,7 +105,7 @@ class Progress:
         seconds: Longest training time.
         show: Called after every update of the policy.
         returns: (time, return) of every episode, in the order in which they arrived.
-        lags: (time, worker, mean lag of the steps) of every fragment, in versions.
+        lags: (time, worker, mean lag of the steps) of every episode, in versions.
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
         workers: Newest version, its lag, steps and episodes of each worker.
         version: Newest version that was sent.
@@ -130,18 +130,18 @@ class Progress:
             for idx in range(self.num_workers)
         ]
 
-    def collected(self, batch: list[Fragment], version: int) -> float:
+    def collected(self, batch: list[Episode], version: int) -> float:
         """Note a batch; return the factor on the learning rate, which falls to 0.1 with time."""
         now = time.monotonic() - self.started
-        for fragment in batch:
-            worker = self.workers[fragment.worker_idx]
-            worker["version"] = int(fragment.versions[-1])
+        for episode in batch:
+            steps, worker = len(episode.obs), self.workers[episode.worker_idx]
+            worker["version"] = episode.versions[-1]
             worker["lag"] = version - worker["version"]
-            worker["steps"] += fragment.actions.size
-            worker["episodes"] += len(fragment.returns)
-            self.returns += [(now, value) for value in fragment.returns]
-            lag = version - float(fragment.versions.mean())
-            self.lags.append((now, fragment.worker_idx, lag))
+            worker["steps"] += steps
+            worker["episodes"] += 1
+            self.returns.append((now, steps))
+            lag = version - statistics.fmean(episode.versions)
+            self.lags.append((now, episode.worker_idx, lag))
         return max(0.1, 1.0 - now / self.seconds)
 
     def sent(self, report: SendReport) -> bool:

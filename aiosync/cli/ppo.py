@@ -3,7 +3,7 @@
 Read :func:`train_async` and :func:`train_sync`, which differ by ``await`` only, then
 :func:`work_async` and :func:`work_sync` to see what a worker needs from aiosync: a scheme
 that came with the process's arguments, ``init_on_receiver``, ``connect``, and nothing else; the
-policy is then kept on the newest version while the worker collects. The trajectories go back over
+policy is then kept on the newest version while the worker collects. The episodes go back over
 a plain :mod:`multiprocessing` connection. Must not import typer or rich: workers start faster.
 """
 
@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,53 +33,48 @@ import aiosync.sync
 from aiosync.errors import AiosyncError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from aiosync.cli.demo import Progress
 
-__all__ = ["Fragment", "train"]
+__all__ = ["Episode", "train"]
 
 _BATCH_STEPS = 512  # environment steps that one update of the policy learns from
 _LOOK_SECONDS = 0.2
 
-_OBS_SIZE = 4
-_NUM_ENVS = 8
-_NUM_STEPS = 32  # of each environment in one fragment
 _GAMMA = 0.98
-_GAE_LAMBDA = 0.9
 _CLIP = 0.2
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE = 3e-3
 _EPOCHS = 8
 _MINIBATCH = 256
 
 
 @dataclass(slots=True)
-class Fragment:
-    """What one worker saw during ``T`` steps of its ``E`` environments.
+class Episode:
+    """One attempt of a worker, of as many steps as the pole stood: that is its return.
 
     Attributes:
-        worker_idx: Who collected it.
-        obs: Observations before each step, float32 ``[T, E, 4]``.
-        next_obs: Observations after each step and before any reset, float32 ``[T, E, 4]``.
-        actions: Actions taken, int64 ``[T, E]``.
-        log_probs: Their log-probability under the policy that took them, float32 ``[T, E]``.
-        rewards: float32 ``[T, E]``.
-        terminated: The pole fell, bool ``[T, E]``.
-        done: The episode ended, by a fall or by the time limit, bool ``[T, E]``.
-        versions: Version of the policy that took each step, int64 ``[T]``.
-        returns: Return of every episode that ended in this fragment, oldest first.
+        worker_idx: Who made it.
+        obs: Observations before each step.
+        actions: Actions taken.
+        log_probs: Their log-probability under the policy that took them.
+        versions: Version of the policy that took each step.
     """
 
     worker_idx: int
-    obs: npt.NDArray[np.float32]
-    next_obs: npt.NDArray[np.float32]
-    actions: npt.NDArray[np.int64]
-    log_probs: npt.NDArray[np.float32]
-    rewards: npt.NDArray[np.float32]
-    terminated: npt.NDArray[np.bool_]
-    done: npt.NDArray[np.bool_]
-    versions: npt.NDArray[np.int64]
-    returns: list[float]
+    obs: list[Any] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @torch.no_grad()
+    def act(self, policy: Policy, obs: Any, version: int) -> int:
+        """Choose an action; ``version`` is what the policy holds meanwhile."""
+        log_probs = policy(torch.from_numpy(obs)).log_softmax(-1)
+        action = int(torch.multinomial(log_probs.exp(), 1))
+        self.obs.append(obs)
+        self.actions.append(action)
+        self.log_probs.append(float(log_probs[action]))
+        self.versions.append(version)
+        return action
 
 
 Start: TypeAlias = "Callable[[], AbstractContextManager[Workers]]"
@@ -138,7 +133,7 @@ def train_sync(policy: Policy, scheme: Any, start: Start, progress: Progress) ->
 class Workers:
     """The processes that collect. Nothing here is about weights.
 
-    Each worker has one fragment in the making and at most one waiting to be taken, so a slow
+    Each worker has one episode in the making and at most one waiting to be taken, so a slow
     trainer makes its workers wait and never gets old data.
     """
 
@@ -147,10 +142,10 @@ class Workers:
         self.channels: list[Connection] = []
         self.stopped = False
 
-    def collect(self) -> list[Fragment]:
+    def collect(self) -> list[Episode]:
         """Return what one update of the policy learns from; blocks, and ends when stopped."""
-        batch: list[Fragment] = []
-        while sum(fragment.actions.size for fragment in batch) < _BATCH_STEPS:
+        batch: list[Episode] = []
+        while sum(len(each.obs) for each in batch) < _BATCH_STEPS:
             for channel in wait(self.channels, _LOOK_SECONDS):
                 assert isinstance(channel, Connection)
                 try:
@@ -212,7 +207,9 @@ class Policy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body: nn.Sequential = _mlp(2, out_gain=0.01)
+        self.body: nn.Sequential = nn.Sequential(
+            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+        )
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., 2]`` for observations ``[..., 4]``."""
@@ -220,143 +217,46 @@ class Policy(nn.Module):
         return logits
 
 
-def _mlp(num_out: int, *, out_gain: float) -> nn.Sequential:
-    layers = [nn.Linear(_OBS_SIZE, 64), nn.Linear(64, 64), nn.Linear(64, num_out)]
-    for layer, gain in zip(layers, (2**0.5, 2**0.5, out_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
 class PPO:
-    """Proximal policy optimisation of one policy; the critic stays in the trainer.
+    """Proximal policy optimisation of one policy, without a critic.
 
     The batches come from workers whose policy may be a few versions old; the importance ratio
     corrects for that, because every step carries the log-probability under the policy that took it.
 
     Args:
-        policy: Trained in place. Only this module is sent to workers.
+        policy: Trained in place.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy: Policy = policy
-        self.critic: nn.Sequential = _mlp(1, out_gain=1.0)
-        self._parameters = [*policy.parameters(), *self.critic.parameters()]
-        self._optimizer = torch.optim.Adam(self._parameters, eps=1e-5, foreach=True)
+        self._optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, foreach=True)
 
-    def update(self, fragments: Sequence[Fragment], lr_scale: float) -> None:
+    def update(self, episodes: Sequence[Episode], lr_scale: float) -> None:
         """Improve the policy on one batch, of any workers and versions."""
         self._optimizer.param_groups[0]["lr"] = _LEARNING_RATE * lr_scale
-        parts = [self._prepare(fragment) for fragment in fragments]
-        obs, actions, old_log_probs, advantages, targets = map(torch.cat, zip(*parts, strict=True))
+        obs = torch.from_numpy(np.array([row for each in episodes for row in each.obs]))
+        actions = torch.tensor([action for each in episodes for action in each.actions])
+        old_log_probs = torch.tensor([value for each in episodes for value in each.log_probs])
+        left = torch.cat([torch.arange(len(each.obs), 0, -1) for each in episodes])
+        returns = (1 - _GAMMA**left) / (1 - _GAMMA)  # each step that is left earns 1, discounted
+        advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
         for _ in range(_EPOCHS):
             for rows in torch.randperm(len(obs)).chunk(-(-len(obs) // _MINIBATCH)):
-                advantage = advantages[rows]
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
                 log_probs = self.policy(obs[rows]).log_softmax(-1)
                 log_prob = log_probs.gather(-1, actions[rows, None]).squeeze(-1)
                 ratio = (log_prob - old_log_probs[rows]).exp()
                 clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
-                policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-                values = self.critic(obs[rows]).squeeze(-1)
-                loss = policy_loss + 0.5 * (values - targets[rows]).square().mean()
+                loss = -torch.minimum(ratio * advantages[rows], clipped * advantages[rows]).mean()
                 self._optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(self._parameters, 0.5)
+                loss.backward()  # type: ignore[no-untyped-call]  # torch says no types
+                nn.utils.clip_grad_norm_(self.policy.parameters(), 0.5)
                 self._optimizer.step()
-
-    @torch.no_grad()
-    def _prepare(self, fragment: Fragment) -> tuple[torch.Tensor, ...]:
-        """Flatten one fragment to rows and add advantages and value targets (GAE)."""
-        obs = torch.from_numpy(fragment.obs)
-        values = self.critic(obs).squeeze(-1)
-        next_values = self.critic(torch.from_numpy(fragment.next_obs)).squeeze(-1)
-        alive = torch.from_numpy(~fragment.terminated).float()
-        goes_on = torch.from_numpy(~fragment.done).float()
-        deltas = torch.from_numpy(fragment.rewards) + _GAMMA * next_values * alive - values
-        advantages = torch.empty_like(deltas)
-        running = torch.zeros(deltas.shape[1])
-        for t in reversed(range(len(deltas))):
-            running = deltas[t] + _GAMMA * _GAE_LAMBDA * goes_on[t] * running
-            advantages[t] = running
-        log_probs = torch.from_numpy(fragment.log_probs)
-        actions = torch.from_numpy(fragment.actions)
-        rows = (actions, log_probs, advantages, advantages + values)
-        return obs.flatten(0, 1), *(each.flatten() for each in rows)
 
 
 # -- collecting ---------------------------------------------------------------------------------
 
 
-class Collector:
-    """Steps a few CartPoles with a policy and remembers what happened.
-
-    One step is :meth:`act`, which runs the policy, then :meth:`advance`, which runs the
-    environments; only the first needs the weights to hold still.
-
-    Args:
-        policy: Maps observations ``[E, 4]`` to logits ``[E, 2]``. Read only.
-        worker_idx: Of this worker.
-        seed: Seeds the environments and the sampling of actions.
-    """
-
-    def __init__(self, policy: Policy, worker_idx: int, seed: int) -> None:
-        self._policy = policy
-        self._worker_idx = worker_idx
-        seed += 1000 * (worker_idx + 1)
-        self._random = torch.Generator().manual_seed(seed)
-        self._envs = [
-            gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in range(_NUM_ENVS)
-        ]
-        first = [env.reset(seed=seed + i)[0] for i, env in enumerate(self._envs)]
-        self._obs = np.array(first, dtype=np.float32)
-        self._episode_returns = np.zeros(_NUM_ENVS)
-
-    def start(self) -> None:
-        """Begin a fragment."""
-        grid = (_NUM_STEPS, _NUM_ENVS)
-        self.fragment: Fragment = Fragment(
-            worker_idx=self._worker_idx,
-            obs=np.empty((*grid, _OBS_SIZE), np.float32),
-            next_obs=np.empty((*grid, _OBS_SIZE), np.float32),
-            actions=np.empty(grid, np.int64),
-            log_probs=np.empty(grid, np.float32),
-            rewards=np.empty(grid, np.float32),
-            terminated=np.empty(grid, np.bool_),
-            done=np.empty(grid, np.bool_),
-            versions=np.empty(_NUM_STEPS, np.int64),
-            returns=[],
-        )
-
-    @torch.no_grad()
-    def act(self, t: int, version: int) -> None:
-        """Choose the actions of step ``t``; ``version`` is what the policy holds meanwhile."""
-        fragment = self.fragment
-        log_probs = self._policy(torch.from_numpy(self._obs)).log_softmax(-1)
-        actions = torch.multinomial(log_probs.exp(), 1, generator=self._random)
-        fragment.obs[t] = self._obs
-        fragment.actions[t] = actions.squeeze(-1).numpy()
-        fragment.log_probs[t] = log_probs.gather(-1, actions).squeeze(-1).numpy()
-        fragment.versions[t] = version
-
-    def advance(self, t: int) -> None:
-        """Step every environment with the chosen actions; restart those that ended."""
-        fragment = self.fragment
-        for i, env in enumerate(self._envs):
-            obs, reward, terminated, truncated, _ = env.step(int(fragment.actions[t, i]))
-            fragment.next_obs[t, i] = obs
-            fragment.rewards[t, i] = reward
-            fragment.terminated[t, i] = terminated
-            fragment.done[t, i] = terminated or truncated
-            self._episode_returns[i] += float(reward)
-            if terminated or truncated:
-                fragment.returns.append(float(self._episode_returns[i]))
-                self._episode_returns[i] = 0.0
-                obs, _ = env.reset()
-            self._obs[i] = obs
-
-
-async def work_async(worker_idx: int, seed: int, scheme: Any, channel: Connection) -> None:
+async def work_async(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> None:
     """Collect with the async API until the trainer closes ``channel``.
 
     Updates are applied on this event loop, so only where the code awaits: between ``act`` and
@@ -366,48 +266,53 @@ async def work_async(worker_idx: int, seed: int, scheme: Any, channel: Connectio
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     async with scheme:
         await scheme.connect()  # the policy holds the trainer's weights from here on
-        collector = Collector(policy, worker_idx, seed)
         while True:
-            await asyncio.to_thread(channel.recv_bytes)  # the trainer asks for one more fragment
-            collector.start()
-            for t in range(_NUM_STEPS):
-                collector.act(t, scheme.version)
-                collector.advance(t)
+            await asyncio.to_thread(channel.recv_bytes)  # the trainer asks for one more episode
+            episode, ended = Episode(worker_idx), False
+            obs, _ = env.reset()
+            while not ended:
+                action = episode.act(policy, obs, scheme.version)
+                obs, _, terminated, truncated, _ = env.step(action)
+                ended = terminated or truncated
                 await asyncio.sleep(0)  # a newer version may be applied here
-            channel.send(collector.fragment)
+            channel.send(episode)
 
 
-def work_sync(worker_idx: int, seed: int, scheme: Any, channel: Connection) -> None:
+def work_sync(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> None:
     """Collect with the blocking facade until the trainer closes ``channel``.
 
     Updates are applied by the facade's own thread, never during a forward of the policy.
     ``reading()`` widens that protection to more than one forward: here to the forward together
-    with the version that is noted beside its actions.
+    with the version that is noted beside its action.
     """
     policy = Policy()
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     with scheme:
         scheme.connect()
-        collector = Collector(policy, worker_idx, seed)
         while True:
             channel.recv_bytes()
-            collector.start()
-            for t in range(_NUM_STEPS):
+            episode, ended = Episode(worker_idx), False
+            obs, _ = env.reset()
+            while not ended:
                 with scheme.reading():
-                    collector.act(t, scheme.version)
-                collector.advance(t)
-            channel.send(collector.fragment)
+                    action = episode.act(policy, obs, scheme.version)
+                obs, _, terminated, truncated, _ = env.step(action)
+                ended = terminated or truncated
+            channel.send(episode)
 
 
 def work(worker_idx: int, seed: int, scheme: Any, channel: Connection, sync: bool) -> None:
     """Run one worker until the trainer closes its end of ``channel``, or has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
     torch.set_num_threads(1)  # two workers with two threads each on two cores: 5 times slower
+    torch.manual_seed(seed + 1000 * (worker_idx + 1))
+    env = gymnasium.make("CartPole-v1", disable_env_checker=True)
+    env.reset(seed=seed + 1000 * (worker_idx + 1))
     try:
         if sync:
-            work_sync(worker_idx, seed, scheme, channel)
+            work_sync(worker_idx, env, scheme, channel)
         else:
-            aiosync.run(work_async(worker_idx, seed, scheme, channel))
+            aiosync.run(work_async(worker_idx, env, scheme, channel))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:

@@ -76,8 +76,9 @@ def _show_seconds(seconds: float) -> str:
 
 def models_table(values: Values) -> Table:
     """Return one row for each model of a status, which ``WeightServer.status()`` returned."""
-    table = _table("model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag")
-    table.add_column("trainer")
+    table = _table(
+        "model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag", "trainer"
+    )
     for model in _maps(values, "models"):
         workers = _maps(model, "workers")
         age = time.time() - _number(model, "updated_at")
@@ -97,8 +98,9 @@ def models_table(values: Values) -> Table:
 
 
 def _workers_table(values: Values) -> Table:
-    table = _table("model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate")
-    table.add_column("since", justify="right")
+    table = _table(
+        "model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate", ">since"
+    )
     for model in _maps(values, "models"):
         for worker in _maps(model, "workers"):
             sent, seconds = _number(worker, "sent_nbytes"), _number(worker, "connected_seconds")
@@ -165,7 +167,9 @@ def _table(*headings: str) -> Table:
     table = Table(pad_edge=False)
     for heading in headings:
         table.add_column(
-            heading.lstrip(">"), justify="right" if heading.startswith(">") else "left"
+            heading.lstrip(">"),
+            justify="right" if heading.startswith(">") else "left",
+            overflow="fold",
         )
     return table
 
