@@ -7,11 +7,17 @@ this starts nothing. Must not import torchrl or ray.
 
 from __future__ import annotations
 
-from aiosync.legacy.updaters._base import WeightUpdaterBase
-from aiosync.legacy.updaters._distributed import DistributedWeightUpdater
-from aiosync.legacy.updaters._local import RemoteModuleWeightUpdater, VanillaWeightUpdater
-from aiosync.legacy.updaters._multiprocess import MultiProcessedWeightUpdater
-from aiosync.legacy.updaters._remote import RayWeightUpdater, RPCWeightUpdater
+from aiosync.legacy.updaters.base import (
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from aiosync.legacy.updaters.by_scheme import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RPCWeightUpdater,
+)
+from aiosync.legacy.updaters.distributed import DistributedWeightUpdater
 
 __all__ = [
     "DistributedWeightUpdater",

@@ -1,7 +1,7 @@
-"""The base class of the legacy weight updaters, and its hooks.
+"""The base class of the legacy weight updaters, its hooks, and those that reach nobody else.
 
 The hooks are those of TorchRL's ``WeightUpdaterBase``, so that a subclass written for it works
-after its import line was changed. Must not import torchrl, nor a concrete updater.
+after its import line was changed. Must not import torchrl, nor an updater of other processes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aiosync.errors import LocalProtocolError
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.protocol import validate_seconds
+from aiosync.strategy import WeightStrategy
 from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["WeightUpdaterBase"]
+__all__ = [
+    "AtOnceWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "copy_weights",
+]
 
 
 class WeightUpdaterBase(abc.ABC):
@@ -125,7 +133,8 @@ class WeightUpdaterBase(abc.ABC):
             Exception: Whatever the hooks raise. The post hooks are not called then.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-        self._call_post_hooks()
+        for hook in list(self.post_hooks):
+            hook()
 
     def __call__(
         self, policy_or_weights: Any = None, worker_ids: Any = None, **options: Any
@@ -145,19 +154,18 @@ class WeightUpdaterBase(abc.ABC):
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """Find the weights and the workers, and call :meth:`_sync_weights_with_worker`."""
-        weights = self._resolve_weights(policy_or_weights)
+        if policy_or_weights is None:
+            policy_or_weights = self._get_server_weights()
+        weights = self._maybe_map_weights(policy_or_weights)
         workers = self._resolve_workers(worker_ids)
         if workers is None:
             self._sync_weights_with_worker(server_weights=weights)
             return
-        for worker_id in workers:
-            if not self._skip_update(worker_id):
-                self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+        self._sync_workers(weights, [each for each in workers if not self._skip_update(each)])
 
-    def _resolve_weights(self, policy_or_weights: Any) -> Any:
-        if policy_or_weights is None:
-            policy_or_weights = self._get_server_weights()
-        return self._maybe_map_weights(policy_or_weights)
+    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+        for worker_id in worker_ids:
+            self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
 
     def _resolve_workers(self, worker_ids: Any) -> list[Any] | None:
         if worker_ids is None:
@@ -230,10 +238,6 @@ class WeightUpdaterBase(abc.ABC):
         """
         self.post_hooks.append(hook)
 
-    def _call_post_hooks(self) -> None:
-        for hook in list(self.post_hooks):
-            hook()
-
 
 def _introduce_to_torchrl() -> None:
     # Each time, as TorchRL may be imported after this module: it costs a look into a dict. Its
@@ -241,3 +245,132 @@ def _introduce_to_torchrl() -> None:
     theirs = getattr(sys.modules.get("torchrl.collectors.weight_update"), "WeightUpdaterBase", None)
     if theirs is not None:
         theirs.register(WeightUpdaterBase)
+
+
+class AtOnceWeightUpdater(WeightUpdaterBase):
+    """Sends to all workers at the same time, whatever form the weights have.
+
+    A subclass of a subclass may still define :meth:`_sync_weights_with_worker`.
+
+    Args:
+        timeout: Seconds for each update; ``None`` waits for ever.
+
+    Raises:
+        ConfigError: The timeout is not positive.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        validate_seconds("timeout", timeout, endless=True, none=True)
+        self.timeout: float | None = timeout
+
+    def register_collector(self, collector: Any) -> None:
+        """Remember the collector, by a weak reference.
+
+        Args:
+            collector: The collector.
+
+        Raises:
+            ConfigError: There is a collector already.
+        """
+        if self._collector_wrs:
+            raise ConfigError(f"this {type(self).__name__} already has a collector")
+        super().register_collector(collector)
+
+    @abc.abstractmethod
+    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Bring the weights to these workers."""
+
+    def _known(self, name: str, value: Any) -> Any:
+        """A value, or what the collector has for it."""
+        if value is None:
+            value = getattr(self.collector, name, None)
+        if value is None:
+            raise LocalProtocolError(
+                f"{type(self).__name__}: there is no {name.lstrip('_')}: pass it, or register a "
+                "collector that has it"
+            )
+        return value
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return policy_or_weights
+
+    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+        one_by_one = type(self)._sync_weights_with_worker
+        if one_by_one is not AtOnceWeightUpdater._sync_weights_with_worker:
+            super()._sync_workers(weights, worker_ids)
+        elif worker_ids:
+            self._send(weights, worker_ids)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        self._send(server_weights, [worker_id])
+
+
+def copy_weights(target: Any, weights: Any) -> None:
+    """Copy weights into other ones in place: all of them, or none when something raises.
+
+    Args:
+        target: TensorDict whose memory gets the values.
+        weights: A module, a TensorDict or a dict; may be a subset of the target's names, and of
+            other floating dtypes.
+
+    Raises:
+        ManifestMismatch: They do not fit; nothing was changed.
+    """
+    strategy = WeightStrategy()
+    if isinstance(weights, nn.Module):
+        weights = strategy.extract_weights(weights)
+    strategy.apply_weights(target, weights, strict=False)
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Copies weights into a policy of this process.
+
+    Args:
+        weight_getter: Returns the weights of an update that brings none. Without it such an
+            update does nothing.
+        policy_weights: Live weights of the policy, which are written in place, as
+            ``TensorDict.from_module(policy)`` gives them.
+    """
+
+    def __init__(
+        self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> Self:
+        """Make an updater of this policy's own weights.
+
+        Args:
+            policy: Its parameters and buffers are written in place.
+        """
+        from tensordict import TensorDict  # not before it is needed
+
+        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+
+    def _get_server_weights(self) -> Any:
+        return None if self.weight_getter is None else self.weight_getter()
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return policy_or_weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        del worker_id
+        if server_weights is not None:
+            copy_weights(self.policy_weights, server_weights)
+
+
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
+    """Only checks that weights are given; somebody else brings them to the workers."""
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return policy_or_weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        del worker_id
+        if server_weights is None:
+            raise LocalProtocolError(
+                "RemoteModuleWeightUpdater requires weights to be passed explicitly: call "
+                "update_policy_weights_(weights)"
+            )

@@ -27,17 +27,15 @@ from aiosync.errors import (
     PeerClosed,
     TransportBroken,
 )
-from aiosync.legacy.updaters._base import WeightUpdaterBase
-from aiosync.legacy.updaters._local import copy_weights
-from aiosync.legacy.updaters._worker import make_private
-from aiosync.protocol import validate_seconds
+from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
+from aiosync.legacy.updaters.worker import make_private
 
 __all__ = ["DistributedWeightUpdater"]
 
 _PAUSE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01)
 
 
-class DistributedWeightUpdater(WeightUpdaterBase):
+class DistributedWeightUpdater(AtOnceWeightUpdater):
     """Sends weights to the workers of a ``DistributedCollector``.
 
     Pass it to the collector's constructor, and leave out what the collector will know; or assign
@@ -70,12 +68,11 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         *,
         timeout: float | None = 60.0,
     ) -> None:
+        del sync
+        super().__init__(timeout)
         self._store = store
         self.policy_weights = policy_weights
         self.num_workers = num_workers
-        self._sync = sync
-        validate_seconds("timeout", timeout, endless=True, none=True)
-        self.timeout: float | None = timeout
         self._owed: dict[int, list[Any]] = {}  # workers that did not answer, and what they read
 
     def register_collector(self, collector: Any) -> None:
@@ -87,8 +84,6 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         Raises:
             ConfigError: There is a collector already.
         """
-        if self._collector_wrs:
-            raise ConfigError(f"this {type(self).__name__} already has a collector")
         super().register_collector(collector)
         policy = getattr(collector, "_policy_to_send", None)
         if isinstance(policy, nn.Module) and not hasattr(collector, "jobs"):
@@ -103,9 +98,6 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return self._known("policy_weights", self.policy_weights)
 
-    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return policy_or_weights
-
     def _resolve_workers(self, worker_ids: Any) -> list[int]:
         # TorchRL's collectors pass a rank, which counts from 1; lists are of indices from 0.
         if isinstance(worker_ids, int):
@@ -117,28 +109,6 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         if wrong := [idx for idx in chosen if idx not in every]:
             raise ConfigError(f"there are no workers {wrong}: there are {len(every)}")
         return chosen
-
-    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        own = type(self)._sync_weights_with_worker
-        if own is not DistributedWeightUpdater._sync_weights_with_worker:
-            super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-            return
-        weights = self._resolve_weights(policy_or_weights)
-        workers = [idx for idx in self._resolve_workers(worker_ids) if not self._skip_update(idx)]
-        self._send(weights, workers)
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        self._send(server_weights, [worker_id])
-
-    def _known(self, name: str, value: Any) -> Any:
-        if value is None:
-            value = getattr(self.collector, name, None)
-        if value is None:
-            raise LocalProtocolError(
-                f"DistributedWeightUpdater: pass {name.lstrip('_')}=, or register a collector "
-                "that has it"
-            )
-        return value
 
     def _send(self, weights: Any, workers: list[int]) -> None:
         # Workers receive what their policy has, in an order of TorchRL's: so a part of the

@@ -1,0 +1,439 @@
+"""The updaters that send by a scheme of aiosync.
+
+The trainer has the scheme's sender, and each worker a receiver beside its policy. So an update is
+one snapshot that all workers get at the same time; it is applied between two forwards, also while
+a worker collects; a worker that dies, refuses or does not answer is named in a PartialSyncError;
+and the price does not grow with the number of tensors.
+
+TorchRL has ways of its own, which are not used: a message in the pipe of a multi-process
+collector, which makes a worker that collects drop its batch and wait for an order that never
+comes; and calls of remote collectors with all weights, of which those in Ray never look whether
+they worked. Instead, a worker is called once, and connects a receiver to its policy. Must not
+import torchrl, and Ray only by its loader.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ApplyError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+)
+from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
+from aiosync.legacy.updaters.worker import WorkerCollector, receive
+from aiosync.sync import (
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
+from aiosync.transports._ray_store import need_cluster
+from aiosync.types import SendReport
+
+__all__ = ["MultiProcessedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater"]
+
+
+class _SchemeWeightUpdater(AtOnceWeightUpdater):
+    """Sends by a scheme. What a subclass adds is how workers get their receivers.
+
+    Ownership:
+        The scheme is closed by :meth:`shutdown`, and otherwise with the collector.
+    """
+
+    last_report: SendReport | None = None
+    """Who applied the newest update."""
+
+    def __init__(self, timeout: float | None) -> None:
+        super().__init__(timeout)
+        self._scheme: WeightSyncScheme | None = None
+        self._closed = False
+
+    def shutdown(self) -> None:
+        """Close the links to the workers, which keep the weights they have. Idempotent."""
+        self._closed = True
+        scheme, self._scheme = self._scheme, None
+        if scheme is not None:
+            scheme.shutdown()
+
+    def _open(self, make: Callable[..., WeightSyncScheme], **options: Any) -> WeightSyncScheme:
+        """Let workers in from now on."""
+        self._check_open()
+        # In place: policies may be trained, and compiled or captured graphs keep addresses.
+        scheme = make(apply_copy=True, strict=False, timeout=self.timeout, **options)
+        scheme.init_on_sender(model_id="policy")
+        try:
+            scheme.connect()
+        except BaseException:  # goes on to the caller
+            scheme.abort()
+            raise
+        self._scheme = scheme
+        # Collectors do not close their updaters.
+        collector = self.collector
+        owner = self if collector is None else collector
+        weakref.finalize(owner, scheme.abort).atexit = False
+        return scheme
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalProtocolError("this weight updater was shut down")
+
+    @abc.abstractmethod
+    def _num_workers(self) -> int:
+        """How many workers there are."""
+
+    def all_worker_ids(self) -> Iterable[Any]:
+        """Indices of the workers, from 0."""
+        return range(self._num_workers())
+
+    def _indices(self, worker_ids: list[Any]) -> list[int]:
+        """The workers that ids mean."""
+        if wrong := [idx for idx in worker_ids if idx not in range(self._num_workers())]:
+            raise ConfigError(f"there are no workers {wrong}: there are {self._num_workers()}")
+        return worker_ids
+
+    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+        """The sender, with the receivers of these workers connected."""
+        scheme = self._scheme
+        assert scheme is not None
+        return scheme
+
+    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+        if weights is None:
+            weights = getattr(self.collector, "_fallback_policy", None)
+            weights = self._known("policy", weights)
+        indices = self._indices(worker_ids)
+        scheme = self._connect(indices)
+        # Somebody who is dead is reported once to who wants everybody.
+        everybody = set(indices) == set(range(self._num_workers()))
+        self._dispatch(scheme, weights, None if everybody else indices)
+
+    def _dispatch(self, scheme: WeightSyncScheme, weights: Any, indices: list[int] | None) -> None:
+        self.last_report = scheme.send(weights, indices, timeout=self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return math.inf if self.timeout is None else self.timeout
+
+
+class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
+    """Sends weights to the workers of a ``MultiSyncCollector`` or a ``MultiAsyncCollector``.
+
+    Pass it to the collector's constructor, as ``weight_updater=``: its workers get what they
+    need for it as they start. Each then has a policy in memory of its own, that changes with an
+    update and never before, and not in the middle of a forward. An update may come while a
+    worker collects.
+
+    Without a collector of this kind, weights are copied into ``policy_weights``, which whoever
+    shares that memory sees.
+
+    Args:
+        get_server_weights: Returns the weights of an update that brings none. ``None`` takes
+            the policy that the collector was given.
+        policy_weights: Its keys are the workers: indices, or devices, each of which means all
+            workers with that ``policy_device``. Left empty, the workers of the collector.
+        timeout: Seconds for each update; ``None`` waits for ever.
+
+    Raises:
+        ConfigError: The timeout is not positive.
+
+    An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
+    refused the weights or did not answer in time; the others have them.
+    """
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], Any] | None,
+        policy_weights: Mapping[Any, Any],
+        timeout: float | None = 60.0,
+    ) -> None:
+        super().__init__(timeout)
+        self.weights_getter = get_server_weights
+        self._policy_weights = policy_weights
+
+    def register_collector(self, collector: Any) -> None:
+        """Get ready for a collector whose workers have not started. Starts listening.
+
+        Args:
+            collector: The collector.
+
+        Raises:
+            ConfigError: There is a collector already.
+            LocalProtocolError: Its workers run already.
+        """
+        multi = any(cls.__name__ == "MultiCollector" for cls in type(collector).__mro__)
+        if multi and hasattr(collector, "procs") and not self._collector_wrs:
+            raise LocalProtocolError(
+                "the workers of this collector are already running: pass the "
+                f"{type(self).__name__} to its constructor, as weight_updater="
+            )
+        super().register_collector(collector)
+        if multi:
+            # What TorchRL calls in each worker to make its collector is put in brackets.
+            scheme = copy.copy(self._open(SharedMemWeightSyncScheme))
+            collector.collector_class = WorkerCollector(collector.collector_class, scheme)
+
+    def all_worker_ids(self) -> Iterable[Any]:
+        """The keys of ``policy_weights``, or all workers of the collector if it is empty."""
+        return list(self._policy_weights) or list(range(self._num_workers()))
+
+    def _num_workers(self) -> int:
+        return int(getattr(self.collector, "num_workers", 0))
+
+    def _get_server_weights(self) -> Any:
+        return None if self.weights_getter is None else self.weights_getter()
+
+    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+        self._check_open()
+        if self._scheme is not None:
+            super()._send(weights, worker_ids)
+            return
+        for worker_id in worker_ids:
+            if worker_id not in self._policy_weights:
+                raise ConfigError(f"policy_weights has no weights for worker {worker_id!r}")
+        for worker_id in worker_ids:
+            copy_weights(self._policy_weights[worker_id], weights)
+
+    def _indices(self, worker_ids: list[Any]) -> list[int]:
+        devices = list(getattr(self.collector, "policy_device", ()))
+        indices: set[int] = set()
+        for worker_id in worker_ids:
+            if isinstance(worker_id, int):
+                meant = set(super()._indices([worker_id]))
+            else:
+                device = None if worker_id is None else torch.device(worker_id)
+                meant = {idx for idx, each in enumerate(devices) if each == device}
+            if not meant:
+                raise ConfigError(f"{worker_id!r} is no policy device of a worker: {devices}")
+            indices |= meant
+        return sorted(indices)
+
+
+class _RemoteWeightUpdater(_SchemeWeightUpdater):
+    """Connects receivers by calls of an engine, when they are needed for the first time."""
+
+    def __init__(self, policy_weights: Any, timeout: float | None) -> None:
+        super().__init__(timeout)
+        self.policy_weights = policy_weights
+        self._installed: set[int] = set()
+
+    @abc.abstractmethod
+    def _workers(self) -> Sequence[Any]:
+        """The remote collectors."""
+
+    @abc.abstractmethod
+    def _make(self) -> WeightSyncScheme:
+        """Open a scheme of the engine."""
+
+    @abc.abstractmethod
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
+        """Begin to call :func:`receive` in a worker; returns what waits for the end."""
+
+    def _num_workers(self) -> int:
+        return len(self._workers())
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+        if self._scheme is None:
+            self._installed.clear()
+        scheme = self._scheme or self._make()
+        missing = [idx for idx in indices if idx not in self._installed]
+        if not missing:
+            return scheme
+        workers, own = self._workers(), copy.copy(scheme)
+        calls: dict[int, Callable[[float], Any]] = {}
+        failed: dict[int, AiosyncError] = {}
+        give_up = time.monotonic() + self._seconds
+        for idx in missing:
+            try:
+                calls[idx] = self._call(workers[idx], own, idx)
+            except RuntimeError as exc:
+                failed[idx] = _translated(idx, exc)
+        for idx, wait in calls.items():
+            try:
+                wait(max(0.0, give_up - time.monotonic()))
+                self._installed.add(idx)
+            except Exception as exc:  # noqa: BLE001 - of any type; in the PartialSyncError
+                failed[idx] = _translated(idx, exc)
+        if failed:
+            raise PartialSyncError(failed=failed)
+        return scheme
+
+
+def _translated(idx: int, error: Exception) -> AiosyncError:
+    # Ray has the error of a task inside of its own; RPC has its text. Neither need be there.
+    cause = getattr(error, "cause", None)
+    cause = cause if isinstance(cause, Exception) else error
+    if isinstance(cause, AiosyncError):
+        return cause
+    text = str(cause).strip().partition("\n")[0]
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if "GetTimeoutError" in names or "RPC ran for more than" in text:
+        return AckTimeout(f"worker {idx} did not answer in time: {text}", worker_ids=[idx])
+    ended = isinstance(error, RuntimeError) and ("closed" in text or "eof" in text.lower())
+    if ended or "RayActorError" in names:
+        return PeerClosed(f"worker {idx} has ended: {text}")
+    return ApplyError(
+        f"no receiver could be made in worker {idx}: {text}",
+        worker_idx=idx,
+        remote_type=type(cause).__name__,
+    )
+
+
+class RPCWeightUpdater(_RemoteWeightUpdater):
+    """Sends weights to the workers of an ``RPCCollector``.
+
+    The nodes exist only when the collector does: assign the updater to
+    ``collector.weight_updater``, or pass it to the constructor and leave out what the collector
+    will know. The remote collectors have to step their policy themselves, as ``Collector`` does.
+
+    Args:
+        collector_infos: Kept for TorchRL's signature.
+        collector_class: Kept for TorchRL's signature.
+        collector_rrefs: References to the remote collectors; those of the collector that is
+            registered, if omitted.
+        policy_weights: Live weights of updates that bring none; of the collector's policy, if
+            omitted.
+        num_workers: Kept for TorchRL's signature: there are as many as references.
+        timeout: Seconds for each update; ``None`` waits for ever.
+
+    An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
+    refused the weights or did not answer in time.
+    """
+
+    _waits = True
+    _pending = False
+
+    def __init__(
+        self,
+        collector_infos: Sequence[Any] | None = None,
+        collector_class: Any = None,
+        collector_rrefs: Sequence[Any] | None = None,
+        policy_weights: Any = None,
+        num_workers: int | None = None,
+        *,
+        timeout: float | None = 60.0,
+    ) -> None:
+        super().__init__(policy_weights, timeout)
+        self.collector_infos = collector_infos
+        self.collector_class = collector_class
+        self.collector_rrefs = collector_rrefs
+        self.num_workers = num_workers
+
+    def push_weights(
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: Any = None,
+        *,
+        weights: Any = None,
+        wait: bool = True,
+    ) -> None:
+        """Update the workers, then call the post hooks.
+
+        Args:
+            policy_or_weights: As for :meth:`WeightUpdaterBase.push_weights`.
+            worker_ids: Indices from 0; ``None`` for all.
+            weights: The same as ``policy_or_weights``.
+            wait: Otherwise a snapshot is sent in the background, and the next update raises
+                what went wrong with it.
+        """
+        scheme, pending = self._scheme, self._pending
+        self._pending, self._waits = False, wait
+        if pending and scheme is not None:
+            self.last_report = scheme.wait_async()
+        super().push_weights(
+            weights if policy_or_weights is None else policy_or_weights, worker_ids
+        )
+
+    def _dispatch(self, scheme: WeightSyncScheme, weights: Any, indices: list[int] | None) -> None:
+        if self._waits:
+            super()._dispatch(scheme, weights, indices)
+        else:
+            scheme.send_async(weights, indices, timeout=self._seconds)
+            self._pending = True
+
+    def _workers(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._known("collector_rrefs", self.collector_rrefs)
+        return found
+
+    def _make(self) -> WeightSyncScheme:
+        return self._open(RPCWeightSyncScheme, reconnect=0.0)
+
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
+        # Zero is for ever.
+        done = rpc.rpc_async(
+            worker.owner(), receive_by_rpc, args=(worker, scheme, idx), timeout=self.timeout or 0.0
+        )
+        return lambda _: done.wait()
+
+
+def receive_by_rpc(reference: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
+    """In an RPC worker: keep the policy of the collector behind a reference up to date."""
+    receive(reference.local_value(), scheme, worker_idx)
+
+
+class RayWeightUpdater(_RemoteWeightUpdater):
+    """Sends weights to the actors of a ``RayCollector``.
+
+    The actors exist only when the collector does: assign the updater to
+    ``collector.weight_updater``, or pass it to the constructor and leave out what the collector
+    will know. The actors have to step their policy themselves, as ``Collector`` does.
+
+    Args:
+        policy_weights: Live weights of updates that bring none; of the collector's policy, if
+            omitted.
+        remote_collectors: Handles of the actors; those of the collector that is registered, if
+            omitted.
+        max_interval: Updates of a worker that are left out before one goes to it.
+        timeout: Seconds for each update; ``None`` waits for ever.
+
+    An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
+    refused the weights or did not answer in time.
+    """
+
+    def __init__(
+        self,
+        policy_weights: Any = None,
+        remote_collectors: Sequence[Any] | None = None,
+        max_interval: int = 0,
+        *,
+        timeout: float | None = 60.0,
+    ) -> None:
+        super().__init__(policy_weights, timeout)
+        self.remote_collectors = remote_collectors
+        self.max_interval: int = max(0, max_interval)
+        self._left_out: Counter[int] = Counter()
+
+    def _skip_update(self, worker_id: int) -> bool:
+        skip = self._left_out[worker_id] < self.max_interval
+        self._left_out[worker_id] = self._left_out[worker_id] + 1 if skip else 0
+        return skip
+
+    def _workers(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._known("remote_collectors", self.remote_collectors)
+        return found
+
+    def _make(self) -> WeightSyncScheme:
+        return self._open(RayWeightSyncScheme, reconnect=0.0)
+
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
+        done, ray = worker.__ray_call__.remote(receive, scheme, idx), need_cluster()
+        return lambda left: ray.get(done, timeout=None if math.isinf(left) else left)
