@@ -10,19 +10,23 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
-from aiosync.integrations._asgi_body import is_announced, receive_early, replayed
-from aiosync.integrations._asgi_lifespan import Lifespan
+from aiosync.protocol import validate_seconds
 
 if TYPE_CHECKING:
-    from aiosync.integrations._asgi_types import App, Message, Receive, Scope, Send
     from aiosync.serving import Admission, WeightFeed
 
 __all__ = ["WeightsMiddleware", "lifespan"]
 
+_Message: TypeAlias = MutableMapping[str, Any]
+_Scope: TypeAlias = MutableMapping[str, Any]
+_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
+_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
+_App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 _Header: TypeAlias = tuple[bytes, bytes]
 
 _VERSION: Final = b"x-weight-version"
@@ -32,6 +36,8 @@ _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
 _LARGEST: Final = 2**63 - 1  # no version is larger
 _SHUTDOWN_RETRY_SECONDS: Final = 1
+# A message of one byte takes some hundred bytes of memory, so the bytes alone are no bound.
+_MOST_MESSAGES: Final = 4096
 _NOT_RUNNING: Final = (
     "the feed is not running: start it with `async with feed`, lifespan(feed), or a server that "
     "sends lifespan messages"
@@ -88,7 +94,7 @@ class WeightsMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: _App,
         feed: WeightFeed,
         *,
         readyz: str | None = "/readyz",
@@ -106,13 +112,12 @@ class WeightsMiddleware:
             if not isinstance(path, str) or not path.startswith("/"):
                 raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
-            if value is not None and not _are_seconds(value):
-                raise ConfigError(f"{name} must be seconds or None, got {value!r}")
+            validate_seconds(name, value, zero=True, endless=True, none=True)
         if type(max_early_body) is not int or max_early_body < 0:
             raise ConfigError(
                 f"max_early_body must be a number of bytes, 0 for none, got {max_early_body!r}"
             )
-        self.app: App = app
+        self.app: _App = app
         self.feed: WeightFeed = feed
         self.readyz = readyz
         self.max_staleness = max_staleness
@@ -120,9 +125,8 @@ class WeightsMiddleware:
         self.max_early_body = max_early_body
         self._exempt = frozenset(path for path in exempt if not path.endswith("/"))
         self._below = tuple(path for path in exempt if path.endswith("/"))
-        self._said: tuple[int, int | None, list[_Header]] = (0, None, [])  # made once a version
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """One call of the server, as ASGI has it."""
         kind = scope["type"]
         if kind == "http":
@@ -138,24 +142,25 @@ class WeightsMiddleware:
             else:
                 await self._serve(scope, receive, send)
         elif kind == "lifespan":
-            await Lifespan(self.feed, receive, send).run(self.app, scope)
+            await _Lifespan(self.feed, receive, send).run(self.app, scope)
         else:
             await self.app(scope, receive, send)
 
     # -- requests ------------------------------------------------------------------------------
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         try:
             min_version, epoch = _asked_for(scope["headers"])
         except ValueError as exc:
             body = {"error": "bad_header", "detail": str(exc)}
             await self._answer(scope, send, 400, body)
             return
-        if self.max_early_body and is_announced(scope):
-            messages = await receive_early(receive, self.max_early_body)
+        if self.max_early_body and _is_announced(scope):
+            # A client that uploads slowly would hold up every switch if it were admitted first.
+            messages = await _receive_early(receive, self.max_early_body)
             if messages is None:
                 return  # nobody is there to be answered
-            receive = replayed(messages, receive)
+            receive = _replayed(messages, receive)
         admission = self.feed.request(min_version=min_version, epoch=epoch, timeout=self.timeout)
         try:
             await admission.__aenter__()
@@ -164,7 +169,7 @@ class WeightsMiddleware:
             return
         inside = True
 
-        async def forward(message: Message) -> None:
+        async def forward(message: _Message) -> None:
             nonlocal inside
             kind = message["type"]
             if kind == "http.response.start":
@@ -191,15 +196,13 @@ class WeightsMiddleware:
         versions = admission.versions
         # In the mode "immediate" a restarted trainer's version may be among them: no epoch then.
         epoch = admission.epoch if admission.epoch == self.feed.epoch else None
+        labels = _labels(versions[0], epoch)
         if len(versions) != 1:
-            span = b"%d-%d" % (versions[0], versions[-1])
-            return [*_labels(versions[0], epoch), (_VERSIONS, span)]
-        if self._said[:2] != (versions[0], epoch):
-            self._said = (versions[0], epoch, _labels(versions[0], epoch))
-        return self._said[2]
+            labels.append((_VERSIONS, b"%d-%d" % (versions[0], versions[-1])))
+        return labels
 
     async def _refuse(
-        self, scope: Scope, send: Send, error: AdmissionTimeout | LocalProtocolError
+        self, scope: _Scope, send: _Send, error: AdmissionTimeout | LocalProtocolError
     ) -> None:
         body: dict[str, Any] = {"error": "shutting_down", "detail": str(error)}
         seconds = _SHUTDOWN_RETRY_SECONDS
@@ -219,7 +222,7 @@ class WeightsMiddleware:
 
     # -- the probe -----------------------------------------------------------------------------
 
-    async def _probe(self, scope: Scope, send: Send) -> None:
+    async def _probe(self, scope: _Scope, send: _Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
             body = {"error": "method", "detail": "only GET and HEAD"}
             await self._answer(scope, send, 405, body, (b"allow", b"GET, HEAD"))
@@ -233,7 +236,7 @@ class WeightsMiddleware:
         await self._answer(scope, send, 200 if ready else 503, {"ready": ready, **status.as_dict()})
 
     async def _answer(
-        self, scope: Scope, send: Send, status: int, body: dict[str, Any], *more: _Header
+        self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
     ) -> None:
         data = json.dumps(body).encode()
         headers = [
@@ -273,13 +276,6 @@ def lifespan(
 # -- options and messages ---------------------------------------------------------------------
 
 
-def _are_seconds(value: object) -> bool:
-    try:
-        return bool(value >= 0)  # type: ignore[operator]  # tried, not known
-    except TypeError:
-        return False
-
-
 def _below_root(path: str, root: str) -> str:
     """The path as the application knows it; some servers leave ``root_path`` out of it."""
     rest = path.removeprefix(root.rstrip("/"))
@@ -314,8 +310,122 @@ def _labels(version: int, epoch: int | None) -> list[_Header]:
     return labels
 
 
-def _ends(kind: str, message: Message) -> bool:
+def _ends(kind: str, message: _Message) -> bool:
     """Whether nothing that is computed follows this message."""
     if kind == "http.response.body":
         return not message.get("more_body", False)
     return kind == "http.response.pathsend"
+
+
+# -- the body of a request, received before the request is admitted ----------------------------
+
+
+def _is_announced(scope: _Scope) -> bool:
+    """Whether the headers say that a body follows."""
+    empty = False
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return True
+        if name == b"content-length":
+            if value.strip(b" \t0"):
+                return True
+            empty = True
+    # From HTTP/2 on a body needs neither; a server knows at once where there is none.
+    later = scope.get("http_version", "1.1").startswith(("2", "3"))
+    return later and not empty and scope["method"] not in ("GET", "HEAD")
+
+
+async def _receive_early(receive: _Receive, limit: int) -> deque[_Message] | None:
+    """The messages of a body, or those of its first ``limit`` bytes; ``None`` if the client left.
+
+    The message that reaches the bound is kept as a whole.
+    """
+    messages: deque[_Message] = deque()
+    size = 0
+    while size < limit and len(messages) < _MOST_MESSAGES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            break
+        size += len(message.get("body") or b"")
+    return messages
+
+
+def _replayed(messages: deque[_Message], receive: _Receive) -> _Receive:
+    """A ``receive`` that returns ``messages`` as they were, and then what the server says."""
+
+    async def replay() -> _Message:
+        return messages.popleft() if messages else await receive()
+
+    return replay
+
+
+# -- the lifespan messages of a server ---------------------------------------------------------
+
+
+class _Lifespan:
+    """One lifespan call: the feed starts before the application, and closes after it.
+
+    Where the application knows nothing of lifespans, the server is answered from here.
+    """
+
+    def __init__(self, feed: WeightFeed, receive: _Receive, send: _Send) -> None:
+        self._feed = feed
+        self._ends = contextlib.AsyncExitStack()  # closes the feed, once
+        self._receive_next = receive
+        self._send = send
+        self._first: _Message = {}
+        self._given: list[_Message] = []  # what the application has received
+        self._knows = True  # unless it answers with a message of another protocol
+        self._told = ""  # what the server heard last
+
+    async def run(self, app: _App, scope: _Scope) -> None:
+        self._first = await self._receive_next()
+        async with self._ends:
+            try:
+                await self._feed.start()
+                self._ends.push_async_callback(self._feed.aclose)
+                await self._run_app(app, scope)
+            except Exception as exc:  # raised again: the server sees it
+                if not self._told:
+                    await self._ends.aclose()
+                    await self._fail("startup", exc)
+                raise
+
+    async def _run_app(self, app: _App, scope: _Scope) -> None:
+        try:
+            await app(scope, self._receive, self._forward)
+        except Exception:  # raised again, unless it only means that there is no lifespan
+            if self._told or (self._given and self._knows):
+                raise
+        if not self._told:
+            await self._forward({"type": "lifespan.startup.complete"})
+        if self._told == "lifespan.startup.complete":
+            if len(self._given) < 2:
+                await self._receive_next()
+            await self._forward({"type": "lifespan.shutdown.complete"})
+
+    async def _receive(self) -> _Message:
+        self._given.append(await self._receive_next() if self._given else self._first)
+        return self._given[-1]
+
+    async def _forward(self, message: _Message) -> None:
+        kind = message["type"]
+        if not kind.startswith("lifespan."):
+            self._knows = False
+            raise RuntimeError(f"{kind} does not belong to a lifespan")
+        if kind != "lifespan.startup.complete":
+            try:
+                await self._ends.aclose()
+            except Exception as exc:  # raised again: the server sees it
+                if kind == "lifespan.shutdown.complete":
+                    await self._fail("shutdown", exc)
+                raise
+        self._told = kind
+        await self._send(message)
+
+    async def _fail(self, phase: str, error: Exception) -> None:
+        self._told = f"lifespan.{phase}.failed"
+        await self._send({"type": self._told, "message": f"{type(error).__name__}: {error}"})

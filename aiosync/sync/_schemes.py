@@ -68,6 +68,8 @@ __all__ = [
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
     "core_of",
+    "is_copy",
+    "run_on_loop",
     "twin_of",
 ]
 
@@ -503,6 +505,16 @@ class WeightSyncScheme(SchemeOptions):
 def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:
     """The async scheme of a blocking one."""
     return facade._scheme
+
+
+def is_copy(facade: WeightSyncScheme) -> bool:
+    """Whether it was unpickled."""
+    return facade._is_copy
+
+
+def run_on_loop(facade: WeightSyncScheme, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine on the loop of a blocking scheme, and wait for it."""
+    return facade._call(coroutine)
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:

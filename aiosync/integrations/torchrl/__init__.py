@@ -11,9 +11,50 @@ Written for TorchRL 0.14. See ``docs/topics/torchrl.md``. Nothing else in aiosyn
 
 from __future__ import annotations
 
-from aiosync.integrations.torchrl._owners import owner_of
-from aiosync.integrations.torchrl._registration import register
+import sys
+from typing import Any
+
+from torchrl.weight_update import weight_sync_schemes
+
+from aiosync.integrations.torchrl._collectors import CollectorOwner
+from aiosync.integrations.torchrl._server import ServerOwner
+from aiosync.schemes import backend_names, scheme_class
+from aiosync.sync import WeightSyncScheme
+from aiosync.sync._schemes import twin_of
 
 __all__ = ["owner_of", "register"]
+
+_DEFAULT_BACKEND = "shared"
+
+
+def register() -> None:
+    """Register the schemes. Idempotent.
+
+    Every scheme of :mod:`aiosync.sync` is a virtual subclass of TorchRL's ``WeightSyncScheme``
+    then, and known to its ``from_backend()`` as ``"aiosync-<name>"`` for each of
+    :func:`aiosync.schemes.backend_names`; ``"aiosync"`` alone means shared memory.
+    """
+    weight_sync_schemes.WeightSyncScheme.register(WeightSyncScheme)
+    for name in backend_names():
+        twin = twin_of(scheme_class(name))
+        weight_sync_schemes.register_weight_sync_backend(f"aiosync-{name}")(twin)
+        if name == _DEFAULT_BACKEND:
+            weight_sync_schemes.register_weight_sync_backend("aiosync")(twin)
+
+
+def owner_of(context: Any, scheme: WeightSyncScheme) -> CollectorOwner | ServerOwner | None:
+    """The owner for a collector or an inference server; ``None`` for anything else of TorchRL."""
+    if _is_a(context, "torchrl.collectors._base", "BaseCollector"):
+        return CollectorOwner(context, scheme)
+    if _is_a(context, "torchrl.modules.inference_server._server", "InferenceServer"):
+        return ServerOwner(context, scheme)
+    return None
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    # Its class was imported, or there would be no such object.
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(value, cls)
+
 
 register()

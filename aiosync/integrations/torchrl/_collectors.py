@@ -20,23 +20,17 @@ from aiosync.errors import (
     PeerClosed,
     TransportClosed,
 )
-from aiosync.integrations.torchrl._cascade import Cascade, has_workers
-from aiosync.integrations.torchrl._hidden_buffers import (
-    carry_buffers,
-    refuse_missing_buffers,
-)
-from aiosync.integrations.torchrl._labels import Labels
-from aiosync.integrations.torchrl._own_policy import (
-    acts_itself,
-    guard_forwards,
-    send_to_itself,
-)
 from aiosync.integrations.torchrl._policies import (
+    acts_itself,
     factories_of,
     find_model,
     from_factories,
+    guard_forwards,
+    refuse_missing_buffers,
     refuse_no_module,
+    send_to_itself,
 )
+from aiosync.integrations.torchrl._workers import Cascade, Labels, has_workers
 from aiosync.schemes.inside import (
     change_hooks,
     guard_of,
@@ -53,13 +47,19 @@ from aiosync.sync import (
     WeightSyncScheme,
 )
 from aiosync.sync._discovery import rpc_runs
-from aiosync.sync._schemes import core_of
+from aiosync.sync._schemes import core_of, is_copy
 from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner"]
 
 # Their workers find the sender by a name in the cluster, of which nobody sees that it is taken.
 _MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
+_POSITIONAL = {
+    "init_on_sender": ("model_id", "context"),
+    "init_on_receiver": ("model_id", "context"),
+    "init_on_worker": ("model_id", "context"),
+    "send": ("weights", "worker_ids"),
+}
 _LAST_WORDS_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 2.0
 
@@ -96,16 +96,17 @@ class CollectorOwner:
         scheme, collector = self._scheme(), self._collector()
         if scheme is None or collector is None:
             return proceed(*args, **kwargs)
+        given = {**dict(zip(_POSITIONAL.get(name, ()), args, strict=False)), **kwargs}
         if name == "init_on_sender":
-            return self._init_on_sender(scheme, collector, proceed, args, kwargs)
+            return self._init_on_sender(scheme, collector, proceed, given)
         if name in ("init_on_receiver", "init_on_worker"):
-            return self._init_on_receiver(scheme, collector, proceed, args, kwargs)
+            return self._init_on_receiver(scheme, collector, proceed, given)
         if name == "connect" and scheme.initialized_on_sender:
-            return self._connect_sender(scheme, collector, proceed, args, kwargs)
+            return self._connect_sender(scheme, collector, proceed, given)
         if name == "connect":
-            return self._connect_receiver(scheme, proceed, args, kwargs)
-        if name in ("send", "send_async"):
-            return self._send(scheme, collector, name, proceed, args, kwargs)
+            return self._connect_receiver(scheme, proceed, given)
+        if name == "send":
+            return self._send(scheme, collector, proceed, given)
         return proceed(*args, **kwargs)
 
     def stands_for(self, context: object) -> bool:
@@ -119,15 +120,13 @@ class CollectorOwner:
         scheme: WeightSyncScheme,
         collector: Any,
         proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        given: dict[str, Any],
     ) -> None:
-        given = dict(kwargs)
         if not isinstance(scheme, RayWeightSyncScheme):
             actors = given.pop("remote_collectors", None)
             if actors is not None:
                 given.setdefault("num_workers", len(actors))
-        model_id = given.get("model_id", args[0] if args else None) or "policy"
+        model_id = given.get("model_id") or "policy"
         if not isinstance(scheme, NoWeightSyncScheme):
             refuse_no_module(collector, model_id)
             _refuse_ranks(collector)
@@ -136,48 +135,45 @@ class CollectorOwner:
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which
         # get theirs later. But RPCCollector has given its workers theirs already.
         may_separate = not hasattr(collector, "collector_rrefs")
-        if may_separate and scheme._is_copy and isinstance(scheme, _MET_ELSEWHERE):
+        if may_separate and is_copy(scheme) and isinstance(scheme, _MET_ELSEWHERE):
             separate(core_of(scheme))
         try:
-            proceed(*args, **given)
+            proceed(**given)
         except ConfigError:
             if not may_separate or scheme.initialized_on_sender:
                 raise
             separate(core_of(scheme))  # another copy listens already
-            proceed(*args, **given)
+            proceed(**given)
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
-        core = core_of(scheme)
-        if sources_of(core).weights is None and not sources_of(core).per_worker:
+        sources = sources_of(core_of(scheme))
+        if sources.weights is None and not sources.per_worker:
             if find_model(collector, model_id) is None and model_id == "policy":
-                made = from_factories(collector, sources_of(core).num_workers)
+                made = from_factories(collector, sources.num_workers)
                 self._made = made is not None
                 if isinstance(made, nn.Module):
-                    sources_of(core).weights = made
+                    sources.weights = made
                 elif made is not None:
-                    sources_of(core).per_worker = made
+                    sources.per_worker = made
         if isinstance(scheme, NoWeightSyncScheme):
             scheme.carry(find_model(collector, model_id))
-        elif model_id == "policy":
-            carry_buffers(scheme, collector)
 
     def _connect_sender(
         self,
         scheme: WeightSyncScheme,
         collector: Any,
         proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        given: dict[str, Any],
     ) -> None:
         processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
         if all(isinstance(getattr(process, "pid", None), int) for process in processes):
-            kwargs = {"processes": processes, **kwargs}
-        if (scheme.model_id or "policy") == "policy":
+            given.setdefault("processes", processes)
+        if (scheme.model_id or "policy") == "policy" and hasattr(collector, "procs"):
             refuse_missing_buffers(scheme, collector)
         if acts_itself(scheme, collector):
             guard_forwards(scheme, collector)
         try:
-            proceed(*args, **kwargs)
+            proceed(**given)
         except PartialSyncError as exc:
             if not _will_say_why(collector, exc):
                 raise
@@ -200,21 +196,19 @@ class CollectorOwner:
         self,
         scheme: WeightSyncScheme,
         collector: Any,
-        name: str,
         proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        given: dict[str, Any],
     ) -> Any:
-        weights = kwargs.get("weights", args[0] if args else None)
         if acts_itself(scheme, collector):
-            return send_to_itself(scheme, collector, name, proceed, args, kwargs)
+            return send_to_itself(scheme, collector, proceed, given)
         try:
-            result = proceed(*args, **kwargs)
+            result = proceed(**given)
         finally:
             self._count(scheme, collector)
-        if self._made and not isinstance(weights, str | None):
+        if self._made and not isinstance(given.get("weights"), str | None):
             # Where nothing is given, what was given last is sent, not what the factories made.
-            sources_of(core_of(scheme)).follow(weights, kwargs.get("worker_ids"))
+            sources = sources_of(core_of(scheme))
+            sources.follow(given["weights"], given.get("worker_ids"))
         return result
 
     def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
@@ -240,23 +234,21 @@ class CollectorOwner:
         scheme: WeightSyncScheme,
         collector: Any,
         proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        given: dict[str, Any],
     ) -> None:
-        given = dict(kwargs)
         rank = given.get("worker_idx")
         if rank and _own_idx(collector) is None:
             given["worker_idx"] = rank - 1  # a collector without an index: this is a rank, from 1
-        model_id = given.get("model_id", args[0] if args else None) or "policy"
+        model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
-        if has_workers(collector):
-            if model is None and given.get("model") is None and model_id == "policy":
+        if has_workers(collector) and model is None and given.get("model") is None:
+            if model_id == "policy":
                 # The workers make theirs; this one is only what they are sent.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
         if isinstance(scheme, RayWeightSyncScheme):
             scheme.apply_copy = True  # Ray's memory is read-only; load_state_dict() writes to it
-        proceed(*args, **given)
+        proceed(**given)
         self._attach(scheme, collector)
 
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
@@ -275,26 +267,22 @@ class CollectorOwner:
             change_hooks(core, applied=labels.flipped)
 
     def _connect_receiver(
-        self,
-        scheme: WeightSyncScheme,
-        proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, scheme: WeightSyncScheme, proceed: Callable[..., Any], given: dict[str, Any]
     ) -> None:
         if scheme.synchronized_on_receiver or self._connecting is not None:
             return
         if not rpc_runs() or lacks_memory(scheme.model):
-            proceed(*args, **kwargs)
+            proceed(**given)
             return
         # RPCCollector's trainer waits for this call before it begins to connect.
-        connect = functools.partial(_connect, proceed, args, kwargs)
+        connect = functools.partial(_connect, proceed, given)
         self._connecting = threading.Thread(target=connect, name="aiosync-connect", daemon=True)
         self._connecting.start()
 
 
-def _connect(proceed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
     try:
-        proceed(*args, **kwargs)
+        proceed(**given)
     except TransportClosed:
         return  # shut down: the collector registers another copy of the scheme
     except AiosyncError as exc:  # the trainer, who waits for this worker, says who is missing

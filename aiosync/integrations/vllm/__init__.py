@@ -11,13 +11,13 @@ See ``docs/topics/vllm.md``.
 
 from __future__ import annotations
 
+from aiosync.integrations.vllm._base import HAS_VLLM
 from aiosync.integrations.vllm._clients import AsyncLLMClient, HTTPClient, LLMClient
 from aiosync.integrations.vllm._info import (
     AiosyncInitInfo,
     AiosyncTrainerInitInfo,
     AiosyncUpdateInfo,
 )
-from aiosync.integrations.vllm._registration import register
 from aiosync.integrations.vllm._trainer import Activation, AiosyncTrainerEngine
 
 __all__ = [
@@ -31,5 +31,30 @@ __all__ = [
     "LLMClient",
     "register",
 ]
+
+_done = False
+
+
+def register() -> None:
+    """Register the engine's and the trainer's side as ``"aiosync"``. Idempotent.
+
+    Does nothing where there is no vLLM.
+    """
+    global _done
+    if _done or not HAS_VLLM:
+        return
+    _done = True
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    WeightTransferEngineFactory.register_engine(
+        "aiosync", f"{__name__}._worker", "AiosyncWeightTransferEngine"
+    )
+    WeightTransferTrainerFactory.register_engine(
+        "aiosync", f"{__name__}._trainer", "AiosyncTrainerEngine"
+    )
+
 
 register()

@@ -27,12 +27,12 @@ from aiosync.integrations.vllm._base import (
     VLLMWeightSyncClient,
     WeightSource,
 )
-from aiosync.integrations.vllm._control import Control
+from aiosync.integrations.vllm._clients import Control
 from aiosync.integrations.vllm._info import AiosyncTrainerInitInfo, address_of, sending_scheme
 from aiosync.schemes import SendHandle
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._portal import refuse_inside_loop
-from aiosync.types import SendReport
+from aiosync.sync._schemes import core_of, run_on_loop
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,6 +61,14 @@ class Activation:
     loading: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A version on its way, and what becomes of it: a future of the scheme's loop."""
+
+    version: int
+    outcome: asyncio.Future[AiosyncError | None]
+
+
 class AiosyncTrainerEngine(TrainerWeightTransferEngine):
     """Brings a trainer's weights into vLLM engines.
 
@@ -87,7 +95,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         """What the newest activation took."""
         self._info = init_info
         self._scheme: WeightSyncScheme | None = None
-        self._handle: SendHandle | None = None
+        self._staged: _Staged | None = None
         self._lock = threading.RLock()
         timeout = init_info.activation_timeout
         self._control = Control(client, pause=init_info.pause, timeout=timeout)
@@ -165,7 +173,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         with self._lock:
             scheme = self._require()
             self._control.init(self._info.for_workers(address_of(scheme)))
-            if self._handle is not None:
+            if self._staged is not None:
                 self.activate()
 
     # -- updates -------------------------------------------------------------------------------
@@ -213,14 +221,13 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             # One by one: gathered tensors are not all on an accelerator at a time.
             values = {name: tensor.detach().to("cpu") for name, tensor in given}
 
-            async def start() -> SendHandle:
+            async def start() -> _Staged:
                 # It ends when the version is activated, whenever that is.
-                handle = scheme._scheme.send_nowait(values, timeout=math.inf)
-                handle._future.add_done_callback(_seen)  # activate() says what went wrong
-                return handle
+                handle = core_of(scheme).send_nowait(values, timeout=math.inf)
+                return _Staged(handle.version, asyncio.ensure_future(_outcome_of(handle)))
 
-            self._handle = scheme._call(start())
-            return self._handle.version
+            self._staged = run_on_loop(scheme, start())
+            return self._staged.version
 
     def activate(self) -> Activation:
         """Wait until all workers have the newest staged version, and switch the engine to it.
@@ -237,27 +244,27 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         """
         with self._lock:
             scheme = self._require()
-            handle = self._handle
-            if handle is None:
+            newest = self._staged
+            if newest is None:
                 raise LocalProtocolError("activate(): call stage() first")
             began = time.perf_counter()
             self._check_workers(scheme)
-            scheme.wait_staged(handle.version, timeout=self._info.timeout)
+            scheme.wait_staged(newest.version, timeout=self._info.timeout)
             staged = time.perf_counter()
             try:
                 self._control.pause()
-                loading = self._switch(scheme, handle)
+                loading = self._switch(scheme, newest)
             except BaseException as exc:  # raised again, once the engine was told to go on
                 self._resume_after(exc)
                 raise
             self._control.resume()
             ended = time.perf_counter()
-            self.active_version = handle.version
-            self.last = Activation(handle.version, staged - began, ended - staged, loading)
+            self.active_version = newest.version
+            self.last = Activation(newest.version, staged - began, ended - staged, loading)
             return self.last
 
-    def _switch(self, scheme: WeightSyncScheme, handle: SendHandle) -> float:
-        control, version = self._control, handle.version
+    def _switch(self, scheme: WeightSyncScheme, staged: _Staged) -> float:
+        control, version = self._control, staged.version
         patience = min(10.0, self._info.activation_timeout / 2)
         began = time.perf_counter()
         try:
@@ -279,26 +286,20 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
                     control.update(version, timeout=1.0, undo=True)
                 with contextlib.suppress(AiosyncError):
                     control.finish()
-            said = self._said(scheme, handle)
+            said = self._said(scheme, staged)
             if said is not None:
                 raise said from exc
             raise
         return loading
 
-    def _said(self, scheme: WeightSyncScheme, handle: SendHandle) -> AiosyncError | None:
+    def _said(self, scheme: WeightSyncScheme, staged: _Staged) -> AiosyncError | None:
         """What the workers themselves said of this version."""
 
-        async def outcome() -> AiosyncError | None:
-            try:
-                async with asyncio.timeout(_WORD_SECONDS):
-                    await handle
-            except TimeoutError:
-                return None  # they said nothing: the engine did not get so far
-            except AiosyncError as exc:
-                return exc
-            return None
+        async def word() -> AiosyncError | None:
+            done, _ = await asyncio.wait({staged.outcome}, timeout=_WORD_SECONDS)
+            return staged.outcome.result() if done else None  # the engine did not get so far
 
-        return scheme._call(outcome())
+        return run_on_loop(scheme, word())
 
     def _resume_after(self, error: BaseException) -> None:
         try:
@@ -316,7 +317,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
     def shutdown(self) -> None:
         """Disconnect from the engine, which goes on with what it has. Idempotent, bounded."""
         scheme, self._scheme = self._scheme, None
-        self._handle = None
+        self._staged = None
         if scheme is not None:
             scheme.shutdown()
 
@@ -342,11 +343,14 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
                 for index in range(self._info.num_workers)
                 if index not in there
             }
-            version = None if self._handle is None else self._handle.version
+            version = None if self._staged is None else self._staged.version
             raise PartialSyncError(acked=(), failed=gone, version=version)
 
 
-def _seen(future: asyncio.Future[SendReport]) -> None:
-    """Keep the event loop from reporting a failure that nobody may ask for."""
-    if not future.cancelled():
-        future.exception()
+async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
+    """What went wrong with a send, which :meth:`AiosyncTrainerEngine.activate` says."""
+    try:
+        await handle
+    except AiosyncError as exc:
+        return exc
+    return None

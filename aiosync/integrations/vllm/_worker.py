@@ -9,10 +9,14 @@ side.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -28,17 +32,17 @@ from aiosync.errors import (
     LocalProtocolError,
     ManifestMismatch,
     RecvTimeout,
+    SyncTimeout,
 )
 from aiosync.integrations.vllm._base import WeightTransferEngine
 from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
-from aiosync.integrations.vllm._ranks import Ranks
 from aiosync.integrations.vllm._reference import Reference, of_checkpoint, of_tensors
-from aiosync.integrations.vllm._undo import Backup, Undo
 from aiosync.sync import WeightSyncScheme
 
 __all__ = ["AiosyncWeightTransferEngine"]
 
 _logger = logging.getLogger(__name__)
+_TEXT_NBYTES = 1024
 
 Item = tuple[str, torch.Tensor]
 
@@ -295,3 +299,174 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
 
 def _timeout(info: AiosyncInitInfo | None) -> float:
     return 30.0 if info is None else info.timeout
+
+
+# -- the workers of one engine do the same ------------------------------------------------------
+
+
+class Ranks:
+    """This worker among those of its engine.
+
+    Args:
+        parallel: vLLM's parallel configuration.
+    """
+
+    def __init__(self, parallel: Any) -> None:
+        self._rank: int = parallel.rank
+        self._size: int = parallel.world_size
+        self._texts: list[str] = []
+        self.index: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        """Over all data parallel replicas."""
+
+    def agree(self, error: Exception | None) -> bool:
+        """Whether no worker has an error. Every worker has to call it."""
+        group = get_world_group()
+        self._texts = []
+        if group.world_size == 1:
+            return error is None
+        said = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+        mine = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+        said = said[:_TEXT_NBYTES]
+        if said:
+            mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(group.world_size)]
+        dist.all_gather(every, mine, group=group.cpu_group)
+        texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in every]
+        self._texts = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        return not self._texts
+
+    def report(self, error: Exception | None) -> None:
+        """Raise what went wrong, on one worker of the engine.
+
+        On the last one: an executor that asks several workers stops at the first that fails, and
+        would take the answers of those after it for answers to its next question.
+        """
+        if self._size == 1:
+            assert error is not None
+            raise error
+        if self._rank == self._size - 1:
+            raise ApplyError("; ".join(self._texts) or str(error)) from error
+        _logger.warning("not loaded: %s", "; ".join(self._texts) or error)
+
+
+# -- undoing an update, bit for bit --------------------------------------------------------------
+#
+# vLLM's layerwise reload replaces parameters while it goes on, and what it leaves when it breaks
+# off is no model. So values are copied to host memory beforehand, in the background while the
+# engine generates, and what the modules consist of is noted when an update begins.
+
+
+class Backup:
+    """The values of a model's tensors, in host memory.
+
+    Args:
+        model: The model, in the format of the kernels.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Copy in a thread. The model must not change until :meth:`wait` returned."""
+        self._thread = threading.Thread(target=self._run, name="aiosync-backup", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors and their values, once they are copied.
+
+        Raises:
+            SyncTimeout: Copying takes longer than ``timeout`` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise SyncTimeout(f"the weights could not be copied within {timeout:g} s")
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return list(self._values.values())
+
+    def close(self) -> None:
+        """Let the copies go. Waits for the copy that is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._values = {}
+
+    def _run(self) -> None:
+        try:
+            self._copy()
+        except BaseException as exc:  # noqa: BLE001 - raised again by wait()
+            self._error = exc
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        old, self._values = self._values, {}
+        for tensor in _tensors(self._model):
+            _, copy = old.pop(id(tensor), (None, None))
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                pin = tensor.device.type == "cuda"
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+            copy.copy_(tensor.data)
+            self._values[id(tensor)] = (tensor, copy)
+
+
+class Undo:
+    """What a model consisted of when this was made; :meth:`restore` makes it so again.
+
+    Args:
+        model: The model, in the format of the kernels.
+        values: Its tensors and their values, from :meth:`Backup.wait`.
+    """
+
+    def __init__(self, model: nn.Module, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._values = [(tensor, tensor.data, copy) for tensor, copy in values]
+        # Attributes, too: some kernels keep packed weights in closures.
+        self._modules = [
+            (
+                module,
+                dict(module.__dict__),
+                dict(module._parameters),
+                dict(module._buffers),
+                set(module._non_persistent_buffers_set),
+            )
+            for module in model.modules()
+        ]
+        # Loaders of parameters that stay the same objects are wrapped during a reload.
+        self._attributes = [(tensor, dict(tensor.__dict__)) for tensor in _tensors(model)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back: modules, their attributes, parameters, buffers, values."""
+        for module, attributes, parameters, buffers, passing in self._modules:
+            _refill(module.__dict__, attributes)
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(passing)
+        for tensor, given in self._attributes:
+            _refill(tensor.__dict__, given)
+        for tensor, data, copy in self._values:
+            if tensor.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
+                tensor.data = data
+            tensor.data.copy_(copy)
+
+
+def _refill(target: dict[str, Any], values: dict[str, Any]) -> None:
+    target.clear()
+    target.update(values)
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer once, whichever modules share it."""
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            for tensor in group.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+    return list(found.values())

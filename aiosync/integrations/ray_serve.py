@@ -1,27 +1,37 @@
-"""The base of a deployment that follows a source of weights, and what Serve asks it.
+"""Ray Serve: each replica of a deployment keeps its model on the newest version.
 
-Must not import a web framework.
+:class:`WeightsMixin` gives a deployment a :class:`~aiosync.serving.WeightFeed` on the event loop
+on which Serve runs its code; :func:`admitted` makes a method answer with the version that it
+computed with; :class:`ReplicaWeightsMiddleware` does the same for an ingress. See
+``docs/topics/ray-serve.md``. Needs ``ray[serve]``. Must not be imported by the rest of aiosync.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
 import os
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Generic, TypeVar, overload
 
+from anyio import to_thread
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
+from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.protocol import validate_seconds
 from aiosync.receiver.transform import Transform
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
-from aiosync.serving import AdmissionGate, WeightFeed
+from aiosync.serving import Admission, AdmissionGate, WeightFeed
 from aiosync.tensors.apply import Loader
 
-__all__ = ["TOKEN_VARIABLE", "WeightsMixin"]
+__all__ = ["TOKEN_VARIABLE", "Answer", "ReplicaWeightsMiddleware", "WeightsMixin", "admitted"]
 
 TOKEN_VARIABLE = "AIOSYNC_TOKEN"
 """Variable of a replica's environment with the token for a source that is given as an address."""
@@ -215,3 +225,195 @@ def _replica_name() -> str:
     except RayServeException:  # not in a replica, as in a test of the deployment's class
         return f"process {os.getpid()}"
     return f"replica {replica.replica_tag} of {replica.app_name}#{replica.deployment}"
+
+
+# -- methods as requests, whose answers name their version --------------------------------------
+
+_OWN = ("min_version", "epoch")  # keywords that `admitted` takes out of a call
+
+_R = TypeVar("_R")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[_T_co]):
+    """What an :func:`admitted` method returns.
+
+    Attributes:
+        value: What the method returned, or one of the things that it yielded.
+        version: Version of the weights; the oldest that may have contributed, if several did.
+        epoch: Epoch of that version, if the source has any.
+        versions: All that may have contributed, in the order in which they came. One, unless
+            the gate's mode is ``"immediate"``.
+    """
+
+    value: _T_co
+    version: int
+    epoch: int | None
+    versions: tuple[int, ...]
+
+
+@overload
+def admitted(
+    method: Callable[..., Coroutine[Any, Any, _R]], /
+) -> Callable[..., Coroutine[Any, Any, Answer[_R]]]: ...
+
+
+@overload
+def admitted(  # type: ignore[overload-overlap]  # what gives an iterator is a function, too
+    method: Callable[..., AsyncIterator[_R]], /
+) -> Callable[..., AsyncIterator[Answer[_R]]]: ...
+
+
+@overload
+def admitted(method: Callable[..., _R], /) -> Callable[..., Coroutine[Any, Any, Answer[_R]]]: ...
+
+
+@overload
+def admitted(*, timeout: float | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def admitted(
+    method: Callable[..., Any] | None = None, /, *, timeout: float | None = None
+) -> Callable[..., Any]:
+    """Make a method of a deployment a request at the gate, and tell the version with its result.
+
+    For ``async def`` methods and asynchronous generators, whose items are wrapped one by one
+    while the admission lasts until the last of them. A method without ``async`` runs in a
+    thread, as Serve does it, and is a part of the admission until the thread is done, also when
+    the caller has given up.
+
+    Callers may add the keywords ``min_version`` and ``epoch``, as for
+    :meth:`aiosync.serving.AdmissionGate.request`; the method does not see them. Callers get
+    ``AdmissionTimeout`` if no such version arrives in time: they may try again.
+
+    Args:
+        method: The method, of a :class:`WeightsMixin`. One with ``@serve.batch`` is called from
+            it: the requests of a batch are inside together, so that it sees one version.
+        timeout: Seconds that a request waits to be admitted; ``None`` takes the gate's.
+
+    Returns:
+        A coroutine function, or an asynchronous generator function, of :class:`Answer`.
+
+    Raises:
+        ConfigError: It is a generator without ``async``, has ``@serve.batch``, or a parameter of
+            these names.
+    """
+    if method is None:
+        return partial(_admitted, timeout=timeout)
+    return _admitted(method, timeout=timeout)
+
+
+def _admitted(method: Callable[..., Any], *, timeout: float | None) -> Callable[..., Any]:
+    name = getattr(method, "__qualname__", repr(method))
+    if not callable(method):
+        raise ConfigError(f"admitted() is for methods, not for {name}")
+    if inspect.isgeneratorfunction(method):
+        raise ConfigError(f"{name} is a generator: make it `async def` to be admitted")
+    if hasattr(method, "set_max_batch_size"):
+        raise ConfigError(f"{name} has @serve.batch: call it from an admitted method")
+    for taken in set(inspect.signature(method).parameters) & set(_OWN):
+        raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() uses itself")
+
+    def begin(deployment: Any, options: dict[str, Any]) -> Admission:
+        feed = getattr(deployment, "weight_feed", None)
+        if not isinstance(feed, WeightFeed):
+            raise LocalProtocolError(f"{name} is admitted, so its class must be a WeightsMixin")
+        wanted = {key: options.pop(key) for key in _OWN if key in options}
+        return feed.request(timeout=timeout, **wanted)
+
+    if inspect.isasyncgenfunction(method):
+
+        @wraps(method)
+        async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Answer[Any]]:
+            admission = begin(self, kwargs)
+            async with admission:
+                items = method(self, *args, **kwargs)
+                try:
+                    async for item in items:
+                        yield _answer(item, admission)
+                finally:
+                    await items.aclose()
+
+        return stream
+
+    compute = method if inspect.iscoroutinefunction(method) else _threaded(method)
+
+    @wraps(method)
+    async def unary(self: Any, *args: Any, **kwargs: Any) -> Answer[Any]:
+        admission = begin(self, kwargs)
+        async with admission:
+            value = await compute(self, *args, **kwargs)
+        return _answer(value, admission)
+
+    return unary
+
+
+def _answer(value: _R, admission: Admission) -> Answer[_R]:
+    versions = admission.versions
+    return Answer(value, versions[0], admission.epoch, versions)
+
+
+def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        # anyio's threads are those that Serve runs methods without `async` in: as many as
+        # max_ongoing_requests, with the context of the request.
+        working = asyncio.ensure_future(to_thread.run_sync(partial(function, *args, **kwargs)))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            # The thread goes on: no switch may come before it has ended.
+            while not working.done():
+                with suppress(asyncio.CancelledError):  # raised again below
+                    await asyncio.wait([working])
+            if not working.cancelled():
+                working.exception()  # nobody waits for it any more
+            raise
+
+    return call
+
+
+# -- an ingress ------------------------------------------------------------------------------------
+
+
+class ReplicaWeightsMiddleware:
+    """:class:`aiosync.integrations.asgi.WeightsMiddleware` for ``@serve.ingress(app)``.
+
+    ::
+
+        app = FastAPI()
+        app.add_middleware(ReplicaWeightsMiddleware)
+
+        @serve.deployment
+        @serve.ingress(app)
+        class Policy(WeightsMixin): ...
+
+    The app is made, and pickled, before there is a replica; so this finds the feed of its
+    replica by itself when the first request comes.
+
+    Args:
+        app: The application inside.
+        options: As for :class:`aiosync.integrations.asgi.WeightsMiddleware`, without ``feed``.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], **options: Any) -> None:
+        self._app = app
+        self._options = options
+        self._inner: Callable[..., Awaitable[None]] | None = None
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[..., Any],
+        send: Callable[..., Any],
+    ) -> None:
+        """Serve one connection; ASGI 3."""
+        if scope["type"] == "lifespan":  # the feed is that of the replica, and started by it
+            await self._app(scope, receive, send)
+            return
+        if self._inner is None:
+            replica: Any = serve.get_replica_context().servable_object
+            if not isinstance(replica, WeightsMixin):
+                raise LocalProtocolError(f"{type(replica).__name__} is not a WeightsMixin")
+            self._inner = WeightsMiddleware(self._app, replica.weight_feed, **self._options)
+        await self._inner(scope, receive, send)

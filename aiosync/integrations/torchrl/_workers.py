@@ -1,0 +1,208 @@
+"""A worker's collector: the versions that it stamps on data, and workers of its own.
+
+TorchRL stamps data with the version that computed the action. A collector asks its tracker for it
+at each step of the environment, some time after the forward pass that computed the action. An
+update that comes in between must not change the answer, so the tracker learns of it when the next
+forward begins. Must not import collectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from aiosync.receiver.guard import Guard
+from aiosync.sync import WeightSyncScheme
+
+__all__ = ["Cascade", "Labels", "has_workers"]
+
+# What collects. Of an LLMCollector `rollout` is a property, and one of the others what it returns.
+_ROLLOUTS = ("rollout", "_rollout_all", "_rollout_yield_trajs", "_rollout_yield_trajs_async")
+
+
+class Labels:
+    """Keeps the tracker of a collector at the version of its policy.
+
+    The tracker starts where it is; it grows by one with every version that the trainer sends
+    after the initial weights, whether or not this worker got all of them.
+
+    Args:
+        collector: Has ``policy_version_tracker``; referred to weakly.
+        guard: Of the scheme; knows when forward passes begin.
+        version: Version that the policy has already; 0 if the initial weights are to come.
+        sees_forwards: Whether forward passes are reads of the guard. If not, the tracker grows at
+            once, and an action's label may be newer than the action.
+    """
+
+    def __init__(self, collector: Any, guard: Guard, version: int, *, sees_forwards: bool) -> None:
+        self._collector = weakref.ref(collector)
+        self._guard = guard
+        self._epoch: int | None = None
+        self._version = version
+        self._grown = 0  # by how much the tracker is behind
+        self._sees_forwards = sees_forwards
+        self._lock = threading.Lock()
+        self._rollouts = 0  # under way, in any thread
+        if sees_forwards:
+            self._watch(collector)
+
+    def flipped(self, epoch: int, version: int) -> None:
+        """The policy has another version now. Called under the guard, on any thread.
+
+        Args:
+            epoch: Of the trainer.
+            version: What the policy has. The first one is what it begins with.
+        """
+        collector = self._collector()
+        tracker = getattr(collector, "policy_version_tracker", None)
+        if tracker is None:
+            return
+        if not self._version:
+            self._epoch, self._version = epoch, version
+            return
+        restarted = self._epoch is not None and epoch != self._epoch
+        grown = 1 if restarted else version - self._version
+        self._epoch, self._version = epoch, version
+        with self._lock:
+            self._grown += grown
+            if self._rollouts:
+                self._guard.before_next_read = self._set
+                return
+        self._set()
+
+    def _set(self) -> None:
+        collector = self._collector()
+        with self._lock:
+            grown, self._grown = self._grown, 0
+        if collector is None or not grown:
+            return
+        tracker = collector.policy_version_tracker
+        if isinstance(getattr(tracker, "version", None), int):
+            # Not increment_version(): it keeps a history that grows for ever.
+            tracker.version += grown
+        else:
+            tracker.increment_version()  # names of versions, which cannot be counted
+
+    # -- whether it collects -------------------------------------------------------------------
+
+    def _watch(self, collector: Any) -> None:
+        """Know when the collector is in ``rollout()``, where an action may wait for its label.
+
+        Not from the frames of other threads: whoever looks at those keeps their variables, and
+        may be the one who destroys them. Some of torch's must end in the thread they began in.
+        """
+        for name in _ROLLOUTS:
+            rollout = getattr(type(collector), name, None)
+            if inspect.isfunction(rollout):
+                setattr(collector, name, self._watched(rollout, weakref.ref(collector)))
+
+    def _watched(self, rollout: Any, of: weakref.ref[Any]) -> Callable[..., Any]:
+        @functools.wraps(rollout)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._rollouts += 1
+            try:
+                return rollout(of(), *args, **kwargs)
+            finally:
+                with self._lock:
+                    self._rollouts -= 1
+
+        return watched
+
+
+# -- nested collectors --------------------------------------------------------------------------
+
+
+def has_workers(collector: Any) -> bool:
+    """Whether a collector sends weights on to others."""
+    return bool(getattr(collector, "_weight_sync_schemes", None)) or hasattr(collector, "procs")
+
+
+class Cascade:
+    """Passes what a collector receives on to its own workers, by its own scheme.
+
+    The trainer's ``send()`` returns when they, too, have it; what goes wrong there is raised
+    there.
+
+    Args:
+        collector: The collector in between; referred to weakly.
+        scheme: The scheme by which it receives.
+    """
+
+    def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
+        self._collector = weakref.ref(collector)
+        self._scheme = weakref.ref(scheme)
+        # What its workers have, as long as that is of interest. They began with these weights;
+        # what the trainer begins with is mostly the same, and so is what RayCollector sends
+        # right after that. Passing on the same again would count as one version more.
+        self._known: dict[str, torch.Tensor] | None = _copy_of(scheme.model)
+        self._looks = 2
+
+    async def pass_on(self, epoch: int, version: int) -> None:
+        """Update the collector's workers, in a thread of its own, and wait for them."""
+        del epoch, version
+        # The collector's call blocks, and its scheme may use this very loop. A thread of a pool
+        # would keep a process from ending whose workers do not answer.
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if done.done():
+                return  # cancelled: the scheme was closed
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                self._update()
+            except BaseException as exc:  # noqa: BLE001 - raised in the relay, for the trainer
+                error = exc
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=run, name="aiosync-cascade", daemon=True).start()
+        await done
+
+    def _update(self) -> None:
+        collector, scheme = self._collector(), self._scheme()
+        if collector is None or scheme is None:
+            return
+        with scheme.reading():  # nothing newer may come in between
+            now = _copy_of(scheme.model) if self._looks else None
+            before, self._known = self._known, None
+            self._looks = max(0, self._looks - 1)
+            if before is not None and _equal(before, now):
+                self._looks = 0  # what comes next is an update
+                return
+            collector.update_policy_weights_(
+                policy_or_weights=scheme.weights, model_id=scheme.model_id
+            )
+            if self._looks:
+                self._known = now  # not before: it may have failed
+
+
+def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
+    if not isinstance(model, nn.Module):
+        return None
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return None
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor] | None) -> bool:
+    if other is None or one.keys() != other.keys():
+        return False
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
