@@ -18,7 +18,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from multiprocessing import active_children
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ from aiosync.transports.base import Received, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update, encode_frame
 
-__all__ = ["Arrived", "Copier", "Endpoint", "Link", "Snapshot", "naming", "rebuild", "wait_for_any"]
+__all__ = ["Arrived", "Copier", "Endpoint", "Link", "Snapshot", "naming", "rebuild"]
 
 _T = TypeVar("_T")
 
@@ -145,6 +145,7 @@ class Endpoint:
             those that have not left.
         settles: Keep only the newest update of each model that arrives, and say at once that it
             is here; otherwise keep each until it is acknowledged or taken.
+        changed: Wakes whoever waits for this or for another endpoint.
 
     Attributes:
         error: What ended the link; ``None`` while it has not.
@@ -152,7 +153,9 @@ class Endpoint:
         tasks: Owner of what runs for as long as the link.
     """
 
-    def __init__(self, sock: socket.socket, *, patient: bool, settles: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, *, patient: bool, settles: bool, changed: Notifier
+    ) -> None:
         self._sock = sock
         self._transport = aio.MPTransport(sock, name="the other end of the pipe")
         self._patient = patient
@@ -170,7 +173,7 @@ class Endpoint:
         self._written = 0
         self.error: BaseException | None = None
         self.heard: bool = False
-        self._changed = Notifier()
+        self._changed = changed
         self.tasks: TaskOwner = TaskOwner(self._fail)
         self.tasks.start(self._read(), "aiosync legacy read")
         self.tasks.start(self._write(), "aiosync legacy write")
@@ -288,6 +291,11 @@ class Endpoint:
 
     # -- receiving -----------------------------------------------------------------------------
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether an update is here."""
+        return bool(self._arrived)
+
     async def peek(self, timeout: float | None) -> Arrived | None:
         """The oldest update that is here, which stays; ``None`` when none comes in time."""
         return self._arrived[0] if await self.until(lambda: self._arrived, timeout) else None
@@ -301,11 +309,6 @@ class Endpoint:
             if self._settles:
                 await self._until_written(_ANSWER_SECONDS)  # this process may end with it
         return arrived
-
-    async def until_ready(self) -> None:
-        """Wait until :meth:`take` would return an update, or raise, at once."""
-        with contextlib.suppress(AiosyncError):  # take() raises it
-            await self.until(lambda: self._arrived)
 
     async def acknowledge(self, arrived: Arrived, error: BaseException | None = None) -> None:
         """Say that an update was applied, or why it was not, and keep it no longer.
@@ -425,7 +428,8 @@ class Link:
 
     Args:
         pipe: ``multiprocessing`` connection of a two-way pipe, or a connected Unix socket.
-        settles: As for :class:`Endpoint`.
+        settles: As for :class:`Endpoint`, like the next one.
+        changed: One of its own by default.
 
     Attributes:
         patient: As for :class:`Endpoint`; may be changed until it is used.
@@ -434,9 +438,12 @@ class Link:
         ConfigError: The pipe is neither; nothing was closed.
     """
 
-    def __init__(self, pipe: Any, *, settles: bool = False) -> None:
+    def __init__(
+        self, pipe: Any, *, settles: bool = False, changed: Notifier | None = None
+    ) -> None:
         self._sock: socket.socket | None = _take_socket(pipe)
         self._settles = settles
+        self._changed = Notifier() if changed is None else changed
         self._pid = os.getpid()  # of its user, later on
         self._greeted = False
         self._lease: Lease | None = None
@@ -477,9 +484,8 @@ class Link:
         async def run() -> _T:
             if self._tenant.endpoint is None:
                 assert self._sock is not None
-                self._tenant.endpoint = Endpoint(
-                    self._sock, patient=self.patient, settles=self._settles
-                )
+                options = {"patient": self.patient, "settles": self._settles}
+                self._tenant.endpoint = Endpoint(self._sock, changed=self._changed, **options)
                 self._sock = None
             return await function(self._tenant.endpoint)
 
@@ -502,17 +508,11 @@ class Link:
         except TransportClosed:
             return False
 
-    def poll(self, timeout: float | None) -> bool:
-        """Whether an update, or the end of the link, is there in time."""
-
-        async def wait(endpoint: Endpoint) -> bool:
-            try:
-                await asyncio.wait_for(endpoint.until_ready(), timeout)
-            except TimeoutError:
-                return False
-            return True
-
-        return self.call("poll", wait)
+    @property
+    def is_ready(self) -> bool:
+        """Whether an update, or the end of the link, is there; looks, and does not wait."""
+        endpoint = self._tenant.endpoint
+        return endpoint is not None and (endpoint.has_arrived or endpoint.error is not None)
 
     def finish(self, seconds: float) -> None:
         """Before the program ends: let child processes that start up get what was sent to them."""
@@ -548,31 +548,6 @@ class Link:
             sock.close()
 
     __del__ = abort
-
-
-def wait_for_any(links: Sequence[Link], timeout: float | None) -> None:
-    """Wait until an update can be taken from one of the links, or one has ended.
-
-    Args:
-        links: At least one, all of this process.
-        timeout: Seconds; ``None`` waits as long as it takes.
-    """
-
-    async def itself(endpoint: Endpoint) -> Endpoint:
-        return endpoint
-
-    endpoints = [link.call("receive_weights", itself) for link in links]
-
-    async def wait(_: Endpoint) -> None:
-        looks = [asyncio.ensure_future(endpoint.until_ready()) for endpoint in endpoints]
-        try:
-            await asyncio.wait(looks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
-
-    links[0].call("receive_weights", wait)
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

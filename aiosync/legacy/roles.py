@@ -6,6 +6,7 @@ users alike; or none, where a scheme has links of the newer generation. Must not
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 import warnings
@@ -45,10 +46,26 @@ _GRACE_SECONDS = 2.0  # that sends wait for workers that never attached, from th
 _READ_SECONDS = 60.0  # that an update waits for the forwards of other threads
 
 
-class OfScheme:
-    """A pickle has the scheme and nothing else."""
+class OfScheme(abc.ABC):
+    """What has transports of a scheme. A pickle has the scheme and nothing else."""
 
     _scheme: WeightSyncScheme
+
+    @abc.abstractmethod
+    def _ends(self) -> Iterable[Any]:
+        """The transports."""
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Close every transport that can be closed.
+
+        Args:
+            at_once: Without waiting, for destructors and signal handlers.
+        """
+        for transport in self._ends():
+            if at_once and isinstance(transport, MPTransport):
+                transport.link.abort()
+            elif hasattr(transport, "close"):  # what users bring need not have it
+                transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_scheme": self._scheme}
@@ -322,21 +339,8 @@ class WeightSender(OfScheme):
                 stacklevel=3,
             )
 
-    def close(self) -> None:
-        """Close every transport that can be closed."""
-        _close_all(self._transports.values())
-
-    def abort(self) -> None:
-        """The same at once, for destructors and signal handlers."""
-        _close_all(self._transports.values(), at_once=True)
-
-
-def _close_all(transports: Iterable[Any], *, at_once: bool = False) -> None:
-    for transport in transports:
-        if at_once and isinstance(transport, MPTransport):
-            transport.link.abort()
-        elif hasattr(transport, "close"):  # what users bring need not have it
-            transport.close()
+    def _ends(self) -> Iterable[Any]:
+        return self._transports.values()
 
 
 # -- receiving ------------------------------------------------------------------------------------
@@ -354,11 +358,12 @@ class _Destination:
         self.context_ref: weakref.ref[Any] | None = None
         self._model_id = scheme.model_id
         self._options = (scheme.strict, scheme.apply_copy)
-        self._guard: Guard = guard_of(core_of(scheme))
+        self.guard: Guard = guard_of(core_of(scheme))
         self._hooks = scheme.guard == "forward"
         self._target: Target | None = None
         self._current: Snapshot | Arrived | None = None  # what the model views
-        self.count: int = 0  # of updates that were taken
+        self._count = self._reported = 0  # updates that were taken
+        self._refused: Exception | None = None
 
     @property
     def context(self) -> Any:
@@ -384,7 +389,7 @@ class _Destination:
             strict, _ = self._options
             self._target = None if model is None else Target(model, strict=strict)
             if self._hooks and why_unguarded(model) is None:
-                self._guard.install(model)
+                self.guard.install(model)
         return model
 
     def prepare(self) -> None:
@@ -427,11 +432,11 @@ class _Destination:
             LocalProtocolError: This thread is in a forward.
             SyncTimeout: One of another thread did not end.
         """
-        self.refuse_inside_read()
+        self.guard.refuse_inside_read("receive")
         change = self._change(weights)
         other = ThreadPoolExecutor(1)
         try:
-            guard, patience = self._guard, _READ_SECONDS
+            guard, patience = self.guard, _READ_SECONDS
             other.submit(guard.between_reads, change, advice="", patience=patience).result()
         finally:
             other.shutdown(wait=False)  # after Ctrl-C it goes on, and splits nothing
@@ -457,58 +462,40 @@ class _Destination:
                     f"{self._model_id!r}"
                 )
             change = self._change(arrived)
-            while not self._guard.exclusively(change, timeout=0.0):
+            while not self.guard.exclusively(change, timeout=0.0):
                 if time.monotonic() > give_up:
                     raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
-                await self._guard.wait_free(1.0)
+                await self.guard.wait_free(1.0)
         except Exception as exc:
             await endpoint.acknowledge(arrived, exc)
             raise
-        self.count += 1
+        self._count += 1
         await endpoint.acknowledge(arrived)
         return True
 
-    def refuse_inside_read(self) -> None:
-        """Raise if this thread is in a forward, which no update can wait for."""
-        self._guard.refuse_inside_read("receive")
+    async def follow(self, endpoint: Endpoint) -> None:
+        """Take all that comes, without a call of the program, for as long as the link lives."""
+        endpoint.tasks.start(self._follow(endpoint), "aiosync legacy follow")
 
-    def let_go(self) -> None:
-        """Guard no forwards any more."""
-        self._guard.uninstall()
-
-
-class _Follower:
-    """Has a model follow what comes, between two forwards, and without a call of the program."""
-
-    def __init__(self, destination: _Destination) -> None:
-        self._destination = destination
-        self._reported = 0
-        self._error: Exception | None = None
-
-    async def start(self, endpoint: Endpoint) -> None:
-        """Follow for as long as the link lives."""
-        endpoint.tasks.start(self._run(endpoint), "aiosync legacy follow")
-
-    async def _run(self, endpoint: Endpoint) -> None:
+    async def _follow(self, endpoint: Endpoint) -> None:
         while endpoint.error is None:
             try:
-                await self._destination.take(endpoint, None)
+                await self.take(endpoint, None)
             except Exception as exc:  # noqa: BLE001 - receive() raises it
                 if endpoint.error is None:  # else that is raised
-                    self._error = without_frames(exc)
+                    self._refused = without_frames(exc)
             endpoint.notify()
 
     async def news(self, endpoint: Endpoint, timeout: float | None) -> bool:
         """Whether there is an update that was not reported, within ``timeout`` seconds."""
-        taken = self._destination
         if not await endpoint.until(
-            lambda: self._error is not None or taken.count > self._reported, timeout
+            lambda: self._refused is not None or self._count > self._reported, timeout
         ):
             return False
-        if taken.count > self._reported:
-            self._reported = taken.count
+        if self._count > self._reported:
+            self._reported = self._count
             return True
-        error, self._error = self._error, None
+        error, self._refused = self._refused, None
         assert error is not None
         raise error
 
@@ -524,8 +511,7 @@ class WeightReceiver(OfScheme):
         self._scheme = scheme
         self._transport: Any = None  # programs looked at its pipe
         self._destination = _Destination(scheme)
-        self._follows = False
-        self._follower: _Follower | None = None
+        self._is_to_follow = self._follows = False
 
     @property
     def context(self) -> Any:
@@ -571,14 +557,14 @@ class WeightReceiver(OfScheme):
         self._destination.prepare()
         if follows:
             self._destination.check_guarded()
-            self._follows = True
+            self._is_to_follow = True
             self._begin_to_follow()
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.
-        if self._follows and self._follower is None and self.model is not None:
-            self._follower = _Follower(self._destination)
-            self._transport.link.call("init_on_worker", self._follower.start)
+        if self._is_to_follow and not self._follows and self.model is not None:
+            self._transport.link.call("init_on_worker", self._destination.follow)
+            self._follows = True
 
     @property
     def model(self) -> Any:
@@ -614,8 +600,8 @@ class WeightReceiver(OfScheme):
             return self._scheme.receive(timeout=timeout) is not None
         try:
             self._begin_to_follow()
-            if self._follower is not None:
-                news = self._follower.news
+            if self._follows:
+                news = self._destination.news
                 return bool(transport.link.call("receive", lambda end: news(end, timeout)))
             if isinstance(transport, MPTransport):
                 return self._receive_from(transport, timeout)
@@ -627,7 +613,7 @@ class WeightReceiver(OfScheme):
 
     def _receive_from(self, transport: MPTransport, timeout: float | None) -> bool:
         taken, call = self._destination, transport.link.call
-        taken.refuse_inside_read()
+        taken.guard.refuse_inside_read("receive")
         if self.model is not None:
             return call("receive", lambda end: taken.take(end, timeout))
         if call("receive", lambda end: end.peek(timeout)) is None:
@@ -673,11 +659,10 @@ class WeightReceiver(OfScheme):
         if not isinstance(transport, MPTransport) or transport.owes_ack:
             self._answer(transport, "updated")
 
-    def close(self) -> None:
-        """Close the transport, if it can be closed."""
-        self._destination.let_go()
-        _close_all([self._transport])
+    def _ends(self) -> Iterable[Any]:
+        return [self._transport]
 
-    def abort(self) -> None:
-        """The same at once, for destructors and signal handlers."""
-        _close_all([self._transport], at_once=True)
+    def close(self, *, at_once: bool = False) -> None:
+        """See :meth:`WeightSender.close`."""
+        self._destination.guard.uninstall()
+        super().close(at_once=at_once)

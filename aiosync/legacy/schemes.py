@@ -196,7 +196,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             sender.close()
             raise
         self.context, self._sender = context, sender
-        self.model = weights if model is None else model
+        sources_of(self._scheme).replace(weights if model is None else model)
 
     def _transport_for(self, end: Any) -> Any:
         """What a role has of one end. The worker of a pipe may come at any time."""
@@ -379,7 +379,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Close at once from synchronous code, for destructors and signal handlers."""
         for side in (self._sender, self._receiver):
             if side is not None:
-                side.abort()
+                side.close(at_once=True)
         super().abort()
 
 

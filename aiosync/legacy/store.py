@@ -6,23 +6,33 @@ format; nothing is pickled, and no process group is touched. Must not import sch
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed import DistError
 
 from aiosync.errors import AckTimeout, LocalProtocolError, RemoteProtocolError, TransportBroken
-from aiosync.legacy.endpoint import rebuild
+from aiosync.legacy.endpoint import Copier, naming, rebuild
 from aiosync.protocol import VersionClock
-from aiosync.tensors import FlatBuffer, Flattener, Layout
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors import FlatBuffer, Layout
 from aiosync.wire import ManifestMessage, Setup, Update, decode_header, encode_header
 
 __all__ = ["DistributedTransport"]
 
 _PART_NBYTES = 4 * 2**20  # a TCPStore hangs at values above 8 MiB
 _PAUSE_SECONDS = (0.001, 0.05)  # first and last, between two looks at the store
+
+
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    """Say what it means that the store raised something."""
+    try:
+        yield
+    except (DistError, RuntimeError) as exc:
+        raise TransportBroken(f"the store is gone: {exc}") from exc
 
 
 class DistributedTransport:
@@ -45,6 +55,7 @@ class DistributedTransport:
         self.sync = sync
         self.timeout = timeout
         self._clock = VersionClock()
+        self._copier = Copier()
         self._received = 0
         self._pending: deque[int] = deque()
         self._unanswered: deque[int] = deque()
@@ -55,7 +66,7 @@ class DistributedTransport:
     def _wait(self, key: str, timeout: float | None) -> bytes | None:
         give_up = None if timeout is None else time.monotonic() + timeout
         pause = _PAUSE_SECONDS[0]
-        try:
+        with _reaching():
             # A wait in the store would write to stderr when it ends without success, and keep
             # Ctrl-C from being seen.
             while not self._store.check([key]):
@@ -64,8 +75,6 @@ class DistributedTransport:
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS[1])
             return self._take(key)
-        except (DistError, RuntimeError) as exc:
-            raise TransportBroken(f"the store is gone: {exc}") from exc
 
     def _take(self, key: str) -> bytes:
         data = bytes(self._store.get(key))
@@ -98,29 +107,23 @@ class DistributedTransport:
         self._pending.popleft()
 
     def _post(self, model_id: str, weights: Any) -> int:
-        flattener = Flattener()
-        prepared = flattener.prepare(weights)
-        layout = prepared.layout
-        flat = FlatBuffer(layout.nbytes)
-        flattener.copy_into(prepared, flat)
-        version = self._clock.next()
-        form = b"tensordict" if is_tensordict(weights) else b"state_dict"
-        update = Update(self._clock.epoch, version, layout.digest, values=prepared.values)
+        snapshot, version = self._copier.copy(weights), self._clock.next()
+        layout = snapshot.layout
+        update = Update(self._clock.epoch, version, layout.digest, values=snapshot.values)
         parts: list[bytes | memoryview] = [
-            encode_header(Setup("model", model_id, form)),
+            encode_header(naming(model_id, snapshot.form)),
             encode_header(ManifestMessage(layout.manifest)),
             encode_header(update),
-            flat.memoryview()[: layout.nbytes],
+            snapshot.payload,
         ]
         packed = b"".join(b"".join((len(part).to_bytes(8, "little"), part)) for part in parts)
-        try:
+        self._copier.free(snapshot)
+        with _reaching():
             starts = range(0, len(packed), _PART_NBYTES)
             for index, start in enumerate(starts):
                 part = packed[start : start + _PART_NBYTES]
                 self._store.set(self._key(version, f"part{index}"), part)
             self._store.set(self._key(version, "in"), str(len(starts)))
-        except (DistError, RuntimeError) as exc:
-            raise TransportBroken(f"the store is gone: {exc}") from exc
         return version
 
     def wait_ack(self) -> None:
@@ -172,10 +175,8 @@ class DistributedTransport:
     def _read(self, version: int, data: bytes) -> tuple[str, Any]:
         if not data.isdigit():
             raise RemoteProtocolError("the store holds something other than weights")
-        try:
+        with _reaching():
             parts = [self._take(self._key(version, f"part{index}")) for index in range(int(data))]
-        except (DistError, RuntimeError) as exc:
-            raise TransportBroken(f"the store is gone: {exc}") from exc
         return _unpack(memoryview(b"".join(parts)))
 
     def send_ack(self, message: str = "updated") -> None:
@@ -193,16 +194,15 @@ class DistributedTransport:
         self._answer(self._unanswered.popleft(), message)
 
     def _answer(self, version: int, message: str) -> None:
-        try:
+        with _reaching():
             self._store.set(self._key(version, "out"), message)
-        except (DistError, RuntimeError) as exc:
-            raise TransportBroken(f"the store is gone: {exc}") from exc
 
     def check_connection(self) -> bool:
         """Whether the store answers."""
         try:
-            self._store.check([self._key(0, "in")])
-        except (DistError, RuntimeError):
+            with _reaching():
+                self._store.check([self._key(0, "in")])
+        except TransportBroken:
             return False
         return True
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from aiosync._tasks import Notifier
 from aiosync.errors import (
-    AckTimeout,
     ApplyError,
     ConfigError,
     LocalProtocolError,
@@ -20,7 +20,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from aiosync.legacy.endpoint import Arrived, Copier, Endpoint, Link, Snapshot, wait_for_any
+from aiosync.legacy.endpoint import Arrived, Copier, Link, Snapshot
 from aiosync.legacy.strategy import WeightStrategy, nested
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
@@ -86,7 +86,8 @@ class PipeView:
 
         ``None`` waits as long as it takes.
         """
-        return self._transport.link.poll(timeout)
+        link = self._transport.link
+        return link.call("poll", lambda end: end.until(lambda: link.is_ready, timeout))
 
     def recv(self) -> tuple[tuple[str, Any], str]:
         """Wait for weights; ``receiver.apply_weights()`` or ``send_ack()`` answers them.
@@ -126,7 +127,8 @@ class MPTransport(_Closing):
     def __init__(self, pipe_connection: Any, timeout: float | None = 10.0) -> None:
         self.timeout = timeout
         self.pipe: PipeView = PipeView(self)
-        self.link: Link = Link(pipe_connection)
+        is_link = isinstance(pipe_connection, Link)
+        self.link: Link = pipe_connection if is_link else Link(pipe_connection)
         self._copier = Copier()
         self._pending: deque[_Sent] = deque()
         self._unanswered: deque[Arrived] = deque()
@@ -288,7 +290,8 @@ class SharedMemTransport(_Closing):
         self.auto_register = auto_register
         self.policy_weights: dict[str, TensorDictBase] = {}
         self._in_place: set[str] = set()  # models whose tensors the program has
-        self._links: list[Link] = []
+        self._ends: list[MPTransport] = []
+        self._changed = Notifier()
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -305,7 +308,8 @@ class SharedMemTransport(_Closing):
         Raises:
             ConfigError: It is not two-way (a ``ValueError``).
         """
-        self._links.append(Link(pipe, settles=True))
+        link = Link(pipe, settles=True, changed=self._changed)
+        self._ends.append(MPTransport(link, _REGISTER_SECONDS))
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -353,35 +357,21 @@ class SharedMemTransport(_Closing):
         snapshot = self._copier.copy(self.policy_weights[model_id])
         give_up = time.monotonic() + _REGISTER_SECONDS
         first: Exception | None = None
-        sent: list[tuple[Link, int]] = []
-
-        async def post(endpoint: Endpoint) -> int:
-            return await endpoint.post(model_id, snapshot, give_up - time.monotonic())
-
-        for link in self._links:
+        sent: list[MPTransport] = []
+        for end in self._ends:
             try:
-                sent.append((link, link.call("send_weights", post)))
+                end.send_weights_async(model_id, snapshot)
+                sent.append(end)
             except Exception as exc:  # noqa: BLE001 - raised once all were served
                 first = first or exc
-        for link, version in sent:
+        for end in sent:
             try:
-                self._wait(link, version, max(0.0, give_up - time.monotonic()))
+                end.wait_ack(max(0.0, give_up - time.monotonic()))
             except Exception as exc:  # noqa: BLE001 - raised once all were served
                 first = first or exc
         if first is not None:
             raise first
         self._copier.free(snapshot)
-
-    @staticmethod
-    def _wait(link: Link, version: int, timeout: float) -> None:
-        try:
-            ack = link.call("send_weights", lambda end: end.wait_for_ack(version, timeout))
-        except AckTimeout as exc:
-            raise AckTimeout(
-                f"a worker did not answer within {_REGISTER_SECONDS:g} s", version=version
-            ) from exc
-        if ack.status is AckStatus.NACK:  # of a scheme, whose weights changed by themselves
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {_said(ack)!r}")
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -398,17 +388,21 @@ class SharedMemTransport(_Closing):
             ManifestMismatch: The weights do not fit what is registered (a ``ValueError``).
             PeerClosed: Another side went away, and nothing has come from the others.
         """
-        if self._links and not self._apply_all():
-            wait_for_any(self._links, timeout)
+        if self._ends and not self._apply_all():
+
+            def ready() -> bool:
+                return any(end.link.is_ready for end in self._ends)
+
+            self._ends[0].link.call("receive_weights", lambda end: end.until(ready, timeout))
             self._apply_all()
 
     def _apply_all(self) -> bool:
         """Apply what is here; whether anything was."""
         ended: Exception | None = None
         count = 0
-        for link in self._links:
+        for each in self._ends:
             try:
-                while arrived := link.call("receive_weights", lambda end: end.take(0.0)):
+                while arrived := each.link.call("receive_weights", lambda end: end.take(0.0)):
                     self.update_registered(arrived.model_id, arrived.weights)
                     self._in_place.add(arrived.model_id)  # who looked at it goes on with it
                     count += 1
@@ -426,9 +420,9 @@ class SharedMemTransport(_Closing):
 
     def check_connection(self) -> bool:
         """Whether every registered pipe is open, and nobody has closed the other end."""
-        return all(link.is_up for link in self._links)
+        return all(end.check_connection() for end in self._ends)
 
     def close(self) -> None:
         """Close every link. Idempotent."""
-        for link in self._links:
-            link.close()
+        for end in self._ends:
+            end.close()

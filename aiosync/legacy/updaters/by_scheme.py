@@ -358,7 +358,7 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         scheme, pending = self._scheme, self._pending
         self._pending, self._waits = False, wait
         if pending and scheme is not None:
-            self.last_report = scheme.wait_async()
+            self.last_report: SendReport | None = scheme.wait_async()
         super().push_weights(
             weights if policy_or_weights is None else policy_or_weights, worker_ids
         )
