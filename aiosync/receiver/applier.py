@@ -132,6 +132,7 @@ class Applier:
         self._unread: tuple[int, BaseException] | None = None
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
+        self._dropped = False  # None was assigned during a read: the model has to be let go
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
         self._askers = 0  # calls under way that have what waits applied
         self._timer: asyncio.TimerHandle | None = None
@@ -205,7 +206,7 @@ class Applier:
 
     def apply_soon(self) -> None:
         """Apply what waits, where that is asked for. Called on the loop."""
-        if self._askers or not self.manual:
+        if (self._askers or not self.manual) and self.has_staged:
             self.submit()
 
     def look_now(self) -> None:
@@ -218,8 +219,10 @@ class Applier:
         """Apply what there is between two reads: now, or as soon as they end. On the loop."""
         try:
             waits = not self.guard.submit(self.apply)
-        except BaseException as exc:  # noqa: BLE001 - of a signal's handler, which ends no link
-            self._loop.call_soon(_raise, exc)
+        except BaseException as exc:
+            if isinstance(exc, Exception) and not _is_interrupt(exc):
+                raise
+            self._loop.call_soon(_raise, exc)  # it ends no link
             waits = True
         # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
         if waits and self._timer is None and not self._closed:
@@ -282,10 +285,6 @@ class Applier:
             raise _refused(version, error) from error
         return version if result.taken else None
 
-    def finish(self) -> None:
-        """Take what was named or begun before the link goes, if nobody reads. On the loop."""
-        self.guard.exclusively(self.apply, timeout=0.0)
-
     # -- applying ------------------------------------------------------------------------------
 
     def apply(self, by_hand: bool = False) -> Result | None:
@@ -309,14 +308,16 @@ class Applier:
             error: Exception | None = None
             try:
                 model = self._resolve()
-                if model is not self._target_of and not self._assignments:
-                    self._take_over(model)
+                there = model is not None or self._dropped
+                if there and model is not self._target_of:
+                    if not (self._assignments or self._closed):
+                        self._take_over(model)
             except Exception as exc:  # the trainer is told
                 if _is_interrupt(exc):
                     raise
                 error = exc
             again = self._taking is not None
-            if self._target is None and error is None:
+            if error is None and (model is None or self._target is None):
                 return result
             if not again:
                 if self._closed or (self.manual and not (by_hand or self._askers)):
@@ -497,9 +498,11 @@ class Applier:
         model = self._resolve()
         if model is self._target_of:  # back to it, before it was replaced
             self._guard_forwards(model)
+            self._dropped = False
         elif not self.guard.exclusively(functools.partial(self._adopt, model), timeout=0.0):
             self._check_fits(model)
-            self._guard_forwards(model)  # the rest follows, as what is found is another model
+            self._guard_forwards(model)
+            self._dropped = model is None  # the rest follows, as what is found is another model
         self.apply_soon()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
@@ -545,7 +548,7 @@ class Applier:
 
     def _use(self, model: Any) -> None:
         self._target = None if model is None else self._target_for(model)
-        self._target_of = model
+        self._target_of, self._dropped = model, False
         self._guard_forwards(model)
 
     def _guard_forwards(self, model: Any) -> None:
@@ -593,7 +596,7 @@ class Applier:
         self.guard.withdraw()
         waiting = self.offer(None)
         if self._taking is not None:  # was cut short: the model keeps one version, not two
-            self.finish()
+            self.guard.exclusively(self.apply, timeout=0.0)
         return waiting
 
     def close(self) -> None:

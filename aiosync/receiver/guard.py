@@ -58,7 +58,8 @@ _PAUSE_SECONDS = 0.001
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
 
-# Private API; without it updates are refused inside of transforms by torch.
+# What makes torch operations of a thread do something else than they say: dispatch modes (tracers,
+# fake tensors) and transforms of torch.func. Private API; without it torch refuses updates there.
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _interpreter: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
@@ -70,14 +71,6 @@ _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
 
 def _nothing() -> None:
     return None
-
-
-def _in_transform() -> bool:
-    """Whether torch operations of this thread may do something else than they say.
-
-    Inside ``torch.func`` transforms, fake tensors, tracers and other dispatch modes.
-    """
-    return _num_modes() > 0 or _interpreter() is not None
 
 
 @contextlib.contextmanager
@@ -234,7 +227,7 @@ class Guard:
             if not self._open and self._applying is None:
                 if self._pending is not None or (words and words[0] != self.seen):
                     # A transform may go on with what this forward computed with.
-                    if not _in_transform():
+                    if not _num_modes() and _interpreter() is None:
                         todo = self._begin(sys._getframe())
             if self._waiters:
                 self._wake()
@@ -353,12 +346,11 @@ class Guard:
             self._run(todo)
         return False
 
-    def withdraw(self) -> bool:
-        """Take back what waits; False when nothing waited, or it is being applied."""
+    def withdraw(self) -> None:
+        """Take back what waits, unless it is being applied already."""
         with self._lock:
-            waited, self._pending = self._pending is not None, None
+            self._pending = None
             self._wake()
-        return waited
 
     def exclusively(self, action: Callable[[], object], *, timeout: float) -> bool:
         """Run ``action`` while no other thread reads; waits for the readers to leave.
@@ -478,7 +470,10 @@ class Guard:
             if todo is not None:
                 # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
                 self.at_read = at_read
-                with _outside_transform() if _in_transform() else contextlib.nullcontext():
+                if _num_modes() or _interpreter() is not None:
+                    with _outside_transform():
+                        todo()
+                else:
                     todo()
             with self._lock:
                 self._applying, self.at_read = None, False

@@ -39,7 +39,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Result
-from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, is_held_by_caller
+from aiosync.receiver.guard import Guard, is_held_by_caller
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
@@ -217,7 +217,7 @@ class WeightReceiver:
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # What the last link named before it was lost: its trainer counts on that.
                 await self.guard.wait_free(_CLOSE_SECONDS)
-                self.applier.finish()
+                self.applier.submit()
             self.use_link(link)
             self.reconnects += 1
             self.pulls.ask_again()
@@ -247,7 +247,7 @@ class WeightReceiver:
         elif isinstance(message, Take):
             self._on_take(message)
         elif isinstance(message, Promise):
-            self.look_now()  # for what was named before the trainer heard of it
+            self.applier.look_now()  # for what was named before the trainer heard of it
             if self._promised is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
@@ -260,7 +260,7 @@ class WeightReceiver:
         self.progress += 1
         inbox = self.inbox
         if self.guard.words is not None:
-            self.look_now()
+            self.applier.look_now()
         if message.version and (
             message.epoch != inbox.newest_epoch or message.version > inbox.newest
         ):
@@ -275,7 +275,7 @@ class WeightReceiver:
         self.cut_off = None
         epoch, version, slots = message.epoch, message.version, self._updates.slots
         if not version:
-            self.look_now()
+            self.applier.look_now()
             return
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
@@ -547,22 +547,6 @@ class WeightReceiver:
         self.applier.manual = True
         self.withdraw_promise()
 
-    def apply_soon(self) -> None:
-        """Apply what is staged between two reads, without waiting. Called on the loop."""
-        self.applier.apply_soon()
-
-    def look_now(self) -> None:
-        """Apply what the word of the link names, if it is news, now or when the reads end."""
-        self.applier.look_now()
-
-    def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
-        """See :meth:`Applier.apply_pending`."""
-        return self.applier.apply_pending(patience=patience)
-
-    def model_changed(self) -> None:
-        """See :meth:`Applier.model_changed`."""
-        self.applier.model_changed()
-
     # -- waiting -------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -613,13 +597,13 @@ class WeightReceiver:
             SyncTimeout: ``late``, when the timeout passed.
             PeerClosed: The trainer went away before.
         """
-        self.look_now()
+        self.applier.look_now()
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
         if timeout is not None and timeout <= 0:
             await asyncio.sleep(0)
-            self.look_now()
+            self.applier.look_now()
             if not condition():
                 self.check()
                 raise late
@@ -653,7 +637,7 @@ class WeightReceiver:
         """Have what is staged applied, also by hand, until a condition holds."""
 
         def asked() -> bool:
-            self.apply_soon()
+            self.applier.apply_soon()
             return condition()
 
         with self.applier.asking():
@@ -761,9 +745,9 @@ class WeightReceiver:
         if slots is None or self.guard.words is None:
             return
         slots.ring_me(True)
-        self.look_now()
+        self.applier.look_now()
         # The trainer may have named one in between, and neither side have seen it of the other.
-        self._loop.call_later(_BELL_SECONDS, self.look_now)
+        self._loop.call_later(_BELL_SECONDS, self.applier.look_now)
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -376,7 +376,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         with receiver.applier.assigning():
             setattr(self, name, value)
             try:
-                run_on_loop(self._loop, receiver.model_changed)
+                run_on_loop(self._loop, receiver.applier.model_changed)
             except BaseException:  # raised again: the caller sees it
                 setattr(self, name, before)
                 raise
@@ -1157,7 +1157,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if self._receiver is None or self._closed:
             self._check_open()
             raise LocalProtocolError("apply_pending() needs a connected receiver")
-        return self._receiver.apply_pending()
+        return self._receiver.applier.apply_pending()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Put weights into this receiver's model by hand, between two forward passes.

@@ -210,7 +210,7 @@ class Following:
 
         def apply() -> None:
             try:
-                receiver.apply_pending(patience=limit)
+                receiver.applier.apply_pending(patience=limit)
             except Exception:  # goes on to _follow()
                 raise
             except BaseException as exc:  # of a function of the user's: no end of this program

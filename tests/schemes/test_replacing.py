@@ -10,6 +10,7 @@ import torch
 
 import aiosync
 import aiosync.sync
+from aiosync.schemes.inside import guard_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -119,6 +120,37 @@ async def test_closed_or_taken_back_before_the_forward_ended(make: Any) -> None:
             receiver.model = new
             receiver.abort()
         assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
+
+
+@both
+async def test_one_that_was_just_given_is_not_guarded_once_the_scheme_is_closed(make: Any) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
+        _, receiver = pair
+        receiver.model = new = models.linear()
+        receiver.abort()
+        await asyncio.sleep(0.01)  # what is to follow the assignment has come too late
+        seen = []
+        guard = guard_of(receiver)
+        with new.register_forward_pre_hook(lambda *_: seen.append(guard.reading_here)):
+            new(torch.zeros(4))
+        assert seen == [False]
+
+
+@both
+async def test_a_context_that_has_no_model_for_a_while_keeps_its_version(make: Any) -> None:
+    source, owner = models.linear(2.0), Owner(models.linear())
+    init = {"context": owner}
+    async with harness.here(make(), None, sender={"model": source}, receiver=init) as pair:
+        sender, receiver = pair
+        policy = owner.policy
+        del owner.policy
+        models.fill(source, 3.0)
+        handle = await harness.stage(sender, receiver)
+        assert await receiver.receive(timeout=0.05) is None
+        assert (receiver.version, models.filled(policy, 2.0)) == (1, True)
+        owner.policy = policy
+        await receiver.wait_for_version(handle.version, timeout=harness.PATIENCE)
+        assert models.holds(receiver, 3.0)
 
 
 @both
