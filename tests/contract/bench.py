@@ -19,6 +19,7 @@ from torch import nn
 
 import aiosync
 from aiosync.testing import assert_no_leaks
+from tests.support.waiting import until as until
 
 LEAKS = ("tasks", "fds", "processes", "shm", "mappings")
 PATIENCE = float(os.environ.get("PATIENCE", "30"))
@@ -315,13 +316,6 @@ def refuses(kind: type[BaseException], call: Callable[[], Any]) -> Any:
     except kind as exc:
         return exc
     raise AssertionError(f"{kind.__name__} expected, but it returned {result!r}")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until ``condition()``."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 
 from aiosync.testing import FaultProxy, Faults, Plan, PlanSource, assert_no_leaks
 from aiosync.transports.address import Address, bind
+from tests.support.waiting import until
 
 DATA = random.Random(7).randbytes(300_000)
 OFFSETS = [0, 1, 65_536, 200_001]
@@ -113,12 +114,6 @@ async def is_silent(sock: socket.socket) -> bool:
     except TimeoutError:
         return True
     return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def plan_of(direction: str, **faults) -> Plan:

@@ -7,8 +7,6 @@ import copy
 import math
 import multiprocessing
 import os
-import threading
-import time
 import warnings
 from multiprocessing import resource_sharer
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from torchrl.envs import Transform, TransformedEnv
 
 import aiosync.sync
 from tests.integrations import _worlds as worlds
+from tests.support.waiting import wait_until as until
 
 with warnings.catch_warnings():
     # It warns of its own classes while it is being imported.
@@ -29,7 +28,7 @@ with warnings.catch_warnings():
     from torchrl.weight_update import WeightSyncScheme
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tensordict.nn import TensorDictModule
 
@@ -160,15 +159,6 @@ def held(collector: Any, worker_idx: int) -> float:
     weights = ask(collector, worker_idx, "policy.state_dict")
     values = {tensor.item() for name, tensor in weights.items() if "values" in name}
     return values.pop() if len(values) == 1 else math.nan
-
-
-def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
-    """Wait for a condition that no event tells about."""
-    deadline = time.monotonic() + limit
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        pause.wait(0.002)
 
 
 def open_fds() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -20,15 +19,10 @@ from torchrl.collectors import Collector, MultiSyncCollector
 
 import aiosync.sync
 from tests.integrations._worlds import World, actions, make_policy, set_value
+from tests.support.waiting import free_port
 
 UPDATES = 4
 FRAMES = 16
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 from aiosync.testing import assert_no_leaks
 from tests.schemes._harness import PATIENCE, context, loop_factory
+from tests.support.waiting import free_port as free_port
 
 
 class Driver:
@@ -83,11 +83,6 @@ def _run(scenario: Callable[..., Any], args: Any, loop: str) -> Any:
 
 
 # -- processes that end by themselves ----------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def together(processes: list[Any]) -> None:

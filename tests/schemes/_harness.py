@@ -24,6 +24,7 @@ import torch
 
 import aiosync
 from tests.schemes import _models as models
+from tests.support.waiting import until as until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -429,10 +430,3 @@ def read_elsewhere(
     finally:
         leave.set()
         thread.join()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until ``condition()``."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)

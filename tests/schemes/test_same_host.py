@@ -23,6 +23,7 @@ from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Challenge, Hello, Refuse, Setup
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_port
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,11 +159,6 @@ async def test_a_link_that_is_lost_is_replaced() -> None:
             assert models.holds(receiver, float(number))
         await harness.until(lambda: receiver.reconnects == 4)  # the worker is told last
         assert kind(receiver) is SharedMemTransport
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.asyncio

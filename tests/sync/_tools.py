@@ -23,6 +23,7 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ SHM = aiosync.sync.SharedMemWeightSyncScheme
 PIPE = aiosync.sync.MultiProcessWeightSyncScheme
 SCHEMES = [PIPE, SHM]
 filled, fill = models.linear, models.fill
+until = wait_until
 
 
 def value_of(model: torch.nn.Module) -> float:
@@ -91,15 +93,6 @@ def threads(*functions: Callable[[], Any]) -> Iterator[list[threading.Thread]]:
     for thread in started:
         thread.join(PATIENCE)
         assert not thread.is_alive(), "it hangs"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that no event tells about."""
-    deadline = time.monotonic() + PATIENCE
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        pause.wait(0.001)
 
 
 def roles(

@@ -15,6 +15,7 @@ import pytest
 
 from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.transports.tcp import TCPTransport
+from tests.support.waiting import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -46,11 +47,6 @@ def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         runner.run(coroutine)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def descriptors() -> set[str]:
