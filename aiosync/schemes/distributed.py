@@ -74,9 +74,13 @@ class DistributedWeightSyncScheme(ClusterScheme):
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
     """
 
-    backend: Option[Literal["gloo", "nccl"]] = Option(lambda _, value: check_backend(value))
-    inline_nbytes: Option[int] = Option(count(0))
-    patience: Option[float] = Option(seconds())
+    backend: Option[Literal["gloo", "nccl"]] = Option(
+        lambda _, value: check_backend(value), "What moves large updates."
+    )
+    inline_nbytes: Option[int] = Option(
+        count(0), "Updates up to this size travel in the control stream."
+    )
+    patience: Option[float] = Option(seconds(), "Seconds that a transfer may stall.")
     group: Fixed = Fixed()
     store: Fixed = Fixed()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from aiosync.receiver.guard import Guard
@@ -16,11 +17,13 @@ from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
+from aiosync.types import SendReport
 
 __all__ = [
     "bind_early",
     "change_hooks",
     "check_open",
+    "check_sender",
     "follow",
     "guard_of",
     "is_closed",
@@ -32,6 +35,7 @@ __all__ = [
     "not_met",
     "receiver_of",
     "runs",
+    "sender_at_once",
     "sender_of",
     "separate",
     "sources_of",
@@ -78,6 +82,13 @@ def runs(scheme: WeightSyncScheme) -> bool:
     return not scheme._closed and (scheme._runtime is not None or scheme._connected)
 
 
+def sender_at_once(
+    scheme: WeightSyncScheme,
+) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
+    """``send()`` where it waits for nobody; ``None`` if the scheme has a ``send()`` of its own."""
+    return scheme._send_at_once if type(scheme).send is WeightSyncScheme.send else None
+
+
 def join_without_weights(scheme: WeightSyncScheme) -> None:
     """Have ``connect()`` of a receiver return before the initial weights are applied."""
     scheme._waits_for_first = False
@@ -108,6 +119,11 @@ def bind_early(scheme: WeightSyncScheme) -> None:
 def check_open(scheme: WeightSyncScheme) -> None:
     """Raise :class:`~aiosync.TransportClosed` if it was closed."""
     scheme._check_open()
+
+
+def check_sender(scheme: WeightSyncScheme, method: str) -> None:
+    """Raise why a method cannot be called, unless it is a connected sender, here."""
+    scheme._check_usable(method, "sender")
 
 
 def separate(scheme: WeightSyncScheme) -> None:

@@ -46,7 +46,7 @@ class Option(Generic[_T]):
         self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self.name = name
         # The blocking twin of the scheme has a property of the same type.
         self.annotation: str = owner.__annotations__[name].removeprefix("Option[").removesuffix("]")
 
@@ -61,7 +61,7 @@ class Option(Generic[_T]):
         def __get__(self, instance: object, owner: type) -> Self | _T: ...
 
     def __set__(self, instance: object, value: _T) -> None:
-        vars(instance)[self._name] = self._check(self._name, value)
+        vars(instance)[self.name] = self._check(self.name, value)
 
 
 class Fixed:

@@ -76,7 +76,10 @@ class RayWeightSyncScheme(ClusterScheme):
         ConfigError: Ray is not installed, or an option has an illegal value.
     """
 
-    inline_nbytes: Option[int] = Option(count(0))
+    backend: Option[str] = Option(lambda _, value: value, "Kept for TorchRL's signature.")
+    inline_nbytes: Option[int] = Option(
+        count(0), "Updates up to this size travel in the control stream."
+    )
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class RPCWeightSyncScheme(ClusterScheme):
         ConfigError: An option has an illegal value.
     """
 
-    patience: Option[float] = Option(seconds())
+    patience: Option[float] = Option(seconds(), "Seconds without progress until a drop.")
 
     def __init__(
         self,

@@ -1,15 +1,13 @@
-"""Typed descriptors that make a facade class out of an async one.
+"""What makes a facade class out of an async one: methods, properties and options.
 
 ``send = blocking(aiosync.WeightSyncScheme.send)`` keeps the name, the defaults, the docstring
 and the types of the coroutine, and runs it on the portal. Nothing is generated. Must not import
-torch or schemes.
+torch, nor a scheme.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable, Coroutine
 from typing import (
     TYPE_CHECKING,
@@ -17,16 +15,17 @@ from typing import (
     Concatenate,
     Generic,
     ParamSpec,
-    Protocol,
     Self,
     TypeVar,
     cast,
     overload,
 )
 
+from aiosync.schemes.options import Option
+
 __all__ = [
-    "Facade",
     "Twin",
+    "again",
     "attribute",
     "blocking",
     "constructor",
@@ -39,165 +38,104 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
+if TYPE_CHECKING:
 
-class Facade(Protocol):
-    """What the descriptors need of the object that they are used on."""
+    class Twin(Generic[_P, _R]):
+        """A method of the facade, as checkers of types see it; really a plain function."""
 
-    _scheme: Any
-    _owner: Any
+        @overload
+        def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
 
-    def _find_owner(self, context: Any) -> None:
-        """See who calls the scheme, if it is a library that needs something special."""
+        @overload
+        def __get__(self, instance: object, owner: type) -> Callable[_P, _R]: ...
 
-    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the portal and wait for it."""
-
-    def _at_once(self, function: Callable[[], tuple[Any, Callable[[], None] | None]]) -> Any:
-        """Call a function while the portal's loop waits; ``None`` if there is none."""
-
-    def _check(self, what: str) -> None:
-        """Raise unless this thread may wait for the scheme."""
+        def __get__(self, instance: object, owner: type) -> Callable[..., _R]: ...
 
 
-class Twin(Generic[_P, _R]):
-    """Looks like the method of the async class, and calls it its own way.
+def _twin(method: Callable[..., Any], way: str) -> Any:
+    """A method that looks like one of the async class, and calls it in a way of the facade's.
 
     Args:
         method: Of the async class.
-        way: Calls it, given the facade and the arguments.
+        way: Name of the facade's method that gets the name and the arguments.
     """
+    name = method.__name__
 
-    def __init__(self, method: Callable[..., Any], way: Callable[..., Any]) -> None:
-        def call(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
-            return way(self, method, args, kwargs)
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, way)(name, *args, **kwargs)
 
-        functools.update_wrapper(call, method)
-        call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # known
-        self.way = way
-        self._call = cast("types.FunctionType", call)
-        self.__doc__ = method.__doc__
+    call.__module__ = __name__
+    vars(call)["way"] = way
+    return call
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._call.__module__ = owner.__module__
-        self._call.__qualname__ = f"{owner.__qualname__}.{name}"
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
+def again(member: object, method: Callable[..., Any]) -> Any:
+    """The twin of an override, to be called in the way of an existing twin.
 
-    @overload
-    def __get__(self, instance: Facade, owner: type) -> Callable[_P, _R]: ...
-
-    def __get__(self, instance: Facade | None, owner: type) -> Callable[..., _R]:
-        return self._call if instance is None else types.MethodType(self._call, instance)
+    Returns:
+        ``None`` where that is no twin, or the method is not overridden.
+    """
+    way = getattr(member, "way", None)
+    return None if way is None or vars(member)["__wrapped__"] is method else _twin(method, way)
 
 
 def blocking(
-    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]], *, at_once: str = ""
+    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
 ) -> Twin[_P, _R]:
-    """A method that runs the coroutine method of the async class and waits for its result.
-
-    Args:
-        method: The coroutine method.
-        at_once: Name of a method that does the same where nobody has to be waited for; it is
-            tried first.
-    """
-
-    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        name = method.__name__
-
-        def proceed(*args: Any, **kwargs: Any) -> Any:
-            self._check(name)
-            scheme = self._scheme
-            if at_once and getattr(type(scheme), name) is method:
-                function = functools.partial(getattr(scheme, at_once), *args, **kwargs)
-                done = self._at_once(function)
-                if done is not None:
-                    return done
-            return self._call(getattr(scheme, name)(*args, **kwargs))
-
-        if self._owner is None:
-            return proceed(*args, **kwargs)
-        return self._owner.call(name, proceed, args, kwargs)
-
-    return Twin(method, way)
-
-
-def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
-
-    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
-        proceed = getattr(self._scheme, method.__name__)
-        if self._owner is None:
-            return proceed(*args, **kwargs)
-        return self._owner.call(method.__name__, proceed, args, kwargs)
-
-    return Twin(method, way)
+    """A method that runs the coroutine method of the async class and waits for its result."""
+    return cast("Twin[_P, _R]", _twin(method, "_wait_for"))
 
 
 def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """A method that calls the plain method of the async class on the portal's loop."""
+    return cast("Twin[_P, _R]", _twin(method, "_call_there"))
 
-    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._check(method.__name__)
 
-        async def run() -> Any:
-            return getattr(self._scheme, method.__name__)(*args, **kwargs)
-
-        return self._call(run())
-
-    return Twin(method, way)
+def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
+    """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
+    return cast("Twin[_P, _R]", _twin(method, "_initialise"))
 
 
 def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """A method that calls the plain method of the async class, on the caller's thread."""
-
-    def way(self: Facade, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return getattr(self._scheme, method.__name__)(*args, **kwargs)
-
-    return Twin(method, way)
+    return cast("Twin[_P, _R]", _twin(method, "_pass_on"))
 
 
 def constructor(
     cls: Callable[_P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _P], None]]:
-    """An ``__init__`` with the options of the async class."""
+    """An ``__init__`` with the options of the async class, instead of a stub."""
+    original: Any = cls
 
-    def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, _P], None]:
-        original: Any = cls
-        function.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined]  # known
-        return function
+    @functools.wraps(original.__init__)
+    def construct(self: Any, *args: Any, **options: Any) -> None:
+        self._adopt(self._async_class(*args, **options))
 
-    return decorate
+    return lambda stub: cast("Callable[Concatenate[Any, _P], None]", construct)
 
 
 class attribute(property, Generic[_T]):
     """An option or a property of the async scheme, under the same name.
 
     Args:
-        original: The property of the async class; or the description of an option.
+        original: The property or the option of the async class.
     """
 
-    def __init__(self, original: object) -> None:
-        self._original = original
+    def __init__(self, original: Any) -> None:
+        of_option = isinstance(original, Option)
+        name = original.name if of_option else original.fget.__name__
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        def read(facade: Facade) -> Any:
+        def read(facade: Any) -> Any:
             return getattr(facade._scheme, name)
 
-        def write(facade: Facade, value: Any) -> None:
+        def write(facade: Any, value: Any) -> None:
             setattr(facade._scheme, name, value)
 
-        original = self._original
-        if isinstance(original, property):
-            read.__annotations__ = original.fget.__annotations__
-        elif isinstance(original, str):
-            own = owner.__annotations__[name].removeprefix("attribute[").removesuffix("]")
-            read.__annotations__ = {"return": own}
-        else:  # an option of both classes
-            read.__annotations__ = {"return": getattr(original, "annotation", Any)}
-        super().__init__(read, None if getattr(original, "fset", write) is None else write)
-        self.__doc__ = original if isinstance(original, str) else original.__doc__
+        kind = {"return": original.annotation} if of_option else original.fget.__annotations__
+        read.__annotations__ = kind
+        super().__init__(read, write if of_option or original.fset is not None else None)
+        self.__doc__ = original.__doc__
 
     if TYPE_CHECKING:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import inspect
 import os
 import selectors
@@ -40,17 +41,15 @@ class Tenant(Protocol):
 class _Call(Generic[_T]):
     """One coroutine that a thread waits for."""
 
-    __slots__ = ("_coroutine", "_done", "_task", "error", "over", "result")
+    __slots__ = ("_coroutine", "_done", "_task", "outcome")
 
     def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
         self._coroutine = coroutine
         self._task: asyncio.Task[None] | None = None
-        self.result: _T | None = None
-        self.error: BaseException | None = None
+        self.outcome: tuple[_T | None, BaseException | None] | None = None  # None until the end
         # A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C interrupts it.
         self._done = threading.Lock()
         self._done.acquire()
-        self.over = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._task = loop.create_task(self._run())
@@ -58,10 +57,9 @@ class _Call(Generic[_T]):
 
     async def _run(self) -> None:
         try:
-            self.result = await self._coroutine
+            self._end(await self._coroutine, None)
         except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = exc
-        self._finish()
+            self._end(None, exc)
 
     def cancel(self) -> None:
         if self._task is not None:
@@ -71,15 +69,15 @@ class _Call(Generic[_T]):
 
     def give_up(self, _: object = None) -> None:
         """Wake the caller if nothing else will: its task never began, or the loop has ended."""
-        if not self.over:
+        if self.outcome is None:
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
                 self._coroutine.close()
-            self.error = asyncio.CancelledError()
-            self._finish()
+            self._end(None, asyncio.CancelledError())
 
-    def _finish(self) -> None:
-        self.over = True
-        self._done.release()
+    def _end(self, result: _T | None, error: BaseException | None) -> None:
+        self.outcome = (result, error)
+        with contextlib.suppress(RuntimeError):  # the loop and the caller may both give up
+            self._done.release()
 
     def wait(self, timeout: float = -1) -> None:
         """Wait for the end; once, as the lock is taken then."""
@@ -113,9 +111,9 @@ class _Portal:
 
     def __init__(self) -> None:
         self.leases: set[Lease] = set()
-        self._calls: set[_Call[Any]] = set()
-        self._selector = _Selector()
-        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self.calls: set[_Call[Any]] = set()
+        self.selector = _Selector()
+        self.loop = asyncio.SelectorEventLoop(self.selector)
         self.stopping = False
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
@@ -128,14 +126,14 @@ class _Portal:
         try:
             self._thread.start()
         except BaseException:  # goes on to the caller of lease()
-            self._stop_soon()  # Ctrl-C: nobody will ever stop a thread that did start
+            self.stop(join=False)  # Ctrl-C: nobody will ever stop a thread that did start
             if self._thread.ident is None:
                 self._close()
             raise
 
     def _main(self) -> None:
         loop = self.loop
-        self._selector.turn.acquire()
+        self.selector.turn.acquire()
         try:
             loop.run_until_complete(self._stop.wait())
             tasks = asyncio.all_tasks(loop)
@@ -150,88 +148,40 @@ class _Portal:
                 loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._close()
-            self._selector.turn.release()
+            self.selector.turn.release()
 
-    def _stop_soon(self) -> None:
-        if not self.stopping:
-            _leaving.add(self)
+    def _close(self) -> None:
+        global _portals
+        self.loop.close()
+        for call in list(self.calls):  # came too late to be cancelled, or even started
+            call.give_up()
+        with _lock:
+            _portals = tuple(each for each in _portals if each is not self)
+
+    def stop(self, *, join: bool) -> None:
         self.stopping = True
         with contextlib.suppress(RuntimeError):  # it ended already
             self.loop.call_soon_threadsafe(self._stop.set)
-
-    def _close(self) -> None:
-        self.loop.close()
-        for call in list(self._calls):  # came too late to be cancelled, or even started
-            call.give_up()
-        _leaving.discard(self)
-
-    def stop(self, *, join: bool) -> None:
-        self._stop_soon()
-        alive = self._thread.is_alive()
-        if join and alive and threading.current_thread() is not self._thread:
+        if join and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
 
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        call = _Call(coroutine)
-        self._calls.add(call)  # before the loop can refuse it: either of the two ends it
-        try:
-            self._submit(call.start, self.loop)
-            call.wait()
-        except TransportClosed:
-            coroutine.close()
-            raise
-        except BaseException:  # goes on to the caller
-            # Ctrl-C: the coroutine must not go on behind the caller's back.
-            if not call.over:
-                with contextlib.suppress(TransportClosed):
-                    self._submit(call.cancel)
-                    call.wait(_CANCEL_SECONDS)
-            raise
-        finally:
-            self._calls.discard(call)
-        if call.error is None:
-            return cast("_T", call.result)
-        try:
-            if isinstance(call.error, asyncio.CancelledError):
-                raise TransportClosed("the scheme was shut down while this call waited")
-            raise call.error
-        finally:
-            call.error = None  # the traceback refers to this frame: leave no cycle
-
-    @property
-    def has_turn_here(self) -> bool:
-        """Whether this thread is in :meth:`at_once`, or runs the loop."""
-        return bool(self._selector.turn._is_owned())  # type: ignore[attr-defined]  # not in stubs
-
-    def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
-        """Call a function on this thread while the loop waits.
-
-        It must wait for nothing, and leave the loop alone: what it has for that, it returns.
-        """
-        selector = self._selector
-        selector.num_waiting += 1
-        try:
-            with selector.turn:
-                result, rest = function()
-        finally:
-            selector.num_waiting -= 1
-        if rest is not None:
-            self._submit(rest)
-        return result
-
-    def _submit(self, function: Callable[..., object], *args: Any) -> None:
+    def submit(self, function: Callable[..., object], *args: Any) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as exc:
             raise TransportClosed("the event loop of aiosync.sync has ended") from exc
 
+    @property
+    def has_turn_here(self) -> bool:
+        """Whether this thread is in :meth:`Lease.at_once`, or runs the loop."""
+        return bool(self.selector.turn._is_owned())  # type: ignore[attr-defined]  # not in stubs
+
 
 # Re-entrant: a destructor or a signal handler may give a lease back at any time.
 _lock = threading.RLock()
-_portal: _Portal | None = None
-_leaving: set[_Portal] = set()  # told to stop, and still at it
+# Those whose thread has not ended: at most one that goes on, and those that were told to stop.
+_portals: tuple[_Portal, ...] = ()
 _inherited: list[_Portal] = []
-_hooked = False
 
 
 class Lease:
@@ -257,7 +207,32 @@ class Lease:
         Raises:
             TransportClosed: The portal ended meanwhile.
         """
-        return self._portal.call(coroutine)
+        portal, call = self._portal, _Call(coroutine)
+        portal.calls.add(call)  # before the loop can refuse it: either of the two ends it
+        try:
+            portal.submit(call.start, portal.loop)
+            call.wait()
+        except BaseException:  # goes on to the caller
+            # Ctrl-C: the coroutine must not go on behind the caller's back.
+            if call.outcome is None:
+                try:
+                    portal.submit(call.cancel)
+                except TransportClosed:
+                    call.give_up()
+                call.wait(_CANCEL_SECONDS)
+            raise
+        finally:
+            portal.calls.discard(call)
+        assert call.outcome is not None
+        result, error = call.outcome
+        if error is None:
+            return cast("_T", result)
+        try:
+            if isinstance(error, asyncio.CancelledError):
+                raise TransportClosed("the scheme was shut down while this call waited")
+            raise error
+        finally:
+            call.outcome = error = None  # the traceback refers to this frame: leave no cycle
 
     def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
         """Call a function on this thread while the portal's loop waits.
@@ -268,7 +243,16 @@ class Lease:
         Raises:
             TransportClosed: The portal ended meanwhile.
         """
-        return self._portal.at_once(function)
+        selector = self._portal.selector
+        selector.num_waiting += 1
+        try:
+            with selector.turn:
+                result, rest = function()
+        finally:
+            selector.num_waiting -= 1
+        if rest is not None:
+            self._portal.submit(rest)
+        return result
 
     def release(self, *, join: bool = True) -> None:
         """Give the right back; the last one ends the portal's thread. Idempotent.
@@ -276,17 +260,16 @@ class Lease:
         Args:
             join: Wait for the end of that thread, at most 10 seconds.
         """
-        global _portal
+        portal = self._portal
         with _lock:
             if self._released or self._pid != os.getpid():
                 return
             self._released = True
-            self._portal.leases.discard(self)
-            last = not self._portal.leases
-            if last and _portal is self._portal:
-                _portal = None
+            portal.leases.discard(self)
+            last = not portal.leases
+            portal.stopping |= last
         if last:
-            self._portal.stop(join=join)
+            portal.stop(join=join)
 
     def abort(self) -> None:
         """Close the tenant without waiting, and give the right back. Idempotent."""
@@ -306,22 +289,19 @@ class Lease:
 
 def lease(tenant: Tenant) -> Lease:
     """Get the right to use the portal, starting it if need be."""
-    global _portal, _hooked
+    global _portals
+    _stop_with_the_program()
     with _lock:
-        if not _hooked:
-            _hooked = True
-            os.register_at_fork(after_in_child=_forget)
-            atexit.register(_stop_at_exit)
-        portal = _portal
-        # One that failed to start stays while other threads hold leases of it, but runs nothing.
-        created = portal is None or portal.stopping
-        if portal is None or portal.stopping:
-            portal = _portal = _Portal()
+        portal = next((each for each in _portals if not each.stopping), None)
+        created = None if portal is not None else _Portal()
+        if created is not None:
+            portal, _portals = created, (*_portals, created)
+        assert portal is not None
         held = Lease(portal, tenant)
         portal.leases.add(held)
-    if created:
+    if created is not None:
         try:
-            portal.start()
+            created.start()
         except BaseException:  # goes on to the caller
             held.release(join=False)
             raise
@@ -346,23 +326,18 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
             f"aiosync.sync: {what}() was called inside trio's event loop, which it would block; "
             f"use `await trio.to_thread.run_sync(scheme.{what})`"
         )
-    loop, portal = asyncio._get_running_loop(), _portal
-    if loop is None and portal is not None and portal.has_turn_here:
+    loop = asyncio._get_running_loop()
+    if loop is None and any(portal.has_turn_here for portal in _portals):
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside of a send(): call it when that has returned"
         )
-    if loop is not None and not (may_block and not _is_portal(loop)):
+    mine = any(portal.loop is loop for portal in _portals)
+    if loop is not None and (mine or not may_block):
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside a running event loop, which it would "
             f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
             "of `aiosync`"
         )
-
-
-def _is_portal(loop: asyncio.AbstractEventLoop) -> bool:
-    with _lock:
-        portals = _leaving if _portal is None else {_portal, *_leaving}
-        return any(portal.loop is loop for portal in portals)
 
 
 def _inside_trio() -> bool:
@@ -378,21 +353,26 @@ def _inside_trio() -> bool:
 def _forget() -> None:
     # A forked child has the memory of the portal but not its thread. The loop stays referenced:
     # its destructor would work on descriptors that it shares with the parent.
-    global _portal, _lock
-    _inherited.extend(_leaving if _portal is None else {_portal, *_leaving})
-    _leaving.clear()
-    _portal = None
-    _lock = threading.RLock()
+    global _portals, _lock
+    _inherited.extend(_portals)
+    _portals, _lock = (), threading.RLock()
 
 
 def _stop_at_exit() -> None:
-    global _portal
-    with _lock:
-        portal, _portal = _portal, None
     try:
-        for held in list(() if portal is None else portal.leases):
-            held.forgotten()
+        for portal in _portals:
+            for held in list(portal.leases):
+                held.forgotten()
     finally:
         # A thread that is in torch when the interpreter is torn down would abort the process.
-        for each in (*(() if portal is None else (portal,)), *_leaving):
-            each.stop(join=True)
+        for portal in _portals:
+            portal.stop(join=True)
+
+
+@functools.cache
+def _stop_with_the_program() -> None:
+    # Not at import: what was registered before the first lease runs later, without the portal.
+    atexit.register(_stop_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget)

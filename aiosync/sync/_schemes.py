@@ -5,12 +5,15 @@ Must not import torch.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import functools
 import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import aiosync.schemes as aio
@@ -20,11 +23,13 @@ from aiosync.schemes.handles import has_failed
 from aiosync.schemes.inside import (
     bind_early,
     check_open,
+    check_sender,
     guard_of,
     is_closed,
     is_inherited,
     receiver_of,
     runs,
+    sender_at_once,
     sender_of,
 )
 from aiosync.schemes.options import (
@@ -37,8 +42,7 @@ from aiosync.schemes.options import (
 )
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import (
-    Facade,
-    Twin,
+    again,
     attribute,
     blocking,
     constructor,
@@ -75,7 +79,6 @@ __all__ = [
 
 _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
-_Outcome: TypeAlias = tuple[SendReport | None, list[Exception]]
 _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
 _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
 
@@ -83,9 +86,9 @@ _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells
 class _Tenant:
     """An async scheme on the portal. Refers to no facade, so that one can be collected."""
 
-    def __init__(self, scheme: aio.WeightSyncScheme, owner: Owner | None) -> None:
+    def __init__(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
-        self.owner = owner
+        self.owner: Owner | None = None
 
     def forgotten(self) -> None:
         if self.owner is not None:
@@ -109,13 +112,12 @@ class Ready:
     See :class:`aiosync.Ready`.
     """
 
-    def __init__(self, facade: Facade, ready: Callable[[], aio.Ready]) -> None:
+    def __init__(self, facade: WeightSyncScheme) -> None:
         self._facade = facade
-        self._ready = ready
 
     def is_set(self) -> bool:
         """Whether the condition holds now."""
-        return self._ready().is_set()
+        return self._facade._scheme.ready.is_set()
 
     def __bool__(self) -> bool:
         return self.is_set()
@@ -123,23 +125,10 @@ class Ready:
     def wait(self, *, timeout: float | None = None) -> None:
         """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""
         self._facade._check("ready.wait")
-        self._facade._call(self._ready().wait(timeout=timeout))
+        self._facade._call(self._facade._scheme.ready.wait(timeout=timeout))
 
     def __repr__(self) -> str:
-        return repr(self._ready())
-
-
-def _name(cls: type, name: str, member: Any) -> None:
-    member.__set_name__(cls, name)
-    setattr(cls, name, member)
-
-
-def _mirror_options(cls: type) -> None:
-    """Have what a class inherits as options be those of the async scheme."""
-    for name in dir(cls):
-        option = inspect.getattr_static(cls, name)
-        if isinstance(option, Option):
-            _name(cls, name, attribute(option))
+        return repr(self._facade._scheme.ready)
 
 
 class WeightSyncScheme(SchemeOptions):
@@ -176,38 +165,34 @@ class WeightSyncScheme(SchemeOptions):
         super().__init_subclass__()
         _mirror_options(cls)
         if twin_of is not None:
-            before, cls._async_class, _TWINS[twin_of] = cls._async_class, twin_of, cls
+            cls._async_class, _TWINS[twin_of] = twin_of, cls
             for name, member in vars(WeightSyncScheme).items():
-                if isinstance(member, Twin) and name not in vars(cls):
-                    original = getattr(twin_of, name)
-                    if original is not getattr(before, name):
-                        again: Twin[..., Any] = Twin(original, member.way)
-                        _name(cls, name, again)
+                twin = again(member, getattr(twin_of, name, member))
+                if twin is not None and name not in vars(cls):
+                    setattr(cls, name, twin)
 
     @constructor(aio.WeightSyncScheme)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._adopt(self._async_class(*args, **options))
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
     _is_copy = False  # made by unpickling
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
         self._lease: Lease | None = None
-        self._tenant: _Tenant | None = None
+        self._tenant = _Tenant(scheme)
         self._lock = threading.RLock()  # for _lease and _calls
         self._calls = 0
         self._closing = threading.RLock()
         self._handles: list[aio.SendHandle] = []  # that wait_async() is going to wait for
         self._pid = os.getpid()
-        self._owner: Owner | None = None
         discover()
 
     def _find_owner(self, context: Any) -> None:
         self._after_fork()
-        if context is not None and not (self._owner and self._owner.stands_for(context)):
-            self._owner = owner_of(context, self)
-            if self._tenant is not None:
-                self._tenant.owner = self._owner
+        owner = self._tenant.owner
+        if context is not None and not (owner and owner.stands_for(context)):
+            self._tenant.owner = owner_of(context, self)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -227,7 +212,7 @@ class WeightSyncScheme(SchemeOptions):
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
         check_open(self._scheme)
-        if self._is_inherited:
+        if is_inherited(self._scheme):
             raise LocalProtocolError(
                 f"{what}(): this scheme was set up before the process forked; call "
                 "init_on_receiver() and connect() in the child"
@@ -235,16 +220,12 @@ class WeightSyncScheme(SchemeOptions):
 
     @property
     def _may_block(self) -> bool:
-        return self._owner is not None and self._owner.blocks_loops
+        return self._tenant.owner is not None and self._tenant.owner.blocks_loops
 
     def _after_fork(self) -> None:
         # The parent's other threads may have held the locks, and its sends are not ours.
         if self._pid != os.getpid():
             self._adopt(self._scheme)
-
-    @property
-    def _is_inherited(self) -> bool:
-        return is_inherited(self._scheme)
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -253,30 +234,24 @@ class WeightSyncScheme(SchemeOptions):
             coroutine.close()
             raise
         guard = guard_of(self._scheme)
+        # What waits for an update has to know that its caller reads.
+        reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
         try:
-            if guard.reading_here:  # what waits for an update has to know
-                with on_behalf_of_reader(guard):
-                    return held.call(coroutine)
-            return held.call(coroutine)
+            with reads:
+                return held.call(coroutine)
         finally:
             self._after_call(held)
-
-    def _at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T | None:
-        """What a function returns that is called while the portal's loop waits, if it is there."""
-        held = self._lease
-        return held.at_once(function) if held is not None and held.valid else None
 
     def _enter(self) -> Lease:
         with self._lock:
             held = self._lease
             if held is not None and not held.valid:
-                if self._lives:  # on the loop of a thread that is ending
+                if runs(self._scheme):  # on the loop of a thread that is ending
                     raise TransportClosed(
                         "this scheme is being closed because the interpreter is ending"
                     )
                 held = None
             if held is None:
-                self._tenant = _Tenant(self._scheme, self._owner)
                 self._lease = held = lease(self._tenant)
             self._calls += 1
         return held
@@ -285,15 +260,46 @@ class WeightSyncScheme(SchemeOptions):
         with self._lock:
             self._calls -= 1
             # A call that failed must not leave a thread behind that nobody would ever end.
-            idle = self._calls == 0 and not self._lives
+            idle = self._calls == 0 and not runs(self._scheme)
             if idle and self._lease is held:
                 self._lease = None  # another thread may call meanwhile
         if idle:
             held.release()
 
-    @property
-    def _lives(self) -> bool:
-        return runs(self._scheme)
+    # -- what becomes of the methods ------------------------------------------------------------
+
+    def _initialise(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
+        proceed, owner = getattr(self._scheme, name), self._tenant.owner
+        if owner is None:
+            return proceed(*args, **kwargs)
+        return owner.call(name, proceed, args, kwargs)
+
+    def _pass_on(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._scheme, name)(*args, **kwargs)
+
+    def _call_there(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._check(name)
+
+        async def run() -> Any:
+            return getattr(self._scheme, name)(*args, **kwargs)
+
+        return self._call(run())
+
+    def _wait_for(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        owner = self._tenant.owner
+        if owner is None:
+            return self._proceed(name, *args, **kwargs)
+        return owner.call(name, functools.partial(self._proceed, name), args, kwargs)
+
+    def _proceed(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._check(name)
+        held, at_once = self._lease, sender_at_once(self._scheme) if name == "send" else None
+        if at_once is not None and held is not None and held.valid:
+            report = held.at_once(functools.partial(at_once, *args, **kwargs))
+            if report is not None:
+                return report
+        return self._call(getattr(self._scheme, name)(*args, **kwargs))
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -343,7 +349,7 @@ class WeightSyncScheme(SchemeOptions):
     # -- the same methods, waiting -------------------------------------------------------------
 
     connect: Final = blocking(aio.WeightSyncScheme.connect)
-    send: Final = blocking(aio.WeightSyncScheme.send, at_once="_send_at_once")
+    send: Final = blocking(aio.WeightSyncScheme.send)
     receive: Final = blocking(aio.WeightSyncScheme.receive)
     pull: Final = blocking(aio.WeightSyncScheme.pull)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
@@ -377,7 +383,7 @@ class WeightSyncScheme(SchemeOptions):
         self._check("send_async", "scheme.send_nowait()")
 
         async def start() -> aio.SendHandle:
-            self._scheme._require_sender("send_async")  # or an error names what is not here
+            check_sender(self._scheme, "send_async")  # or an error names what is not here
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())
@@ -404,25 +410,20 @@ class WeightSyncScheme(SchemeOptions):
         if not handles:
             raise LocalProtocolError("No async send is pending: call send_async() first.")
 
-        async def settle() -> _Outcome:
-            report, failures = None, []
-            for handle in handles:
-                try:
-                    report = await handle
-                except Exception as exc:  # noqa: BLE001 - raised in the thread that waits
-                    failures.append(exc)
-            return report, failures
+        async def settle() -> list[SendReport | BaseException]:
+            return await asyncio.gather(*handles, return_exceptions=True)
 
-        report, failures = self._call(settle())  # if Ctrl-C ends the wait, the sends go on
+        outcomes = self._call(settle())  # if Ctrl-C ends the wait, the sends go on
         with self._lock:
             self._handles = [each for each in self._handles if each not in handles]
-        if not failures:
-            assert report is not None
-            return report
-        newest = failures.pop()
+        failures = [each for each in outcomes if isinstance(each, BaseException)]
+        newest = outcomes[-1] if not failures else failures.pop()
+        if not isinstance(newest, BaseException):
+            return newest
         for older in failures:
             newest.add_note(f"before it failed: {type(older).__name__}: {older}")
         failures.clear()
+        outcomes.clear()
         try:
             raise newest
         finally:
@@ -431,7 +432,7 @@ class WeightSyncScheme(SchemeOptions):
     @property
     def ready(self) -> Ready:
         """The condition that there is a complete version, to look at or to wait for."""
-        return Ready(self, lambda: self._scheme.ready)
+        return Ready(self)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -441,12 +442,8 @@ class WeightSyncScheme(SchemeOptions):
         See :meth:`aiosync.WeightSyncScheme.aclose`. Ends the background thread when no other
         scheme uses it. In a forked child it does nothing: the links are the parent's.
         """
-        self._after_fork()
-        if self._is_inherited:
-            return
-        held = self._lease
-        if held is None or not held.valid:
-            self._scheme.abort()
+        held = self._to_be_closed()
+        if held is None:
             return
         refuse_inside_loop("shutdown", "await scheme.aclose()", may_block=self._may_block)
         with self._closing:  # another thread's shutdown has to be over when this one returns
@@ -462,14 +459,19 @@ class WeightSyncScheme(SchemeOptions):
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
-        self._after_fork()
-        if self._is_inherited:
-            return
-        held = self._lease
-        if held is None or not held.valid:
-            self._scheme.abort()
-        else:
+        held = self._to_be_closed()
+        if held is not None:
             held.abort()
+
+    def _to_be_closed(self) -> Lease | None:
+        """What the scheme lives on, if it lives; otherwise it is closed already."""
+        self._after_fork()
+        held = self._lease
+        if held is not None and held.valid:
+            return held
+        if not is_inherited(self._scheme):
+            self._scheme.abort()
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -522,6 +524,14 @@ def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
     return _TWINS.get(cls, WeightSyncScheme)
 
 
+def _mirror_options(cls: type) -> None:
+    """Have what a class inherits as options be those of the async scheme."""
+    for name in dir(cls):
+        option = inspect.getattr_static(cls, name)
+        if isinstance(option, Option):
+            setattr(cls, name, attribute(option))
+
+
 _mirror_options(WeightSyncScheme)
 
 
@@ -552,8 +562,8 @@ class TCPWeightSyncScheme(TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncSche
     refused: Final = attribute[dict[str, int]](aio.TCPWeightSyncScheme.refused)
 
     @constructor(aio.TCPWeightSyncScheme)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
 
 class DistributedWeightSyncScheme(
@@ -563,44 +573,40 @@ class DistributedWeightSyncScheme(
 
     group: Fixed = Fixed()
     store: Fixed = Fixed()
-    backend: attribute[Literal["gloo", "nccl"]] = attribute("What moves large updates.")
-    patience: attribute[float] = attribute("Seconds that a transfer may stall.")
-    inline_nbytes: attribute[int] = attribute(
-        "Updates up to this size travel in the control stream."
-    )
+    backend: attribute[Literal["gloo", "nccl"]] = attribute(aio.DistributedWeightSyncScheme.backend)
+    patience: attribute[float] = attribute(aio.DistributedWeightSyncScheme.patience)
+    inline_nbytes: attribute[int] = attribute(aio.DistributedWeightSyncScheme.inline_nbytes)
 
     @constructor(aio.DistributedWeightSyncScheme)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
 
 class RPCWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RPCWeightSyncScheme`; same arguments."""
 
-    patience: attribute[float] = attribute("Seconds without progress until a drop.")
+    patience: attribute[float] = attribute(aio.RPCWeightSyncScheme.patience)
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RPCWeightSyncScheme.init_on_sender
     )
 
     @constructor(aio.RPCWeightSyncScheme)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
 
 class RayWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
 
-    backend: attribute[str] = attribute("Kept for TorchRL's signature.")
-    inline_nbytes: attribute[int] = attribute(
-        "Updates up to this size travel in the control stream."
-    )
+    backend: attribute[str] = attribute(aio.RayWeightSyncScheme.backend)
+    inline_nbytes: attribute[int] = attribute(aio.RayWeightSyncScheme.inline_nbytes)
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayWeightSyncScheme.init_on_sender
     )
 
     @constructor(aio.RayWeightSyncScheme)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme, twin_of=aio.RayModuleTransformScheme):
