@@ -43,6 +43,7 @@ from aiosync.receiver.guard import Guard, is_held_by_caller
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
@@ -98,8 +99,9 @@ class WeightReceiver:
         relay: Passes on what was applied before the trainer is told; asked for at each update.
         before_apply: Called on the loop before an update is applied; refuses it by what it raises.
         transform: Makes of an update, in a thread, what the model wants.
-        relink: Finds another link, handshake included, after one was lost for the reason that
-            it is given; ``None`` where a lost link is the end.
+        trainer: What the link is of, and the next one if it is lost; ``None`` where that is the
+            end.
+        lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
 
     Attributes:
@@ -128,7 +130,8 @@ class WeightReceiver:
         relay: Callable[[], Relay | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
         transform: Transform | None = None,
-        relink: Callable[[AiosyncError], Awaitable[Transport]] | None = None,
+        trainer: KeptLink[Transport, Welcome] | None = None,
+        lasting: float | None = None,
         promises: bool = True,
     ) -> None:
         self.transport: Transport = transport
@@ -159,7 +162,8 @@ class WeightReceiver:
         self.inbox: Inbox = self.applier.inbox
         self._resolve = resolve
         self._relay = relay
-        self._relink = relink
+        self._trainer = trainer
+        self._lasting = lasting
         self._promises = promises and self._transformer is None
         self._may_promise = self._promises  # on this link: reads have not overlapped yet
         self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
@@ -204,15 +208,18 @@ class WeightReceiver:
             except AiosyncError as exc:
                 lost = self.lost = without_frames(exc)
             self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), lost)
-            if self._relink is None or self._closed:
+            if self._trainer is None or self._closed:
                 self.fail(lost)
                 return
             self.transport.abort()
             try:
-                link = await self._relink(lost)
+                link, welcome = await self._trainer.reconnect(lost, self._lasting, self.progress)
             except AiosyncError as exc:
                 self.fail(exc)
                 return
+            same = welcome.epoch == self.inbox.newest_epoch
+            if not welcome.version or (same and welcome.version <= self.inbox.newest):
+                self.cut_off = None  # nothing newer has to come before this link is of use
             slots = self._updates.slots
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # What the last link named before it was lost: its trainer counts on that.
@@ -556,7 +563,7 @@ class WeightReceiver:
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
                 text = "the trainer closed the link, or its process ended"
-                if self._relink is not None:
+                if self._trainer is not None:
                     text = str(self.error)  # says for how long it was looked for
                 raise PeerClosed(text) from self.error
             raise self.error.with_traceback(self._error_traceback)  # it would grow at each raise

@@ -19,6 +19,7 @@ from aiosync.rendezvous.listener import StreamListener
 from aiosync.rendezvous.reconnect import Arrivals, LinkState
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.options import StreamOptions
+from aiosync.schemes.sources import Sources
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -84,6 +85,10 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         )
         self._listeners.append(listener)
         return listener
+
+    def _bind(self, sources: Sources) -> None:
+        listener = self._listener or self._listen(self._addresses[0])  # it may be bound early
+        self._addresses = [Address.parse(listener.url)]  # copies find the port in it
 
     def _bind_early(self) -> None:
         """Bind what copies will dial: they are made before ``init_on_sender()``."""

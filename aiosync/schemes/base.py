@@ -50,9 +50,7 @@ from aiosync.schemes.sources import (
     Sources,
     as_model_id,
     is_per_worker,
-    model_or_fallback,
     resolve_model,
-    resolve_path,
     resolve_sources,
 )
 from aiosync.sender import Streaming, WeightSender
@@ -696,7 +694,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             )
         limit = self._limit(timeout)
         if worker_idx is not None:
-            worker_idx = as_index("worker_idx", worker_idx)
+            self.worker_idx = worker_idx
         self._loop = running_loop()
         self._connecting = task = asyncio.current_task()
         assert task is not None
@@ -705,7 +703,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             if sends:
                 await self._connect_sender(weights, limit, processes)
             else:
-                await self._connect_receiver(worker_idx, limit)
+                await self._connect_receiver(limit)
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
@@ -755,11 +753,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._start_listening(sender)
         await sender.connect(planned, timeout=timeout, processes=processes)
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+    async def _connect_receiver(self, timeout: float | None) -> None:
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
-        if worker_idx is not None:
-            self._worker_idx = worker_idx
         model = self._resolve_target()
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
@@ -777,6 +773,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             pauses=Backoff(longest=self._longest_pause),
         )
         transport, welcome = await self._trainer.connect(timeout)
+        lasting: float | None = getattr(self, "reconnect", 0.0)  # which only streams have
+        if not self._gives_up:
+            lasting = None
         self._receiver = receiver = WeightReceiver(
             transport,
             resolve=self._resolve_target,
@@ -789,7 +788,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             relay=lambda: self._hooks.after,
             before_apply=self._hooks.before_apply,
             transform=self._transform,
-            relink=None if self._pipe is not None or self._relinks_for == 0 else self._relink,
+            trainer=None if self._pipe is not None or lasting == 0 else self._trainer,
+            lasting=lasting,
             promises=self._promises,
         )
         receiver.applier.submit()  # guards the model
@@ -804,22 +804,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
                 stacklevel=2,
             )
-
-    @property
-    def _relinks_for(self) -> float | None:
-        """Seconds for which another link is looked for where one was lost; ``None`` for ever."""
-        lasting: float | None = getattr(self, "reconnect", 0.0)  # which streams have
-        return lasting if self._gives_up else None
-
-    async def _relink(self, lost: AiosyncError) -> Transport:
-        receiver = self._receiver
-        assert receiver is not None
-        assert self._trainer is not None
-        link, welcome = await self._trainer.reconnect(lost, self._relinks_for, receiver.progress)
-        same = welcome.epoch == receiver.inbox.newest_epoch
-        if not welcome.version or (same and welcome.version <= receiver.inbox.newest):
-            receiver.cut_off = None  # nothing newer has to come before this link is of use
-        return link
 
     async def _prepare_model(self, model: Any) -> None:
         if self._hooks.prepare_model is not None:
@@ -886,9 +870,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         started, sender = time.perf_counter(), self._sender
         if sender is None or not self._connected or self._closed or not sender.is_quiet():
             return None, None
+        if self._sources.device_map or self._sources.per_worker:  # a map is asked once for a send
+            return None, None
         self._limit(timeout)
-        if self._sources.device_map is not None or self._sources.per_worker:
-            return None, None  # a map is asked once for each send
         report = sender.publish(self._plan(weights), _named(weights, worker_ids), started)
         return report, sender.tell if report is not None and sender.has_to_tell() else None
 
@@ -930,10 +914,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         mapped = sources.per_worker or sources.device_map
         if weights is None and sources.weights is not None and not mapped:  # as nearly always
             return {None: maker.prepare(sources.weights)}
-        if isinstance(weights, str):
-            weights = _named_in(self.context, weights)
-        if weights is None:
-            weights = sources.per_worker or self._default_weights()
+        weights = sources.resolve(weights, self.context, self._model_id or "policy")
         if weights is None and initial:
             return {}
         if weights is None:
@@ -943,16 +924,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
                 "context= to init_on_sender()"
             )
-        shared, each = sources.plan(weights, self.per_worker_weights, self._strategy)
-        if each is None:
-            return {None: maker.prepare(shared)}
-        return {idx: maker.prepare(value, idx) for idx, value in each.items()}
-
-    def _default_weights(self) -> Any:
-        if self._sources.weights is not None:
-            return self._sources.weights
-        context = self.context
-        return None if context is None else model_or_fallback(context, self._model_id or "policy")
+        each = sources.plan(weights, self.per_worker_weights, self._strategy)
+        return {
+            idx: maker.prepare(value, -1 if idx is None else idx) for idx, value in each.items()
+        }
 
     def prepare_weights(
         self,
@@ -973,13 +948,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             A TensorDict or a state dict on the memory of the source, or ``None``.
         """
         own = context is None or context is self.context
+        own = own and model_id in (None, self._model_id)
+        sources = self._sources if own else Sources()
+        if weights is None and own:
+            weights = self._model if self._weights is None else self._weights
         context = self.context if context is None else context
-        if isinstance(weights, str):
-            weights = _named_in(context, weights)
-        elif weights is None and own and model_id in (None, self._model_id):
-            weights = self._default_weights()
-        elif weights is None and context is not None:
-            weights = model_or_fallback(context, model_id or self._model_id or "policy")
+        weights = sources.resolve(weights, context, model_id or self._model_id or "policy")
         if weights is None or is_per_worker(weights):
             return weights
         return (strategy or self._strategy).extract_weights(weights)
@@ -1175,12 +1149,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 event loop it is not waited for.
         """
         self._check_open()
-        if self._role == "sender":
-            raise LocalProtocolError("apply_weights() called on a sender side.")
-        if self._role is None:
-            raise LocalProtocolError(
-                "apply_weights() called before init_on_receiver has been called."
-            )
+        if self._role != "receiver":
+            when = "on a sender side" if self._role else "before init_on_receiver has been called"
+            raise LocalProtocolError(f"apply_weights() called {when}.")
         target = self._resolve_target()
         if target is None:
             raise ConfigError("No model registered")
@@ -1217,13 +1188,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     async def _close_here(self) -> None:
         """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
-        if not self._begin_to_close():
-            return
+        opened = (*self._listeners, *self._to_close)
         try:
-            if self._runtime is not None:
+            if self._begin_to_close() and self._runtime is not None:
                 await self._runtime.aclose()
         finally:
-            await self._close_rest()
+            self._abort_rest()
+            await asyncio.gather(*(each.aclose() for each in opened))
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
@@ -1255,11 +1226,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             self._pipe.abort()
         if self._trainer is not None:
             self._trainer.abort()
-
-    async def _close_rest(self) -> None:
-        opened = (*self._listeners, *self._to_close)
-        self._abort_rest()
-        await asyncio.gather(*(each.aclose() for each in opened))
 
     async def __aenter__(self) -> Self:
         return self
@@ -1401,9 +1367,3 @@ def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | N
     if weights is None or not is_per_worker(weights):
         return None
     return {as_index("a worker's index", idx) for idx in weights}
-
-
-def _named_in(context: Any, path: str) -> Any:
-    if context is None:
-        raise ConfigError(f"Cannot resolve string reference {path!r} without context")
-    return resolve_path(context, path)

@@ -180,11 +180,8 @@ class ClusterScheme(EngineOptions, StreamScheme):
         return listener
 
     def _bind(self, sources: Sources) -> None:
-        listener = self._listener  # it may be bound early
-        if listener is None:
-            address = self._addresses[0] if self._addresses else self._default_address()
-            listener = self._listen(address)
-        self._addresses = [Address.parse(listener.url)]  # copies find the port in it
+        self._addresses = self._addresses or [self._default_address()]
+        super()._bind(sources)
 
     def _start_listening(self, sender: WeightSender) -> None:
         if self._listener is not None:

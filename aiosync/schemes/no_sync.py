@@ -71,10 +71,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         del weights, timeout, processes
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float | None) -> None:
+    async def _connect_receiver(self, timeout: float | None) -> None:
         del timeout
-        if worker_idx is not None:
-            self._worker_idx = worker_idx
         await self._prepare_model(self.model)
         if lacks_memory(self.model):
             raise ConfigError(

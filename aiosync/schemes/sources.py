@@ -107,13 +107,28 @@ class Sources:
         others = self.per_worker or dict.fromkeys(self.expected, self.weights)
         self.weights, self.per_worker = None, {**others, **each}
 
+    def resolve(self, weights: Any, context: Any, model_id: str) -> Any:
+        """What a call gave, or a dotted name stands for; or what there is, where it gave nothing.
+
+        Raises:
+            ConfigError: There is no context to look a name up in.
+        """
+        if isinstance(weights, str):
+            if context is None:
+                raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
+            return resolve_path(context, weights)
+        for given in (weights, self.per_worker or None, self.weights):
+            if given is not None:
+                return given
+        return None if context is None else model_or_fallback(context, model_id)
+
     def plan(
         self, weights: Any, per_worker: bool, strategy: WeightStrategy
-    ) -> tuple[Any, dict[int, Any] | None]:
-        """What all workers get, or what each of them gets.
+    ) -> dict[int | None, Any]:
+        """What each worker gets; under ``None`` what all of them get.
 
         Args:
-            weights: What a call gave, or what it stands for.
+            weights: Of a call, as :meth:`resolve` says.
             per_worker: Whether each worker may be given its own.
             strategy: Of the scheme.
 
@@ -126,16 +141,17 @@ class Sources:
                     "Per-worker weights dict provided but scheme was not initialized with "
                     "per_worker_weights=True"
                 )
-            return None, {as_index("a worker's index", i): each for i, each in weights.items()}
+            return {as_index("a worker's index", i): each for i, each in weights.items()}
         if self.device_map is None:
-            return weights, None
+            return {None: weights}
         given = weights
         # A module is changed itself by .to() and such, and a state dict has no such methods.
         if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
             given = strategy.extract_weights(weights)
+        mapped: dict[int | None, Any]
         mapped = {idx: self.device_map(idx, given) for idx in self.expected}
         same = all(value is given for value in mapped.values())
-        return (weights, None) if same else (None, mapped)
+        return {None: weights} if same else mapped
 
 
 def resolve_sources(

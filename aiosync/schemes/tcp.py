@@ -167,8 +167,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     def _bind(self, sources: Sources) -> None:
         if self._dial == "receiver":
-            listener = self._listener or self._listen(self._addresses[0])  # it may be bound early
-            self._addresses = [Address.parse(listener.url)]  # copies find the port in it
+            super()._bind(sources)
             return
         most = len(self._addresses)
         if sources.num_workers is None:
@@ -237,8 +236,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                     nonlocal applied, joined
                     peer = workers.record(idx).link  # it is forgotten after this
                     if peer is not None and peer.transport is link:
-                        joined = True
-                        applied = max(applied, peer.outbox.applied)
+                        joined, applied = True, max(applied, peer.outbox.applied)
                     ended.set()
 
                 link.channel.call_on_end(on_end)

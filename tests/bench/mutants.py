@@ -313,7 +313,7 @@ MUTANTS = [
     Mutant(
         "a lost link is not replaced",
         "schemes/base.py",
-        "None if self._pipe is not None or self._relinks_for == 0 else self._relink,",
+        "None if self._pipe is not None or lasting == 0 else self._trainer,",
         "None,",
         contract("cut_link"),
     ),

@@ -56,6 +56,7 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
     ):
         assert values(others) == [1.0, -1.0, 3.0]
         assert [other.version for other in others] == [1, 0, 1]
+        assert sender.prepare_weights(None).keys() == {0, 2}
         assert (await sender.send()).acked == {0, 2}
         for name, value in (("model", models.linear()), ("weights", weights(3.0))):
             with pytest.raises(aiosync.ConfigError, match="worker_idx"):  # one is not for all

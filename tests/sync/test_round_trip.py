@@ -73,6 +73,13 @@ def test_workers_get_every_version(make: Any, method: str) -> None:
     assert tools.portal_threads() == []
 
 
+def test_a_scheme_that_sends_nothing_sends_it_in_the_background_as_well() -> None:
+    with aiosync.sync.NoWeightSyncScheme() as scheme:
+        scheme.init_on_sender(num_workers=1)
+        scheme.connect()
+        assert (scheme.send_async(), scheme.wait_async().version) == (0, 0)
+
+
 @pytest.mark.parametrize("make", tools.SCHEMES)
 def test_send_async_and_wait_async(make: Any) -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
