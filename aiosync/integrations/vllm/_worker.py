@@ -8,9 +8,11 @@ side.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -111,7 +113,6 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         self._read_reference(info)
         if info.rollback:
             self._backup = Backup(self.model)
-            self._backup.begin()
 
     def _read_reference(self, info: AiosyncInitInfo) -> None:
         if info.check == self._check:
@@ -366,13 +367,14 @@ class Backup:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Copy in a thread. The model must not change until :meth:`wait` returned."""
-        self._thread = threading.Thread(target=self._run, name="aiosync-backup", daemon=True)
-        self._thread.start()
+        copied: Future[None] = Future()
+        run = functools.partial(self._run, copied)
+        threading.Thread(target=run, name="aiosync-backup", daemon=True).start()
+        self._copied = copied
 
     def wait(self, timeout: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors and their values, once they are copied.
@@ -380,28 +382,21 @@ class Backup:
         Raises:
             SyncTimeout: Copying takes longer than ``timeout`` seconds.
         """
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise SyncTimeout(f"the weights could not be copied within {timeout:g} s")
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if not wait([self._copied], timeout).done:
+            raise SyncTimeout(f"the weights could not be copied within {timeout:g} s")
+        self._copied.result()
         return list(self._values.values())
 
     def close(self) -> None:
         """Let the copies go. Waits for the copy that is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        wait([self._copied])
         self._values = {}
 
-    def _run(self) -> None:
+    def _run(self, copied: Future[None]) -> None:
         try:
-            self._copy()
+            copied.set_result(self._copy())
         except BaseException as exc:  # noqa: BLE001 - raised again by wait()
-            self._error = exc
+            copied.set_exception(exc)
 
     @torch.no_grad()
     def _copy(self) -> None:
