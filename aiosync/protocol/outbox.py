@@ -130,9 +130,9 @@ class Outbox:
         else:
             self._waiting = [*(older for older in replaced if older in kept), version]
             replaced = [older for older in replaced if older not in kept]
+            self._promote()
         self.newest = version
-        self._promote()
-        return [self._skip(older, version) for older in replaced]
+        return [self._skip(older, version) for older in replaced] if replaced else []
 
     def _promote(self) -> None:
         if self._waiting and self.is_idle:

@@ -53,7 +53,7 @@ from aiosync.schemes.sources import (
     resolve_model,
     resolve_sources,
 )
-from aiosync.sender import Streaming, WeightSender
+from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
@@ -227,10 +227,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Bounds that the receivers are expected to have; ``None`` for the defaults."""
         return None
 
-    # Whether what carries large payloads takes them from the tensors at once.
-    _borrows = False
-    # Whether it waits for the part of a snapshot that it sends.
-    _copies_ahead = False
+    # How send() copies large weights, see SnapshotCopier.take().
+    _how: How = "copy"
     _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
     _waits_for_first = True  # connect() returns once the initial weights are applied
     _subscribes = True  # gets every update, and not only those it asks for
@@ -742,8 +740,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             copier=copier,
             parts=not self.strict,
             streaming=self._streaming(),
-            borrows=self._borrows,
-            copies_ahead=self._copies_ahead,
+            how=self._how,
         )
         planned = self._plan(weights, initial=True)
         for idx, link in self._links.items():

@@ -133,7 +133,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
         self.inline_nbytes = inline_nbytes
         self.patience = patience
 
-    _copies_ahead = True
+    _how = "copy ahead"
 
     @property
     def _invites(self) -> str:  # type: ignore[override]  # a constant above

@@ -16,6 +16,7 @@ from aiosync.errors import ConfigError, ConnectError
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
 from aiosync.schemes.options import Option, count
 from aiosync.schemes.sources import DeviceMap
+from aiosync.sender import How
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._ray_store import RayObjects, actor_name, load_ray, need_cluster
@@ -138,8 +139,9 @@ class RayWeightSyncScheme(ClusterScheme):
         self._meeting = secrets.token_hex(16)
 
     @property
-    def _borrows(self) -> bool:  # type: ignore[override]  # a constant above
-        return self._shares and self.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES
+    def _how(self) -> How:  # type: ignore[override]  # a constant above
+        borrows = self._shares and self.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES
+        return "borrow" if borrows else "copy"
 
     # -- the sender ----------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.sender import WeightSender
-from aiosync.sender.snapshots import Planned, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import How, Planned, Snapshot, SnapshotCopier
 from aiosync.sender.workers import WorkerRegistry
 
 __all__ = [
+    "How",
     "Planned",
     "Snapshot",
     "SnapshotCopier",

@@ -53,6 +53,8 @@ class ChunkWriter:
     Attributes:
         sent_nbytes: Bytes of payloads that the link took.
         resumed_nbytes: Those that did not have to be sent again.
+        owed: The version to which the worker owes an answer; 0 for none.
+        most_at_once: Bytes of an update that is one small chunk.
     """
 
     def __init__(
@@ -69,13 +71,10 @@ class ChunkWriter:
         self._streaming = streaming
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
         self._on_stall = on_stall
-        self._owed = 0  # the version that the worker has not answered
+        self.owed: int = 0
+        self.most_at_once: int = min(_NOWAIT_NBYTES, streaming.chunk_nbytes)
         self._timer: asyncio.TimerHandle | None = None
         self._progress = (0, 0)  # as it was seen last
-
-    def is_small(self, snapshot: Snapshot) -> bool:
-        """Whether it is one chunk that may be written at once."""
-        return snapshot.nbytes <= min(_NOWAIT_NBYTES, self._streaming.chunk_nbytes)
 
     def steps(
         self, epoch: int, snapshot: Snapshot
@@ -84,7 +83,6 @@ class ChunkWriter:
 
         What is asked for next was sent; ``None`` stands for a moment in which others have a turn.
         """
-        self.watch(snapshot.version)
         plan, first = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes), 0
         if len(snapshot.checksums) != plan.count:
             snapshot.checksums = [None] * plan.count
@@ -94,7 +92,8 @@ class ChunkWriter:
             self.resumed_nbytes += plan.span(first)[0]
         self._partial = (None, None, 0)
         for index in range(plan.count):
-            views = snapshot.views(*plan.span(index))
+            start, stop = plan.span(index)
+            views = snapshot.views(start, stop)
             checksum = snapshot.checksums[index]  # computed once for all workers
             if checksum is None:
                 running = RunningChecksum()
@@ -119,50 +118,39 @@ class ChunkWriter:
                 ),
                 views,
             )
-            self.sent_nbytes += sum(view.nbytes for view in views)
+            self.sent_nbytes += stop - start
 
     # -- the worker's answer -------------------------------------------------------------------
 
     def watch(self, version: int) -> None:
         """From now on the worker owes an answer to this update; its deadline runs."""
-        self._owed = version
-        timeout = self._streaming.stall_timeout
-        if timeout is not None and self._timer is None:
-            self._progress = self._progress_now()
-            self._look_later(timeout)
-
-    def answered(self) -> None:
-        """The worker has everything, or refused it."""
-        self._owed = 0
+        self.owed = version
+        if self._timer is None:
+            self._look()
 
     def close(self) -> None:
         """The link is gone."""
-        self._owed = 0
+        self.owed = 0
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
-    def _look_later(self, timeout: float) -> None:
-        # Left to run when the answer comes: making a timer is as dear as a small send.
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._look, timeout)
+    def _look(self) -> None:
+        """Drop a worker that has to answer, and of which nothing came or went since the last look.
 
-    def _progress_now(self) -> tuple[int, int]:
-        channel = self._transport.channel
-        return 0 if channel is None else channel.written_nbytes, self._owed
-
-    def _look(self, timeout: float) -> None:
-        self._timer = None
-        progress = self._progress_now()
-        if not self._owed:
+        The timer is left to run when the answer comes: making one is as dear as a small send.
+        """
+        self._timer, timeout, channel = None, self._streaming.stall_timeout, self._transport.channel
+        if not self.owed or timeout is None:
             return
-        if progress[0] > self._progress[0] or progress[1] != self._progress[1]:
+        progress = (0 if channel is None else channel.written_nbytes, self.owed)
+        if progress != self._progress:
             self._progress = progress
-            self._look_later(timeout)
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
             return
         self._on_stall(
             AckTimeout(
                 f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
                 "was dropped and may connect again",
-                version=self._owed,
+                version=self.owed,
             )
         )

@@ -86,10 +86,10 @@ class History:
         """What this worker gets when it joins, in the order in which it was sent."""
         return self._own.get(idx, self._common)
 
-    def newest_for(self, idx: int) -> Snapshot | None:
-        """The last one of these."""
+    def version_for(self, idx: int) -> int:
+        """Version of the last one of these; 0 for none."""
         chain = self._own.get(idx, self._common)
-        return chain[-1] if chain else None
+        return chain[-1].version if chain else 0
 
     def needed_before(self, idx: int, snapshot: Snapshot) -> Sequence[Snapshot]:
         """What this worker would get as well if ``snapshot`` came next."""

@@ -12,7 +12,7 @@ import math
 import select
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from aiosync.errors import (
     AiosyncError,
@@ -24,7 +24,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outcome, SendTracker, VersionClock
 from aiosync.sender.chunks import Streaming
-from aiosync.sender.snapshots import Planned, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import How, Planned, Snapshot, SnapshotCopier
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.types import Require, SendReport
@@ -49,10 +49,9 @@ class WeightSender:
         copier: Makes the snapshots.
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
-        borrows: Large payloads go out from the tensors themselves, which stay as they are until
-            ``send()`` returns; otherwise from a snapshot.
-            Not while a worker reads slots, which have to be filled for it anyway.
-        copies_ahead: Large payloads go out from a snapshot that is still being made.
+        how: How ``send()`` copies large weights that are for everybody, see
+            :meth:`SnapshotCopier.take`. They are not borrowed while a worker reads slots, which
+            have to be filled for it anyway.
 
     Attributes:
         require: As given; may change.
@@ -72,8 +71,7 @@ class WeightSender:
         copier: SnapshotCopier,
         parts: bool = False,
         streaming: Streaming | None = None,
-        borrows: bool = False,
-        copies_ahead: bool = False,
+        how: How = "copy",
     ) -> None:
         self.require: Require = require
         self.clock: VersionClock = VersionClock()
@@ -89,9 +87,8 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
-        copier.ring = lambda: self._ring_late(at_once=True)
-        self._borrows = borrows
-        self._copies_ahead = copies_ahead
+        copier.ring = self._ring
+        self._how: How = how
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, SendTracker] = {}  # by version; their waiters are futures
         self._copying = asyncio.Lock()
@@ -210,8 +207,6 @@ class WeightSender:
                 self._asked_at = started
                 self._loop.call_soon(self._note_turn)
             return report
-        if worker_ids is not None and not worker_ids:
-            return self._to_nobody(started)
         addressed = self._address(planned, worker_ids)
         # The usual case, small weights and memory that is free, without any await.
         snapshots: dict[int | None, Snapshot] = {}
@@ -226,7 +221,7 @@ class WeightSender:
                 snapshots = await self._take(planned)
                 self.workers.check()
                 addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
-        borrowed = [each.retain() for each in snapshots.values() if each.filling is not None]
+        early = next((each.retain() for each in snapshots.values() if each.filling), None)
         future: asyncio.Future[SendReport] | None = None
         try:
             tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
@@ -240,8 +235,11 @@ class WeightSender:
                 future.exception()  # seen by nobody, on purpose
             raise
         finally:
-            if borrowed:
-                await self._settle_copies(borrowed)
+            if early is not None:  # the tensors are the caller's again
+                try:
+                    await self.copier.settle(early)
+                finally:
+                    early.release()
 
     def send_nowait(
         self,
@@ -264,9 +262,6 @@ class WeightSender:
         report = self.publish(planned, worker_ids, started)
         if report is not None:
             self.tell()
-        elif worker_ids is not None and not worker_ids:
-            report = self._to_nobody(started)
-        if report is not None:
             seen = self._loop.create_future()
             seen.set_result(report)
             return report.version, seen
@@ -275,27 +270,15 @@ class WeightSender:
         tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
         return tracker.version, tracker.waiter
 
-    def keep_for(self, idx: int, plan: Planned, version: int) -> None:
-        """Copy now what a worker gets that is to come."""
-        snapshot = self.copier.take_now(plan)
-        snapshot.version = version
-        self.workers.history.add(idx, snapshot)
-
-    def _to_nobody(self, started: float) -> SendReport:
-        # A list of workers that is empty: no version is drawn that nobody would ever have.
-        elapsed = time.perf_counter() - started
-        return SendReport(self.clock.epoch, self.clock.current, frozenset(), elapsed=elapsed)
-
     async def _take(self, planned: Mapping[int | None, Planned]) -> dict[int | None, Snapshot]:
-        snapshots = {}
-        links = self.workers.links.values()
-        how: Literal["copy", "borrow", "copy ahead"] = "copy"
-        if self._borrows and not any(link.publisher for link in links):
-            # Links that carry bytes take them from the tensors, which must not change meanwhile.
-            how = "borrow"
-        follows = any(link.transport.follows_copies_above is not None for link in links)
-        if self._copies_ahead and len(planned) == 1 and follows:
-            how = "copy ahead"
+        snapshots, how, links = {}, self._how, self.workers.links.values()
+        follows = [link.transport.follows_copies_above for link in links]
+        if (
+            len(planned) > 1
+            or (how == "borrow" and any(link.publisher for link in links))
+            or (how == "copy ahead" and follows.count(None) == len(follows))
+        ):
+            how = "copy"
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how)
@@ -304,18 +287,6 @@ class WeightSender:
                 snapshot.release()
             raise
         return snapshots
-
-    async def _settle_copies(self, borrowed: Sequence[Snapshot]) -> None:
-        """Copy what belongs to the caller, for who joins later or is not done: all of it."""
-        first: BaseException | None = None
-        for snapshot in borrowed:
-            try:
-                await self.copier.settle(snapshot)
-            except BaseException as exc:  # noqa: BLE001 - raised once nothing is borrowed any more
-                first = first or exc
-            snapshot.release()
-        if first is not None:
-            raise first
 
     def publish(
         self,
@@ -335,6 +306,10 @@ class WeightSender:
         workers, plan = self.workers, planned.get(None)
         if workers.has_ended:
             workers.check()
+        if worker_ids is not None and not worker_ids:
+            # To nobody: no version is drawn that nobody would ever have.
+            elapsed = time.perf_counter() - started
+            return SendReport(self.clock.epoch, self.clock.current, frozenset(), elapsed=elapsed)
         if self.copier.arena is None or plan is None or plan.prepared.values:
             return None
         if workers.initial or self._copying.locked():
@@ -404,7 +379,7 @@ class WeightSender:
             if link is None or mine is None:
                 error = record.error or ConfigError(f"no weights were given for worker {idx}")
                 tracker.resolve(idx, Outcome(version, error=error))
-            elif link.can_see(mine):
+            elif mine.slot is not None and link.can_see(mine):
                 link.see(mine)
                 record.recover()
                 tracker.resolve(idx, Outcome(version))
@@ -431,8 +406,9 @@ class WeightSender:
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
         tracker = self._sends.get(outcome.version)
-        if tracker is not None and tracker.resolve(idx, outcome) and tracker.settled:
-            self._settle(tracker)
+        if tracker is not None and tracker.resolve(idx, outcome):
+            if not tracker.waiting or tracker.settled:
+                self._settle(tracker)
         return tracker is not None
 
     def _settle(self, tracker: SendTracker) -> None:
@@ -533,22 +509,21 @@ class WeightSender:
     def _note_turn(self) -> None:
         self._asked_at = 0.0
 
-    def _ring_late(self, *, at_once: bool = False) -> None:
+    def _ring(self) -> None:
+        """Ring workers that have not taken what they were named."""
+        for link in self.workers.links.values():
+            if link.is_behind:
+                link.ring()
+
+    def _ring_late(self) -> None:
         """Ring workers that have not looked since they were named an update.
 
         One that does not compute follows all the same, and gives its slot back.
         """
-        now = self._loop.time()
-        if not at_once:
-            self._bell = None
-        if self.workers.closed:
-            return
-        late = False
-        for link in self.workers.links.values():
-            if at_once and link.is_behind:
-                link.ring()
-            late |= link.ring_if_behind(now, *_RING_SECONDS)
-        if late and self._bell is None:
+        now, links = self._loop.time(), self.workers.links.values()
+        self._bell = None
+        late = [link.ring_if_behind(now, *_RING_SECONDS) for link in links]
+        if any(late):
             self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
 
     # -- waiting for workers -------------------------------------------------------------------
@@ -580,10 +555,13 @@ class WeightSender:
             versions, failed = found(), {}
             acked = [idx for idx, each in versions.items() if each >= version]
             for idx, record in self.workers.records.items():
-                error = None if idx in acked else record.failure(version)
+                link, error = record.link, record.error
+                if error is None or idx in acked or not record.subscribes:
+                    continue
                 # What is on its way to a worker that refused one may be what is waited for.
-                there = record.link is not None and record.link.outbox.is_idle
-                if error is not None and record.subscribes and (staged or there):
+                if (staged or (link is not None and link.outbox.is_idle)) and (
+                    record.version >= version and (link is None or link.visible < version)
+                ):
                     failed[idx] = error
             if failed:
                 raise PartialSyncError(acked=acked, failed=failed, version=version)

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.tensors import (
@@ -34,7 +34,7 @@ from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["Planned", "Snapshot", "SnapshotCopier"]
+__all__ = ["How", "Planned", "Snapshot", "SnapshotCopier"]
 
 # Copies up to this size run on the loop: a hop to a thread costs more than they do. The pages of
 # larger slots are taken in a thread, too.
@@ -44,6 +44,9 @@ _AHEAD_NBYTES = 2 * 2**20  # between two words of how far a copy is
 _LEAVING_SECONDS = 0.02
 _PAUSE_SECONDS = (0.0002, 0.01)  # the first one and the longest between two looks
 _SMALL_NBYTES = 16 * 2**20  # of all slots together
+
+
+How: TypeAlias = Literal["copy", "borrow", "copy ahead"]
 
 
 class Planned(NamedTuple):
@@ -214,7 +217,6 @@ class SnapshotCopier:
         self._limits = limits or DEFAULT_LIMITS
         self._flatteners: dict[int, Flattener | CastingFlattener] = {}
         self._idle: list[FlatBuffer] = []
-        self._growing = asyncio.Lock()
         self._closed = False
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
@@ -274,7 +276,7 @@ class SnapshotCopier:
         return arena.num_left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
 
     async def _acquire(self, prepared: Prepared) -> Snapshot:
-        """Memory; waits a moment for a slot that is about to become free.
+        """Memory; waits a moment for a slot that is about to become free. One call at a time.
 
         Raises:
             ConfigError: Workers hold slots that they were not given.
@@ -283,24 +285,21 @@ class SnapshotCopier:
         if arena is None:
             return self._private(prepared)
         nbytes = prepared.layout.nbytes
-        async with self._growing:
-            pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
-            while (slot := arena.free_slot(nbytes)) is None:
-                late = time.monotonic() >= until
-                if self._may_grow(arena, nbytes, at_once=not late):
-                    if nbytes > _INLINE_NBYTES:
-                        await self._start(arena.reserve(nbytes))
-                        slot = arena.free_slot(nbytes)  # somebody may have left one meanwhile
-                    slot = slot or arena.grow(nbytes)
-                    break
-                if late:
-                    raise ConfigError(
-                        "workers hold more slots of shared memory than they were given"
-                    )
-                self.ring()
-                await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
-                pause = min(2 * pause, _PAUSE_SECONDS[1])
-            return Snapshot(prepared.layout, slot, slot.release, prepared.values)
+        pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
+        while (slot := arena.free_slot(nbytes)) is None:
+            late = time.monotonic() >= until
+            if self._may_grow(arena, nbytes, at_once=not late):
+                if nbytes > _INLINE_NBYTES:
+                    await self._start(arena.reserve(nbytes))
+                    slot = arena.free_slot(nbytes)  # somebody may have left one meanwhile
+                slot = slot or arena.grow(nbytes)
+                break
+            if late:
+                raise ConfigError("workers hold more slots of shared memory than they were given")
+            self.ring()
+            await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
+        return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -333,9 +332,7 @@ class SnapshotCopier:
             raise
         return snapshot
 
-    async def take(
-        self, planned: Planned, how: Literal["copy", "borrow", "copy ahead"] = "copy"
-    ) -> Snapshot:
+    async def take(self, planned: Planned, how: How = "copy") -> Snapshot:
         """Copy without holding the loop for long.
 
         Args:

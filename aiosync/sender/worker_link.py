@@ -115,7 +115,6 @@ class WorkerLink:
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
         self._writing = False
-        self._lost = False
         # When to ring it next, what it held when it was rung, and the pause; 0.0: it is not behind.
         self._ring = (0.0, 0, 0.0)
 
@@ -170,7 +169,7 @@ class WorkerLink:
         One that lacks a part of what is under way comes after that instead.
         """
         covers, outbox = self._covers, self.outbox
-        if covers is not None and not outbox.is_idle:
+        if covers is not None and (outbox.in_flight or outbox.pending is not None):
             waiting = [each for each in self._snapshots.values() if each is not covers]
             if waiting or not covers.holds_same(snapshot):
                 needed = lacking(waiting, snapshot.names)
@@ -189,7 +188,7 @@ class WorkerLink:
     def say(self, message: Current) -> None:
         """Send a word between two updates, in the background where the link is busy."""
         try:
-            if self._lost or self.transport.send_nowait(message):
+            if self.outbox.error or self.transport.send_nowait(message):
                 return
         except AiosyncError as exc:
             self.lose(exc)
@@ -207,7 +206,7 @@ class WorkerLink:
 
     def _pump(self) -> None:
         """Write what may go now: at once where the link takes it, else in the background."""
-        while not (self._writing or self._lost):
+        while not (self._writing or self.outbox.error):
             if self._word is not None:
                 self._write_soon(None)
                 return
@@ -227,7 +226,7 @@ class WorkerLink:
     def _write_now(self, snapshot: Snapshot) -> bool:
         if snapshot.filling is not None or snapshot.kept is not None:
             return False
-        if self.stream is not None and not self.stream.is_small(snapshot):
+        if self.stream is not None and snapshot.nbytes > self.stream.most_at_once:
             return False
         with contextlib.closing(self._steps(snapshot, self.epoch)) as steps:
             for step in steps:
@@ -257,8 +256,6 @@ class WorkerLink:
         self._pump()
 
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
-        if self.stream is not None:
-            self.stream.watch(snapshot.version)  # the manifest may be stuck, too
         above = self.transport.follows_copies_above
         early = snapshot.live is not None or (above is not None and snapshot.nbytes > above)
         if self.publisher is not None or not early:
@@ -281,6 +278,8 @@ class WorkerLink:
         What is asked for next was sent. May be given up before any step, and begun again.
         """
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
+        if self.stream is not None:
+            self.stream.watch(version)  # the manifest may be stuck, too
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
@@ -301,7 +300,7 @@ class WorkerLink:
             self.lose(error)
         elif epoch == self.epoch:  # it cannot be said, and the link is as it was
             if self.stream is not None and version == self.outbox.unreceived:
-                self.stream.answered()
+                self.stream.owed = 0
             self._settle(self.outbox.give_up(version, without_frames(error)))
 
     # -- what the worker sees without being told -----------------------------------------------
@@ -315,9 +314,10 @@ class WorkerLink:
         return (
             publisher is not None
             and publisher.promised == digest
-            and not (self._lost or self._writing)
+            and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
-            and self.outbox.is_idle
+            and self.outbox.pending is None
+            and not self.outbox.in_flight
         )
 
     def can_see(self, snapshot: Snapshot) -> bool:
@@ -356,7 +356,7 @@ class WorkerLink:
             Whether it may have to be rung again.
         """
         at, rung_for, pause = self._ring
-        if not self.is_behind or self._lost:
+        if not self.is_behind or self.outbox.error:
             self._ring = (0.0, 0, 0.0)
             return False
         holds = 0 if self.publisher is None else self.publisher.holds
@@ -386,9 +386,10 @@ class WorkerLink:
                 self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
             if self.stream is not None and self.outbox.unreceived is None:
-                self.stream.answered()
+                self.stream.owed = 0
             self._on_outcomes(self, outcomes)  # some wait for no more than that it arrived
-            self._pump()
+            if self.outbox.pending is not None:
+                self._pump()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
             self._on_fetch(self)
@@ -416,9 +417,8 @@ class WorkerLink:
 
     def lose(self, error: AiosyncError) -> None:
         """The link is gone: everything on its way fails with ``error``."""
-        if self._lost:
+        if self.outbox.error is not None:
             return
-        self._lost = True
         outcomes = self.outbox.close(without_frames(error))
         if self.stream is not None:
             self.stream.close()

@@ -28,7 +28,6 @@ from aiosync.protocol import Outcome, VersionClock
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.history import History
-from aiosync.sender.snapshots import Snapshot
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.transports._pidfd import has_ended, open_pidfd
 from aiosync.transports.base import Transport
@@ -67,16 +66,6 @@ class WorkerRecord:
     version: int = 0
     reported: bool = True
     where: Callable[[], str] | None = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it was there, or was to be, and sends have to do without it."""
-        return self.link is None and self.error is not None and self.subscribes
-
-    def failure(self, version: int) -> AiosyncError | None:
-        """Why it will not have this version, if it refused it or a newer one, or went before."""
-        has_it = self.link is not None and self.link.visible >= version
-        return self.error if self.version >= version and not has_it else None
 
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why it is not there, or lacks a version."""
@@ -166,13 +155,6 @@ class WorkerRegistry:
         """The connected workers that get every update, and not only what they ask for."""
         return [link for link in self.links.values() if link.subscribes]
 
-    @property
-    def lost(self) -> dict[int, AiosyncError]:
-        """Why workers are not there any more, or could not be reached, by index."""
-        return {
-            idx: each.error for idx, each in self.records.items() if each.error and each.is_lost
-        }
-
     def check(self) -> None:
         """Raise what ended the sender, if anything did."""
         if self._crash is not None:
@@ -236,8 +218,10 @@ class WorkerRegistry:
             self.not_let_in(str(exc))
             if expected_idx is not None and (given or isinstance(exc, ConfigError)):
                 self.not_reached(expected_idx, exc)  # for good
-            elif expected_idx is not None and self.record(expected_idx).is_lost:
-                self.record(expected_idx).error = exc  # send() says why it does not come back
+            elif expected_idx is not None:
+                record = self.record(expected_idx)
+                if record.link is None and record.error is not None and record.subscribes:
+                    record.error = exc  # send() says why it does not come back
             await transport.aclose()
             self.changed.notify()
             return
@@ -254,8 +238,7 @@ class WorkerRegistry:
         if old is not None:  # it has ended, though nobody noticed; the worker started again
             old.lose(TransportClosed(f"worker {idx} opened a newer link"))
             old.transport.abort()
-        snapshot = self.newest_for(idx)
-        newest = max(self.clock.current, 0 if snapshot is None else snapshot.version)
+        newest = max(self.clock.current, self.history.version_for(idx))
         if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
@@ -301,8 +284,7 @@ class WorkerRegistry:
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
             return self.clock.current
-        snapshot = self.newest_for(idx)
-        return 0 if snapshot is None else snapshot.version
+        return self.history.version_for(idx)
 
     def not_let_in(self, error: OSError | str) -> None:
         """Somebody came, but there is no link; connect() says so if it waits in vain."""
@@ -319,10 +301,6 @@ class WorkerRegistry:
 
     # -- what they get -------------------------------------------------------------------------
 
-    def newest_for(self, idx: int) -> Snapshot | None:
-        """The newest update for a worker that joins now."""
-        return self.history.newest_for(idx)
-
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
         missing = [snapshot for snapshot in chain if not link.has(snapshot.version)]
@@ -335,14 +313,13 @@ class WorkerRegistry:
         """Give a worker what it asked for, if that is here: the newest version, or a word."""
         if link.wanted is None:
             return
-        snapshot = self.newest_for(link.idx)
-        version = 0 if snapshot is None else snapshot.version
+        version = self.history.version_for(link.idx)
         if version < link.wanted:
             self.waiting.add(link)  # a later send answers
             return
         link.wanted = None
         self.waiting.discard(link)
-        if snapshot is None or link.has(version):
+        if not version or link.has(version):
             link.say(Current(self.clock.epoch, version))
         else:
             self._offer_history(link)
@@ -462,7 +439,7 @@ class WorkerRegistry:
     def _has_joined(self, idx: int, version: int) -> bool:
         record = self.records.get(idx)
         link = None if record is None else record.link
-        if link is None or not link.subscribes or not self.newest_for(idx):
+        if link is None or not link.subscribes or not self.history.version_for(idx):
             return link is not None
         return (link.visible if link.has_target else link.received_version) >= version
 

@@ -338,7 +338,8 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """What ``aiosync status`` shows of this model."""
-        newest, trainer = self.workers.newest_for(-1), self._trainer
+        chain, trainer = self.workers.history.for_worker(-1), self._trainer
+        newest = chain[-1] if chain else None
         epoch, version = self._here or (0, 0)
         return {
             "model_id": self._model_id,

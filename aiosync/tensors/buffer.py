@@ -50,16 +50,7 @@ class FlatBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate memory.
-
-        Args:
-            nbytes: Size in bytes, at least 0.
-
-        Raises:
-            ConfigError: The size is negative.
-        """
-        if nbytes < 0:
-            raise ConfigError(f"a buffer cannot have {nbytes} bytes")
+        """Allocate so many bytes, at least 0."""
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         self._adopt(raw[start : start + nbytes])

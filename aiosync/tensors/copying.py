@@ -14,12 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aiosync.errors import ConfigError, LocalProtocolError
-
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
     from numpy.typing import NDArray
 
 __all__ = [
@@ -59,45 +54,19 @@ class CopyPool:
     ``aiosync-copy_<n>`` are started. Where they are busy with the copy of another thread, or did
     not survive a fork, the caller copies alone.
 
+    Args:
+        num_threads: Threads that copy at the same time, the caller's included; at least 1.
+
     Attributes:
-        num_threads: Threads that copy at the same time, the caller's included.
+        num_threads: As given.
     """
 
     def __init__(self, num_threads: int = 2) -> None:
-        """Prepare a pool; nothing is started.
-
-        Args:
-            num_threads: At least 1.
-
-        Raises:
-            ConfigError: ``num_threads`` is below 1.
-        """
-        if num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(max(1, num_threads - 1), "aiosync-copy")
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<CopyPool num_threads={self.num_threads} closed={self._closed}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
-        """Copy every (destination, source) pair of 1-D uint8 arrays; returns when all is done.
-
-        Raises:
-            LocalProtocolError: The pool is closed.
-        """
+        """Copy every (destination, source) pair of 1-D uint8 arrays; returns when all is done."""
         total = sum(target.size for target, _ in pairs)
         if total < 2 * _MIN_CHUNK_NBYTES:
             self.run(copy_blocks, [pairs])
@@ -114,13 +83,7 @@ class CopyPool:
         )
 
     def run(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
-        """Call a function for each item; returns when all is done.
-
-        Raises:
-            LocalProtocolError: The pool is closed.
-        """
-        if self._closed:
-            raise LocalProtocolError("the copy pool is closed")
+        """Call a function for each item; returns when all is done."""
         left = iter(items)  # next() of a list iterator is atomic
         helpers = [
             self._executor.submit(_take, function, left)
@@ -135,7 +98,6 @@ class CopyPool:
 
     def close(self) -> None:
         """End the threads and join them. Idempotent. Waits for a copy that is running."""
-        self._closed = True
         self._executor.shutdown()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -71,7 +71,7 @@ def test_large_and_small_tensors_mixed(threads: int | None) -> None:
     weights["odd"] = torch.randn(500, 200).t()
     weights["grad"] = torch.randn(40_000, requires_grad=True) * 2
     flattener = CastingFlattener("tensordict", BF16)
-    with CopyPool(threads) if threads else nullcontext() as pool:
+    with closing(CopyPool(threads)) if threads else nullcontext() as pool:
         check(contents(flattener, weights, pool=pool), weights, BF16)
 
 

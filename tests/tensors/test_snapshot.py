@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_large_and_small_tensors_mixed(threads: int | None) -> None:
     if threads is None:
         flattener.copy_into(prepared, flat)
     else:
-        with CopyPool(threads) as pool:
+        with closing(CopyPool(threads)) as pool:
             flattener.copy_into(prepared, flat, pool=pool)
     for view, tensor in zip(flat.views(prepared.layout), source.values(), strict=True):
         assert torch.equal(view, tensor)
