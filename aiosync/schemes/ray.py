@@ -20,7 +20,7 @@ from aiosync.sender import How
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports._ray_store import RayObjects, actor_name, load_ray, need_cluster
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, any_port_of
 from aiosync.transports.base import Transport
 from aiosync.transports.data_plane import DataPlaneTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
@@ -246,8 +246,7 @@ class RayWeightSyncScheme(ClusterScheme):
         return name and f"actor {name}"
 
     def _default_address(self) -> Address:
-        host = need_cluster().util.get_node_ip_address()
-        return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+        return any_port_of(need_cluster().util.get_node_ip_address())
 
     # -- finding each other --------------------------------------------------------------------
 

@@ -51,12 +51,6 @@ class Hub:
         async with self._changed:  # behind a put() that waits for it
             self._refs.pop(ticket, None)
 
-    async def stay(self) -> None:
-        """Never returns: a caller that waits for it notices the end of this actor."""
-        import asyncio
-
-        await asyncio.Event().wait()
-
 
 def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
     """The arrays as one block of memory that nothing can write to, if they lie in a row.

@@ -46,7 +46,6 @@ _HUB_SECONDS = 60.0  # until the hub has what the sender gave it
 _FETCH_SECONDS = 600.0  # until an object came from another node
 _BACK_SECONDS = 60.0  # until an object is here again that may have been spilled
 _CLOSE_SECONDS = 5.0
-_COPIED_NBYTES = 2**20  # larger copies are made off the loop
 # Ray starts six threads for each array above 1 MiB, which only pays for much larger ones.
 _SLICE_NBYTES = 2**20
 _THREADED_NBYTES = 32 * 2**20
@@ -168,80 +167,31 @@ def actor_name(ray: Any) -> str:
 
 
 class Entry:
-    """One payload in the object store; dropped from its hub when this object goes."""
+    """One payload in the object store; it is passed on for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "hub", "ref", "ticket", "told")
+    __slots__ = ("__weakref__", "ref", "ticket")
 
     def __init__(self, ref: Any) -> None:
         self.ref: Any = ref
         self.ticket: bytes = secrets.token_bytes(16)
-        self.hub: Hub | None = None
-        self.told: asyncio.Future[Any] | None = None
-
-
-class Hub:
-    """The actor that passes references on, from the side of who owns it.
-
-    Args:
-        ray: The module.
-        loop: Where its answers are heard.
-    """
-
-    def __init__(self, ray: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self.name: str = f"aiosync-{secrets.token_hex(16)}"
-        self.dead: bool = False
-        self._ray = ray
-        self._loop = loop
-        here = ray.get_runtime_context().get_node_id()
-        where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-        actor = ray.remote(_ray_actor.Hub).options(
-            name=self.name,
-            namespace=_NAMESPACE,
-            num_cpus=0,
-            max_concurrency=10_000,
-            scheduling_strategy=where,
-        )
-        self._actor = actor.remote()
-        self._stays = self._actor.stay.remote()
-        self._stays.future().add_done_callback(self._on_end)
-
-    def _on_end(self, done: Future[Any]) -> None:
-        done.exception()
-        self.dead = True
-
-    def tell(self, entry: Entry) -> None:
-        """Have the hub keep the reference; called in a thread."""
-        entry.told = landed(self._actor.put.remote(entry.ticket, [entry.ref]), self._loop)
-        entry.hub = self
-        weakref.finalize(entry, self._forget, entry.ticket).atexit = False
-
-    def _forget(self, ticket: bytes) -> None:
-        # The collector may run this anywhere, also inside of Ray.
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and the hub with it
-            self._loop.call_soon_threadsafe(self._drop, ticket)
-
-    def _drop(self, ticket: bytes) -> None:
-        # Any call would connect this process to a cluster again, or start one.
-        if not self.dead and self._ray.is_initialized():
-            self._actor.drop.remote(ticket)
-
-    def end(self) -> None:
-        """End the actor. May be called in any thread."""
-        if not self.dead and self._ray.is_initialized():
-            self._ray.kill(self._actor)
-        self.dead = True
 
 
 class RayObjects:
-    """Puts each payload once, however many links want it. Belongs to one loop."""
+    """Puts each payload once, however many links want it. Belongs to one loop.
+
+    An actor, the hub, passes references on to the receivers.
+
+    Attributes:
+        threads: For calls of Ray that block, and copies out of its store.
+    """
 
     def __init__(self) -> None:
         self._ray = need_cluster()
         # Whoever gets objects of that module has no need of aiosync, or of importing all of it.
         self._ray.cloudpickle.register_pickle_by_value(_ray_actor)
         self._loop = asyncio.get_running_loop()
-        self._threads = Threads("aiosync-ray", 1)
-        self._hub: Hub | None = None
+        self.threads: Threads = Threads("aiosync-ray", 1)
+        self._hub: tuple[str, Any] | None = None  # name and handle
 
     async def put(self, memo: dict[Any, Any], key: object, make: Callable[[], Any]) -> Entry:
         """The entry of a payload, made by the first who asks.
@@ -259,7 +209,7 @@ class RayObjects:
         """
         putting: asyncio.Future[Entry] | None = memo.get(key)
         if putting is None:
-            putting = memo[key] = self._threads.start(lambda: self._put(make))
+            putting = memo[key] = self.threads.start(lambda: self._put(make))
             putting.add_done_callback(functools.partial(self._keep, memo, key))
         cancelled = await outlast(putting)
         if cancelled is not None:
@@ -269,12 +219,24 @@ class RayObjects:
     def _put(self, make: Callable[[], Any]) -> Entry:
         self._check_cluster()
         try:
-            return Entry(self._ray.put(make()))
+            entry = Entry(self._ray.put(make()))
         except Exception as exc:  # of Ray: the store is full; who sends sees it
             exc.__traceback__ = None  # its frames would keep the weights
             raise LocalProtocolError(
                 f"Ray's object store did not accept the weights: {_said(exc)}"
             ) from exc
+        weakref.finalize(entry, self._forget, entry.ticket).atexit = False
+        return entry
+
+    def _forget(self, ticket: bytes) -> None:
+        # The collector may run this anywhere, also inside of Ray.
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and the hub with it
+            self._loop.call_soon_threadsafe(self._drop, ticket)
+
+    def _drop(self, ticket: bytes) -> None:
+        # Any call would connect this process to a cluster again, or start one.
+        if self._hub is not None and self._ray.is_initialized():
+            self._hub[1].drop.remote(ticket)
 
     def _keep(self, memo: dict[Any, Any], key: object, putting: asyncio.Future[Entry]) -> None:
         if memo.get(key) is not putting:
@@ -288,27 +250,43 @@ class RayObjects:
         """Have the hub pass the entry on for as long as this object lives.
 
         Returns:
-            The hub's name, and what ends with an error where it has died.
+            The hub's name, and when it has the entry; an error of Ray's where it has died.
 
         Raises:
             TransportBroken: The hub cannot be started.
         """
-        if entry.hub is None or entry.hub.dead:
-            await self._threads.run(lambda: self._tell(entry))
-        assert entry.hub is not None
-        assert entry.told is not None
-        return entry.hub.name, entry.told
-
-    def _tell(self, entry: Entry) -> None:
-        if entry.hub is not None and not entry.hub.dead:
-            return  # another link was quicker
+        hub = self._hub
+        if hub is None:
+            hub = await self.threads.run(self._start_hub)
         self._check_cluster()
+        name, actor = hub
+        told = landed(actor.put.remote(entry.ticket, [entry.ref]), self._loop)
+        told.add_done_callback(functools.partial(self._on_told, hub))
+        return name, told
+
+    def _on_told(self, hub: tuple[str, Any], told: asyncio.Future[Any]) -> None:
+        if not told.cancelled() and told.exception() is not None and self._hub is hub:
+            self._hub = None  # the next payload gets another one
+
+    def _start_hub(self) -> tuple[str, Any]:
+        if self._hub is not None:
+            return self._hub  # another link was quicker
+        self._check_cluster()
+        name = f"aiosync-{secrets.token_hex(16)}"
         try:
-            if self._hub is None or self._hub.dead:
-                self._hub = Hub(self._ray, self._loop)
-            self._hub.tell(entry)
+            here = self._ray.get_runtime_context().get_node_id()
+            strategies = self._ray.util.scheduling_strategies
+            actor = self._ray.remote(_ray_actor.Hub).options(
+                name=name,
+                namespace=_NAMESPACE,
+                num_cpus=0,
+                max_concurrency=10_000,
+                scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(here, soft=False),
+            )
+            self._hub = name, actor.remote()
         except Exception as exc:  # of Ray; who sends sees it
             raise TransportBroken(f"Ray has no hub actor: {_said(exc)}") from exc
+        return self._hub
 
     async def _bring_back(self, entry: Entry) -> list[memoryview]:
         """The bytes of a payload, where they lie in the store of this node."""
@@ -334,21 +312,21 @@ class RayObjects:
 
         Cancellation: waits all the same, and is raised then.
         """
-        await self._threads.idle()
+        await self.threads.idle()
 
     def abort(self) -> None:
         """Have the hub end, after what is under way. Never waits; idempotent."""
-        self._threads.end(self._end_hub)
+        self.threads.end(self._end_hub)
 
     def _end_hub(self) -> None:
         hub, self._hub = self._hub, None
-        if hub is not None:
-            hub.end()
+        if hub is not None and self._ray.is_initialized():
+            self._ray.kill(hub[1])
 
     async def aclose(self) -> None:
         """The same, and wait until it is done. Bounded."""
         self.abort()
-        await self._threads.aclose(_CLOSE_SECONDS)
+        await self.threads.aclose(_CLOSE_SECONDS)
 
 
 class RayPlane(DataPlane):
@@ -361,6 +339,8 @@ class RayPlane(DataPlane):
 
     kind = "ray"
 
+    _told: asyncio.Future[Any]  # the hub has what is offered
+
     def __init__(self, objects: RayObjects | None) -> None:
         self._ray = need_cluster()
         self._loop = asyncio.get_running_loop()
@@ -370,7 +350,6 @@ class RayPlane(DataPlane):
         # What the peer was told of, and until it holds the object itself.
         self._announced: tuple[Entry, asyncio.Future[None]] | None = None
         self._hub: tuple[str, Any] = ("", None)
-        self._threads = Threads("aiosync-ray", 1)
 
     def introduce(self) -> None:
         """Tell the peer which actor this is, for its errors."""
@@ -399,23 +378,20 @@ class RayPlane(DataPlane):
         """See :class:`DataPlane`. Puts the payload, unless another link did."""
         self._check()
         entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
-        hub, told = await self._objects.publish(entry)
+        hub, self._told = await self._objects.publish(entry)
         self._check()
-        told.add_done_callback(self._on_told)
         self._announced = entry, self._loop.create_future()
         return {"ref": entry.ticket, "hub": hub}
 
-    def _on_told(self, told: asyncio.Future[Any]) -> None:
-        error = None if told.cancelled() else told.exception()
-        if error is not None and not self._end.done():
-            broken = TransportBroken("Ray's hub actor has died")
-            broken.__cause__ = error
-            self.control.fail(broken)
-
     async def push(self, payload: list[memoryview]) -> None:
         """See :class:`DataPlane`. Waits until the peer holds the object itself."""
-        if self._announced is not None:
-            await self._within(self._announced[1], None)
+        announced = self._announced
+        try:
+            await self._within(self._told, _HUB_SECONDS)
+        except self._ray.exceptions.RayError as exc:
+            raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
+        if announced is not None:
+            await self._within(announced[1], None)
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -434,20 +410,20 @@ class RayPlane(DataPlane):
             raise RemoteProtocolError(f"the object of a payload is not a list of {nbytes} bytes")
         self.say(_GOT, ticket)
         if buffers is not None:
-            await self._copy(arrays, buffers, nbytes)
+            await self._objects.threads.run(lambda: copy_bytes(arrays, buffers))
             return buffers, None
         block = _ray_actor.flat_memory(arrays, nbytes)
         if block is None:
             own: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
             block = own[-own.ctypes.data % ALIGNMENT :][:nbytes].data
-            await self._copy(arrays, [block], nbytes)
+            await self._objects.threads.run(lambda: copy_bytes(arrays, [block]))
         return [memoryview(block).cast("B")], (next(_regions), 0)
 
     async def _take(self, name: str, ticket: bytes) -> Any:
         self._check()
         try:
             if self._hub[0] != name:
-                found = self._threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
+                found = self._objects.threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
                 self._hub = name, await self._within(found, _HUB_SECONDS)
             asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS), self._loop)
             refs = await self._within(asked, _HUB_SECONDS + 10.0)
@@ -456,14 +432,6 @@ class RayPlane(DataPlane):
             return await self._within(landed(refs[0], self._loop), _FETCH_SECONDS)
         except (self._ray.exceptions.RayError, ValueError) as exc:
             raise TransportBroken(f"Ray could not fetch the payload: {_said(exc)}") from exc
-
-    async def _copy(
-        self, arrays: list[NDArray[np.uint8]], buffers: list[memoryview], nbytes: int
-    ) -> None:
-        if nbytes > _COPIED_NBYTES:
-            await self._threads.run(lambda: copy_bytes(arrays, buffers))
-        else:
-            copy_bytes(arrays, buffers)
 
     async def _within(self, there: asyncio.Future[Any], seconds: float | None) -> Any:
         either = {there, self._end}
@@ -488,7 +456,6 @@ class RayPlane(DataPlane):
         if not self._end.done() and not self._loop.is_closed():
             self._end.set_result(None)
         self._announced = None
-        self._threads.end()
         if self._owns_objects:
             self._objects.abort()
 
@@ -496,7 +463,6 @@ class RayPlane(DataPlane):
         """See :class:`DataPlane`."""
         self.end()
         self._hub = "", None
-        await self._threads.aclose(_CLOSE_SECONDS)
         if self._owns_objects:
             await self._objects.aclose()
 

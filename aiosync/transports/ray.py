@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from aiosync.errors import (
@@ -139,8 +140,8 @@ class RayActorTransport(Transport):
         self._name = f"{actor!r}"
         self._objects: RayObjects | None = None
         self._manifest: Manifest | None = None
-        self._hello = True  # to come
-        self._answers: deque[Message] = deque()
+        hello = Hello("receiver", model_id, 0, strategy="any", has_target=True)
+        self._answers: deque[Message] = deque([hello])
         self._arrived = asyncio.Event()
         self._sending = self._receiving = self._closed = False
         self._error: AiosyncError | None = None
@@ -246,7 +247,7 @@ class RayActorTransport(Transport):
         try:
             await asyncio.sleep(0)
             async with asyncio.timeout(timeout):
-                while not (self._hello or self._answers) or self._closed:
+                while not self._answers or self._closed:
                     self._check()
                     self._arrived.clear()
                     await self._arrived.wait()
@@ -254,11 +255,10 @@ class RayActorTransport(Transport):
             raise RecvTimeout(f"{self._name} did not answer within {timeout or 0:g} s") from exc
         finally:
             self._receiving = False
-        if not self._hello:
-            return Received(self._answers.popleft())
-        self._hello = False
-        strategy = "any"
-        return Received(Hello("receiver", self.model_id, 0, strategy=strategy, has_target=True))
+        message = self._answers.popleft()
+        if isinstance(message, Hello):
+            message = replace(message, model_id=self.model_id)
+        return Received(message)
 
     async def idle(self) -> None:
         """Wait until nothing reads any payload; see :meth:`RayObjects.idle`."""

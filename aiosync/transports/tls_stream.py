@@ -75,13 +75,13 @@ class TlsStream(ByteStream):
             Breaks the link.
         """
         loop = asyncio.get_running_loop()
-        first, done, data = True, False, b""
-        while not done:
+        first = True
+        while True:
+            done = True
             try:
                 self._ssl.do_handshake()
-                done = True
             except ssl.SSLWantReadError:
-                pass
+                done = False
             except ssl.SSLError as exc:
                 with contextlib.suppress(OSError):  # the alert tells the peer why
                     await loop.sock_sendall(self._sock, self._out.read())
@@ -89,14 +89,14 @@ class TlsStream(ByteStream):
             try:
                 if self._out.pending:
                     await loop.sock_sendall(self._sock, self._out.read())
-                if not done:
-                    data = await loop.sock_recv(self._sock, 65536)
+                if done:
+                    return
+                data = await loop.sock_recv(self._sock, 65536)
             except OSError as exc:
                 raise ConnectError(f"the link was lost during the TLS handshake: {exc}") from exc
-            if not done:
-                self._check_peer(data, first)
-                first = False
-                self._in.write(data)
+            self._check_peer(data, first)
+            first = False
+            self._in.write(data)
 
     def _check_peer(self, data: bytes, first: bool) -> None:
         if not data:
