@@ -38,6 +38,7 @@ from aiosync.errors import (
     TransportClosed,
     TransportError,
     UnknownTransportError,
+    WeightsChanged,
     WeightsError,
     WireVersionMismatch,
 )
@@ -148,6 +149,7 @@ __all__ = [
     "WeightSender",
     "WeightStrategy",
     "WeightSyncScheme",
+    "WeightsChanged",
     "WeightsError",
     "WireVersionMismatch",
     "__version__",

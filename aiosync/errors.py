@@ -26,7 +26,7 @@ translated. This module imports nothing from aiosync and nothing heavy.
     |  +- AdmissionTimeout                  a request was not admitted; it may be tried again
     |  +- SwapTimeout                       running requests did not end
     +- WeightsError
-    |  +- ManifestMismatch, StaleVersion, ApplyError
+    |  +- ManifestMismatch, StaleVersion, ApplyError, WeightsChanged
     +- PartialSyncError                     some workers did not get the update
 """
 
@@ -62,6 +62,7 @@ __all__ = [
     "TransportClosed",
     "TransportError",
     "UnknownTransportError",
+    "WeightsChanged",
     "WeightsError",
     "WireVersionMismatch",
 ]
@@ -212,6 +213,10 @@ class SwapTimeout(SyncTimeout):
 
 class WeightsError(AiosyncError):
     """Something about the weights themselves; the link is fine."""
+
+
+class WeightsChanged(WeightsError):
+    """The weights were written to while they were copied. No worker gets that version."""
 
 
 class ManifestMismatch(WeightsError, ValueError):

@@ -55,6 +55,7 @@ from aiosync.schemes.sources import (
 )
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
+from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.tensors.apply import Loader, LoadTarget
@@ -825,7 +826,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
                 ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name
-                in the context. Must not change until the call returns; never changed by it.
+                in the context. Never changed by it. A step of an optimizer waits until they are
+                copied; nothing else may write to them until the call returns.
             worker_ids: Only these workers change; ``None`` for all.
             timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
                 ``math.inf`` waits for ever.
@@ -840,6 +842,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 others have the new version.
             ConfigError: A worker is named that never connected, the weights cannot travel, or
                 the timeout is not a number.
+            WeightsChanged: Somebody wrote to the weights while they were copied.
+            SendTimeout: An optimizer's step in another thread did not end.
             LocalProtocolError: Not a connected sender.
 
         Cancellation:
@@ -906,6 +910,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
+        STEPS.leave()
         assert self._sender is not None
         maker, sources = self._sender.copier, self._sources
         mapped = sources.per_worker or sources.device_map

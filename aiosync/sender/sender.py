@@ -24,7 +24,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outcome, SendTracker, VersionClock
 from aiosync.sender.chunks import Streaming
-from aiosync.sender.snapshots import How, Planned, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import STEP_SECONDS, How, Planned, Snapshot, SnapshotCopier
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.types import Require, SendReport
@@ -218,7 +218,7 @@ class WeightSender:
         if not snapshots:
             async with self._copying:
                 self.workers.check()  # it may have been closed meanwhile
-                snapshots = await self._take(planned)
+                snapshots = await self._take(planned, timeout)
                 self.workers.check()
                 addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
         early = next((each.retain() for each in snapshots.values() if each.filling), None)
@@ -266,12 +266,16 @@ class WeightSender:
             seen.set_result(report)
             return report.version, seen
         addressed = self._address(planned, worker_ids)
-        snapshots = {key: self.copier.take_now(plan) for key, plan in planned.items()}
+        patience = STEP_SECONDS if timeout is None else timeout
+        snapshots = {key: self.copier.take_now(plan, patience) for key, plan in planned.items()}
         tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
         return tracker.version, tracker.waiter
 
-    async def _take(self, planned: Mapping[int | None, Planned]) -> dict[int | None, Snapshot]:
+    async def _take(
+        self, planned: Mapping[int | None, Planned], timeout: float | None
+    ) -> dict[int | None, Snapshot]:
         snapshots, how, links = {}, self._how, self.workers.links.values()
+        patience = STEP_SECONDS if timeout is None else timeout
         follows = [link.transport.follows_copies_above for link in links]
         if (
             len(planned) > 1
@@ -281,7 +285,7 @@ class WeightSender:
             how = "copy"
         try:
             for key, plan in planned.items():
-                snapshots[key] = await self.copier.take(plan, how)
+                snapshots[key] = await self.copier.take(plan, how, patience)
         except BaseException:  # goes on to the caller of send()
             for snapshot in snapshots.values():
                 snapshot.release()

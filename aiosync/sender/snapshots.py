@@ -13,9 +13,10 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
+from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
     CastingFlattener,
     CastPrepared,
@@ -29,12 +30,17 @@ from aiosync.tensors import (
     copy_bytes,
     sharded_names,
 )
-from aiosync.transports.data_plane import COPYING, KEPT, Progress, outlast
+from aiosync.transports.data_plane import CHANGED, COPYING, KEPT, STEADY, Progress, outlast
 from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["How", "Planned", "Snapshot", "SnapshotCopier"]
+__all__ = ["STEP_SECONDS", "How", "Planned", "Snapshot", "SnapshotCopier"]
+
+STEP_SECONDS = 60.0
+"""How long a copy waits for an optimizer's step, where its caller waits for ever."""
+
+_T = TypeVar("_T")
 
 # Copies up to this size run on the loop: a hop to a thread costs more than they do. The pages of
 # larger slots are taken in a thread, too.
@@ -218,6 +224,7 @@ class SnapshotCopier:
         self._flatteners: dict[int, Flattener | CastingFlattener] = {}
         self._idle: list[FlatBuffer] = []
         self._closed = False
+        STEPS.watch()
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
 
@@ -303,14 +310,25 @@ class SnapshotCopier:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def take_now(self, planned: Planned) -> Snapshot:
-        """Copy on this thread, into memory of this process where no slot is free."""
-        snapshot = self.take_free(planned, always=True)
-        assert snapshot is not None
+    def take_now(self, planned: Planned, timeout: float) -> Snapshot:
+        """Copy on this thread, into memory of this process where no slot is free.
+
+        Raises:
+            SendTimeout: An optimizer's step in another thread did not end.
+        """
+        snapshot = self.take_free(planned, timeout, always=True)
+        if snapshot is None:
+            raise SendTimeout(STILL_STEPPING.format(timeout))
         return snapshot
 
-    def take_free(self, planned: Planned, *, always: bool = False) -> Snapshot | None:
-        """Copy on this thread what is small, where memory for it is free; or ``always``."""
+    def take_free(
+        self, planned: Planned, timeout: float = 0.0, *, always: bool = False
+    ) -> Snapshot | None:
+        """Copy on this thread what is small, where memory for it is free; or ``always``.
+
+        Returns:
+            ``None`` also if an optimizer of another thread is in a step after ``timeout`` seconds.
+        """
         arena, prepared, slot = self.arena, planned.prepared, None
         nbytes = prepared.layout.nbytes
         if nbytes > _INLINE_NBYTES and not always:
@@ -326,13 +344,30 @@ class SnapshotCopier:
         else:
             snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
         try:
-            planned.flattener.copy_into(prepared, snapshot.buffer)
+            copied = self._copy(planned, snapshot, timeout)
         except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
-        return snapshot
+        if copied:
+            return snapshot
+        snapshot.release()
+        return None
 
-    async def take(self, planned: Planned, how: How = "copy") -> Snapshot:
+    @staticmethod
+    def _copy(planned: Planned, snapshot: Snapshot, timeout: float = 0.0) -> bool:
+        """Copy on this thread, unless an optimizer's step is open in another one by then."""
+        copy = STEPS.begin_copy()
+        try:
+            if STEPS.wait(timeout) is None:
+                return False
+            planned.flattener.copy_into(planned.prepared, snapshot.buffer)
+        finally:
+            STEPS.end_copy(copy)
+        return True
+
+    async def take(
+        self, planned: Planned, how: How = "copy", timeout: float = STEP_SECONDS
+    ) -> Snapshot:
         """Copy without holding the loop for long.
 
         Args:
@@ -340,30 +375,43 @@ class SnapshotCopier:
             how: ``"borrow"`` leaves the bytes of large tensors where they are, and ``"copy
                 ahead"`` returns while they are still being copied, in order: these must not change
                 until :meth:`settle` was awaited.
+            timeout: Seconds to wait for an optimizer's step that is open in another thread.
+
+        Raises:
+            SendTimeout: It did not end.
+            WeightsChanged: Somebody wrote to the weights meanwhile.
 
         Cancellation: safe; the memory is kept until a copy on a thread has ended.
         """
         prepared, source = planned.prepared, None
+
+        def steady(start: Callable[..., asyncio.Future[_T]], call: Callable[[], _T]) -> Any:
+            return steadily(start, call, prepared.layout, prepared.tensors, timeout)
+
         large = prepared.layout.nbytes > _INLINE_NBYTES
         if large and how != "copy" and not isinstance(prepared, CastPrepared):
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":
             snapshot = self._private(prepared)
             snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
+            snapshot.memo[STEADY] = steady
             return snapshot
         snapshot = await self._acquire(prepared)
         try:
-            if not large:
-                planned.flattener.copy_into(prepared, snapshot.buffer)
+            if not large and self._copy(planned, snapshot):
+                pass
             elif source is None:
                 copy_into, flat = planned.flattener.copy_into, snapshot.buffer
-                snapshot.filling = self._start(lambda: copy_into(prepared, flat, pool=self._pool))
+                snapshot.filling = steady(
+                    self._start, lambda: copy_into(prepared, flat, pool=self._pool)
+                )
                 await asyncio.shield(snapshot.filling)
                 snapshot.filling = None
             else:
                 progress = snapshot.memo[COPYING] = Progress()
-                target = snapshot.buffer.memoryview()[: snapshot.nbytes]
-                snapshot.filling = self._start(lambda: _copy_in_order(source, target, progress))
+                copy = functools.partial(_copy_in_order, source, snapshot, progress)
+                snapshot.filling = steady(self._start, copy)
+                snapshot.filling.add_done_callback(progress.end)
         except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
@@ -381,10 +429,13 @@ class SnapshotCopier:
             cancelled = await outlast(filling)
         else:
             snapshot.live, snapshot.kept = None, snapshot.memo.get(KEPT)
+            steady, changed = snapshot.memo.pop(STEADY), snapshot.memo.get(CHANGED)
             try:
+                if changed is not None:
+                    raise changed
                 if snapshot.kept is None and not self._closed:
-                    target = snapshot.buffer.memoryview()[: snapshot.nbytes]
-                    copying = self._start(lambda: _copy_in_order(live, target, Progress()))
+                    copy = functools.partial(_copy_in_order, live, snapshot, Progress())
+                    copying = steady(self._start, copy)
                     cancelled = await outlast(copying)
                     copying.result()
             except BaseException as exc:  # noqa: BLE001 - raised below
@@ -426,15 +477,11 @@ class SnapshotCopier:
             self.arena.close()
 
 
-def _copy_in_order(source: LiveBytes, target: memoryview, progress: Progress) -> None:
-    """Copy a payload from its start on, and say how far it is."""
-    at = 0
-    try:
-        for start in range(0, len(target), _AHEAD_NBYTES):
-            for piece in source.views(start, start + _AHEAD_NBYTES):
-                copy_bytes(target[at : at + piece.nbytes], piece)
-                at += piece.nbytes
-            progress.advance(at)
-    except BaseException as exc:  # send() raises it, and so does every link that waits
-        progress.fail(exc)
-        raise
+def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) -> None:
+    """Copy a payload from its start on, and say how far it is, but for the end."""
+    target, at = snapshot.buffer.memoryview(), 0
+    while at < snapshot.nbytes:
+        progress.advance(at)
+        for piece in source.views(at, min(at + _AHEAD_NBYTES, snapshot.nbytes)):
+            copy_bytes(target[at : at + piece.nbytes], piece)
+            at += piece.nbytes

@@ -40,6 +40,7 @@ from aiosync.schemes.options import (
     StreamOptions,
     TCPOptions,
 )
+from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import (
     again,
@@ -236,6 +237,7 @@ class WeightSyncScheme(SchemeOptions):
         guard = guard_of(self._scheme)
         # What waits for an update has to know that its caller reads.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
+        STEPS.leave()
         try:
             with reads:
                 return held.call(coroutine)

@@ -20,10 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportBroken
+from aiosync.errors import (
+    ConfigError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+    WeightsChanged,
+)
 from aiosync.transports import _ray_actor
 from aiosync.transports._buffers import copy_bytes
-from aiosync.transports.data_plane import KEPT, DataPlane, Threads, outlast
+from aiosync.transports.data_plane import CHANGED, KEPT, STEADY, DataPlane, Threads, outlast
 from aiosync.transports.handshake import name_from
 from aiosync.wire import ALIGNMENT, ExtValue, Setup
 
@@ -209,12 +216,17 @@ class RayObjects:
         """
         putting: asyncio.Future[Entry] | None = memo.get(key)
         if putting is None:
-            putting = memo[key] = self.threads.start(lambda: self._put(make))
+            start, call = self.threads.start, functools.partial(self._put, make)
+            putting = memo[key] = memo[STEADY](start, call) if STEADY in memo else start(call)
             putting.add_done_callback(functools.partial(self._keep, memo, key))
         cancelled = await outlast(putting)
         if cancelled is not None:
             raise cancelled
-        return putting.result()
+        try:
+            return putting.result()
+        except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the link is as it was
+            memo[CHANGED] = exc
+            raise LocalProtocolError(str(exc)) from exc
 
     def _put(self, make: Callable[[], Any]) -> Entry:
         self._check_cluster()

@@ -36,9 +36,11 @@ from aiosync.transports.stream import FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 __all__ = [
+    "CHANGED",
     "COPYING",
     "INLINE_NBYTES",
     "KEPT",
+    "STEADY",
     "DataPlane",
     "DataPlaneTransport",
     "Progress",
@@ -59,6 +61,13 @@ _T = TypeVar("_T")
 
 COPYING = "copying"
 """Key of :attr:`SharedPayload.memo`: the :class:`Progress` of the copy that fills the payload."""
+
+STEADY = "steady"
+"""Key of :attr:`SharedPayload.memo`: has a call made in another thread that reads the caller's own
+tensors. Given what starts such a call, and the call, it returns the future of its result."""
+
+CHANGED = "changed"
+"""Key of :attr:`SharedPayload.memo`: why that failed, if it was for the tensors."""
 
 KEPT = "kept"
 """Key of :attr:`SharedPayload.memo`: some data plane keeps the bytes.
@@ -90,6 +99,7 @@ class Progress:
     def __init__(self) -> None:
         self._nbytes = 0
         self._error: BaseException | None = None
+        self._ended = False
         self._changed = threading.Condition()
 
     def advance(self, nbytes: int) -> None:
@@ -98,10 +108,10 @@ class Progress:
             self._nbytes = nbytes
             self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """No more will come."""
+    def end(self, copy: asyncio.Future[None]) -> None:
+        """The copy is over: all is in place, or no more will come."""
         with self._changed:
-            self._error = error
+            self._error, self._ended = copy.exception(), True
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> None:
@@ -111,7 +121,7 @@ class Progress:
             LocalProtocolError: The copy failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._nbytes >= nbytes or self._error is not None)
+            self._changed.wait_for(lambda: self._nbytes >= nbytes or self._ended)
             if self._error is not None:
                 raise LocalProtocolError(f"the weights could not be copied: {self._error}")
 
