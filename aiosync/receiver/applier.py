@@ -220,7 +220,7 @@ class Applier:
         try:
             waits = not self.guard.submit(self.apply)
         except BaseException as exc:
-            if isinstance(exc, Exception) and not _is_interrupt(exc):
+            if not _is_interrupt(exc):
                 raise
             self._loop.call_soon(_raise, exc)  # it ends no link
             waits = True

@@ -31,6 +31,10 @@ from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
+_AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
+# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as much
+# as the whole round trip. The longer time is for where answers were as quick lately.
+_AWAKE_SECONDS = (50e-6, 250e-6)
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
 
@@ -95,6 +99,7 @@ class WeightSender:
         self._timer: asyncio.TimerHandle | None = None  # for all deadlines
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
+        self._recent = 0.0  # seconds that answers took lately
         self._poll: select.epoll | None = None  # for what workers that read slots say
         self._polled = -1  # changes among the workers until then
 
@@ -226,9 +231,16 @@ class WeightSender:
         try:
             tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
             future = tracker.waiter
+            if tracker.nbytes > _AWAKE_NBYTES:
+                self._ring()  # what they leave is wanted soon, and waking them costs little here
             if future.done():
                 await asyncio.sleep(0)  # workers come on this loop, also where it only sends
-            return await future
+            elif tracker.nbytes <= _AWAKE_NBYTES:
+                quick = self._recent < 2 * _AWAKE_SECONDS[1]
+                self._stay_awake(future, time.perf_counter() + _AWAKE_SECONDS[quick])
+            report = await future
+            self._recent += (report.elapsed - self._recent) / 8
+            return report
         except asyncio.CancelledError:
             # The transfer goes on; a worker that fails is reported by the next send.
             if future is not None and future.done() and not future.cancelled():
@@ -240,6 +252,11 @@ class WeightSender:
                     await self.copier.settle(early)
                 finally:
                     early.release()
+
+    def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
+        """Look for the answer without sleeping: to be woken takes longer than it does."""
+        if not future.done() and time.perf_counter() < until:
+            self._loop.call_soon(self._stay_awake, future, until)
 
     def send_nowait(
         self,
