@@ -1,5 +1,7 @@
 """One send to several receivers: who has it, and whether that is enough.
 
+What a cancelled send leaves is decided in ``sender.sender``.
+
 Pure bookkeeping. This module must never import asyncio, anyio or torch, and reads no clock.
 """
 

@@ -3,7 +3,8 @@
 Here nothing is known of messages: what became of an update is a :class:`Result`. Everything
 that belongs to the model changes only under the guard, on whatever thread. What a signal's handler
 raises in the middle is no refusal: the update stays noted, and is applied again before the next
-read. Whether an update fits is found out in ``tensors.match``. Must not import the sender.
+read. Whether an update fits is found out in ``tensors.match``, and the trainer is told by
+``receiver.receiver``. Must not import the sender.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ for a busy loop, and the loop never waits for a forward.
 A forward that Ctrl-C ended, or any exception under ``torch.compile``, never says that it is
 over: forward hooks do not see it. Such reads are known by their frames, which run no more.
 
-Must not import transports; used from any thread.
+Whole requests of a server have a gate: ``serving.gate``. Must not import transports; used from any
+thread.
 """
 
 from __future__ import annotations

@@ -910,7 +910,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
-        STEPS.leave()
+        if STEPS.open:
+            STEPS.leave()
         assert self._sender is not None
         maker, sources = self._sender.copier, self._sources
         mapped = sources.per_worker or sources.device_map

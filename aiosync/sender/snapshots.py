@@ -356,13 +356,16 @@ class SnapshotCopier:
     @staticmethod
     def _copy(planned: Planned, snapshot: Snapshot, timeout: float = 0.0) -> bool:
         """Copy on this thread, unless an optimizer's step is open in another one by then."""
-        copy = STEPS.begin_copy()
+        copy = object()
         try:
-            if STEPS.wait(timeout) is None:
+            STEPS.copies.add(copy)
+            if STEPS.open and STEPS.wait(timeout) is None:
                 return False
             planned.flattener.copy_into(planned.prepared, snapshot.buffer)
         finally:
-            STEPS.end_copy(copy)
+            STEPS.copies.discard(copy)
+            if STEPS.num_waiting:
+                STEPS.end(copy)
         return True
 
     async def take(

@@ -36,15 +36,16 @@ _LOOK_SECONDS = 0.05  # between two looks whether a step raised or a copy is gon
 _PATIENCE_SECONDS = 60.0  # of a step; then it goes on, and the copy finds out
 
 
-class Copy:
-    """One that is made, or is about to be."""
-
-
 class _Steps:
     """Who steps, and who copies.
 
+    Each notes itself before it looks for the other, so that one of the two sees the other one.
+
     Attributes:
-        num_steps: How many have begun.
+        open: The frame of the step that a thread is in.
+        copies: Those that are made, or are about to be.
+        num_steps: How many steps have begun.
+        num_waiting: Of them, how many wait for copies.
     """
 
     def __init__(self) -> None:
@@ -55,8 +56,9 @@ class _Steps:
     def reset(self) -> None:
         """In a forked child: no other thread is left."""
         self._changed = threading.Condition()
-        self._open: dict[int, FrameType] = {}
-        self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
+        self.open: dict[int, FrameType] = {}
+        self.copies: set[object] = set()
+        self.num_waiting = 0
 
     def watch(self) -> None:
         """Have torch tell of steps, for the rest of the process.
@@ -72,66 +74,68 @@ class _Steps:
     def _before(self, *_of_step: object) -> None:
         if torch.compiler.is_compiling():
             return
-        me = threading.get_ident()
+        me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
         with self._changed:
-            if not self._is_open(me):  # else it is a step's own step
-                until = time.monotonic() + _PATIENCE_SECONDS
-                while self._copies and time.monotonic() < until:
+            if self._is_open(me):  # this one is a step's own
+                return
+            self.num_waiting += 1
+            try:
+                while True:
+                    self.open[me] = sys._getframe(1)
+                    if not self.copies or time.monotonic() > until:
+                        break
+                    del self.open[me]
+                    self._changed.notify_all()
                     self._changed.wait(_LOOK_SECONDS)
-                self._open[me] = sys._getframe(1)
-                self.num_steps += 1
+            finally:
+                self.num_waiting -= 1
+            self.num_steps += 1
 
     def _after(self, *_of_step: object) -> None:
         if not torch.compiler.is_compiling():
-            if self._open.get(threading.get_ident()) is sys._getframe(1):
+            if self.open.get(threading.get_ident()) is sys._getframe(1):
                 self.leave()
 
     def leave(self) -> None:
         """Whoever calls this sends: no step of this thread is open, or it waits for the call."""
-        if self._open:
+        if self.open:
             with self._changed:
-                if self._open.pop(threading.get_ident(), None) is not None:
+                if self.open.pop(threading.get_ident(), None) is not None:
                     self._changed.notify_all()
 
     def _is_open(self, thread: int) -> bool:
         """Whether a thread still is in its step; one that raised is forgotten."""
-        step = self._open.get(thread)
+        step = self.open.get(thread)
         if step is None:
             return False
         try:
             step.clear()  # that only works once it has ended
         except RuntimeError:
             return True
-        del self._open[thread]
+        del self.open[thread]
         return False
 
-    def begin_copy(self) -> Copy:
-        """Have steps that begin from now on wait, until :meth:`end_copy`, or nobody has it."""
-        copy = Copy()
-        with self._changed:
-            self._copies.add(copy)
-        return copy
-
     def wait(self, timeout: float = 0.0) -> bool | None:
-        """Wait until no step is open, after :meth:`begin_copy`.
+        """Wait until no step is open, once a copy was noted.
 
         Returns:
             Whether one was; ``None`` if one still is after ``timeout`` seconds.
         """
         until, waited = time.monotonic() + timeout, False
         with self._changed:
-            while any(self._is_open(each) for each in [*self._open]):
+            while any(self._is_open(each) for each in [*self.open]):
                 left, waited = until - time.monotonic(), True
                 if left <= 0:
                     return None
                 self._changed.wait(min(left, _LOOK_SECONDS))
         return waited
 
-    def end_copy(self, copy: Copy) -> None:
-        """It has ended."""
-        with self._changed:
-            self._copies.discard(copy)
-            self._changed.notify_all()
+    def end(self, copy: object) -> None:
+        """A copy has ended. Idempotent."""
+        self.copies.discard(copy)
+        if self.num_waiting:
+            with self._changed:
+                self._changed.notify_all()
 
 
 STEPS = _Steps()
@@ -160,9 +164,7 @@ def steadily(
         What the call returns, for the loop of the caller; or :class:`SendTimeout`, as the step did
         not end, or :class:`WeightsChanged`.
     """
-    copy = STEPS.begin_copy()
-    calm = STEPS.wait() is False
-    before = _num_writes(tensors)
+    copy, num_steps, calm, before = object(), -1, False, list[int]()
 
     def check() -> None:
         for leaf, tensor, num in zip(layout.manifest.leaves, tensors, before, strict=True):
@@ -173,7 +175,7 @@ def steadily(
                 )
 
     def run() -> _T:
-        nonlocal before
+        nonlocal before, num_steps
         try:
             waited = STEPS.wait(timeout)
             if waited is None:
@@ -184,14 +186,14 @@ def steadily(
             check()
             return result
         finally:
-            num_steps[0] = STEPS.num_steps
-            STEPS.end_copy(copy)
+            num_steps = STEPS.num_steps
+            STEPS.end(copy)
 
     def settle(running: asyncio.Future[_T]) -> None:
         # A write counts when it ends: on this thread none is under way now.
         try:
             result = running.result()
-            if STEPS.num_steps == num_steps[0]:
+            if STEPS.num_steps == num_steps:
                 check()
         except BaseException as exc:  # noqa: BLE001 - whoever waits raises it
             done.set_exception(exc)
@@ -199,7 +201,10 @@ def steadily(
         else:
             done.set_result(result)
 
-    num_steps = [0]
+    weakref.finalize(run, STEPS.end, copy)  # also if nobody calls it
+    STEPS.copies.add(copy)
+    calm = STEPS.wait() is False
+    before = _num_writes(tensors)
     running = start(run)
     done: asyncio.Future[_T] = running.get_loop().create_future()
     running.add_done_callback(settle)

@@ -1,7 +1,8 @@
 """The sender's side of one link: what the worker has, what is on its way, and its two flows.
 
 Writing happens at once where the link takes it and in a task where it does not; a second task
-reads the acknowledgements. Must not import torch.
+reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
+``sender.workers`` has watch its process. Must not import torch.
 """
 
 from __future__ import annotations

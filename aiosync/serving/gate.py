@@ -1,7 +1,8 @@
 """The admission gate: requests on one side, the switch to other weights on the other.
 
 Bookkeeping and waiting only: what a switch does is its caller's business. Everything happens on
-one event loop; nothing here is thread-safe. Must not import torch or transports.
+one event loop; nothing here is thread-safe. Single forwards have a guard: ``receiver.guard``. Must
+not import torch or transports.
 """
 
 from __future__ import annotations

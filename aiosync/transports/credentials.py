@@ -1,4 +1,4 @@
-"""What the two ends of a stream link prove to each other: a shared token, certificates.
+"""What the two ends of a stream link prove to each other: a shared token, certificates of TLS.
 
 Secrets are in no repr, no error and no log, and not legible in a pickle. Must not import torch
 or the event loop.

@@ -141,7 +141,7 @@ MUTANTS = [
     # -- slots of shared memory
     Mutant(
         "a slot is written while a worker reads it",
-        "transports/shared_memory/segment.py",
+        "transports/shared_memory/slots.py",
         "            fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])",
         "            pass",
         "tests/schemes/test_publishing.py -k written_over",

@@ -9,7 +9,7 @@ does whatever is no version of weights in a slot. Must not import torch or schem
 from __future__ import annotations
 
 from aiosync.transports.shared_memory.reader import NamedSlot, SlotReader
-from aiosync.transports.shared_memory.segment import (
+from aiosync.transports.shared_memory.slots import (
     MAX_SLOTS,
     Arena,
     Slot,

@@ -21,7 +21,7 @@ import numpy as np
 
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._fork import FORKING, close_in_child, keep_across_fork
-from aiosync.transports.shared_memory.segment import (
+from aiosync.transports.shared_memory.slots import (
     BELL,
     HEADER,
     HEADER_NBYTES,

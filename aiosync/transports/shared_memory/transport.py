@@ -17,7 +17,7 @@ from typing import ClassVar
 from aiosync.errors import TransportBroken, TransportClosed
 from aiosync.transports.base import Received
 from aiosync.transports.shared_memory.reader import SlotReader
-from aiosync.transports.shared_memory.segment import BELL, HOLDS, WANT, Arena, Slot, make_page
+from aiosync.transports.shared_memory.slots import BELL, HOLDS, WANT, Arena, Slot, make_page
 from aiosync.transports.stream import ByteStream, FramedTransport, widen_socket
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Message, PageMessage, Segment
