@@ -55,7 +55,6 @@ from aiosync.schemes.sources import (
 )
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
-from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.tensors.apply import Loader, LoadTarget
@@ -910,8 +909,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
-        if STEPS.open:
-            STEPS.leave()
         assert self._sender is not None
         maker, sources = self._sender.copier, self._sources
         mapped = sources.per_worker or sources.device_map

@@ -389,7 +389,8 @@ class SnapshotCopier:
         prepared, source = planned.prepared, None
 
         def steady(start: Callable[..., asyncio.Future[_T]], call: Callable[[], _T]) -> Any:
-            return steadily(start, call, prepared.layout, prepared.tensors, timeout)
+            layout, tensors = prepared.layout, prepared.tensors
+            return steadily(start, call, layout, tensors, timeout, lambda: self._closed)
 
         large = prepared.layout.nbytes > _INLINE_NBYTES
         if large and how != "copy" and not isinstance(prepared, CastPrepared):
@@ -399,8 +400,13 @@ class SnapshotCopier:
             snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
             snapshot.memo[STEADY] = steady
             return snapshot
-        snapshot = await self._acquire(prepared)
+        snapshot, ahead = await self._acquire(prepared), object()
         try:
+            if source is not None:
+                STEPS.copies.add(ahead)
+                if STEPS.wait() is not False:  # who follows the copy would have to be told
+                    STEPS.end(ahead)
+                    source = None
             if not large and self._copy(planned, snapshot):
                 pass
             elif source is None:
@@ -412,10 +418,10 @@ class SnapshotCopier:
                 snapshot.filling = None
             else:
                 progress = snapshot.memo[COPYING] = Progress()
-                copy = functools.partial(_copy_in_order, source, snapshot, progress)
-                snapshot.filling = steady(self._start, copy)
-                snapshot.filling.add_done_callback(progress.end)
+                copy = functools.partial(_copy_in_order, source, snapshot, progress, ahead)
+                snapshot.filling = self._start(copy)
         except BaseException:  # goes on to the caller of send()
+            STEPS.end(ahead)
             snapshot.release()
             raise
         return snapshot
@@ -432,12 +438,10 @@ class SnapshotCopier:
             cancelled = await outlast(filling)
         else:
             snapshot.live, snapshot.kept = None, snapshot.memo.get(KEPT)
-            steady, changed = snapshot.memo.pop(STEADY), snapshot.memo.get(CHANGED)
+            steady = snapshot.memo[STEADY]
             try:
-                if changed is not None:
-                    raise changed
                 if snapshot.kept is None and not self._closed:
-                    copy = functools.partial(_copy_in_order, live, snapshot, Progress())
+                    copy = functools.partial(_copy_in_order, live, snapshot, Progress(), object())
                     copying = steady(self._start, copy)
                     cancelled = await outlast(copying)
                     copying.result()
@@ -445,10 +449,14 @@ class SnapshotCopier:
                 filling.set_exception(exc)
             else:
                 filling.set_result(None)
+            del snapshot.memo[STEADY]
+        if cancelled is not None:
+            filling.exception()  # the cut is the news
+            raise cancelled
         filling.result()
         snapshot.filling = None
-        if cancelled is not None:
-            raise cancelled
+        if (changed := snapshot.memo.pop(CHANGED, None)) is not None:
+            raise changed  # what is copied now is for who joins later
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -465,7 +473,9 @@ class SnapshotCopier:
     async def aclose(self) -> None:
         """The same as :meth:`close`, without holding the loop until copies have ended."""
         if self._executor is not None:
-            await outlast(self._start(_nothing))
+            last = self._start(_nothing)
+            self._closed = True  # those that wait for an optimizer's step give up
+            await outlast(last)
         self.close()
 
     def close(self) -> None:
@@ -480,11 +490,17 @@ class SnapshotCopier:
             self.arena.close()
 
 
-def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) -> None:
-    """Copy a payload from its start on, and say how far it is, but for the end."""
+def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress, copy: object) -> None:
+    """Copy a payload from its start on, say how far it is, and let optimizers step."""
     target, at = snapshot.buffer.memoryview(), 0
-    while at < snapshot.nbytes:
-        progress.advance(at)
-        for piece in source.views(at, min(at + _AHEAD_NBYTES, snapshot.nbytes)):
-            copy_bytes(target[at : at + piece.nbytes], piece)
-            at += piece.nbytes
+    try:
+        while at < snapshot.nbytes:
+            for piece in source.views(at, min(at + _AHEAD_NBYTES, snapshot.nbytes)):
+                copy_bytes(target[at : at + piece.nbytes], piece)
+                at += piece.nbytes
+            progress.advance(at)
+    except BaseException as exc:  # send() raises it, and so does every link that waits
+        progress.fail(exc)
+        raise
+    finally:
+        STEPS.end(copy)

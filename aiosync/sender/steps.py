@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TypeVar
@@ -44,44 +43,72 @@ class _Steps:
     Attributes:
         open: The frame of the step that a thread is in.
         copies: Those that are made, or are about to be.
-        num_steps: How many steps have begun.
-        num_waiting: Of them, how many wait for copies.
+        unsettled: For each copy that is not looked at yet, where what was stepped since is.
+        num_waiting: How many steps wait for copies.
     """
 
     def __init__(self) -> None:
         self._watched = False
-        self.num_steps = 0
         self.reset()
 
     def reset(self) -> None:
         """In a forked child: no other thread is left."""
-        self._changed = threading.Condition()
+        # Taken by itself: a signal's handler that raises inside of a condition's leaves it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self.unsettled: list[set[int]] = []
         self.open: dict[int, FrameType] = {}
         self.copies: set[object] = set()
-        self.num_waiting = 0
+        self.num_waiting: int = 0
 
     def watch(self) -> None:
         """Have torch tell of steps, for the rest of the process.
 
         Hooks that are removed while a step goes through them would make it raise.
         """
-        with self._changed:
+        with self._lock:
             if not self._watched:
                 self._watched = True
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
 
-    def _before(self, *_of_step: object) -> None:
-        if torch.compiler.is_compiling():
+    def _before(self, optimizer: torch.optim.Optimizer, *_of_step: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
             return
-        me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
-        with self._changed:
-            if self._is_open(me):  # this one is a step's own
+        with self._lock:
+            if self._is_open(threading.get_ident()):  # this one is a step's own
                 return
+            self.resume(sys._getframe(1))
+            if self.unsettled:
+                groups = (each["params"] for each in optimizer.param_groups)
+                stepped = {each.data_ptr() for params in groups for each in params}
+                for each in self.unsettled:
+                    each |= stepped
+
+    def _after(self, *_of_step: object) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            if self.open.get(threading.get_ident()) is sys._getframe(1):
+                self.pause()
+
+    def pause(self) -> FrameType | None:
+        """Say that this thread writes nothing; for a call that may wait for copies.
+
+        Returns:
+            The step that it is in, for :meth:`resume`, or ``None``.
+        """
+        with self._lock:
+            step = self.open.pop(threading.get_ident(), None)
+            self._changed.notify_all()
+        return step
+
+    def resume(self, step: FrameType) -> None:
+        """Go on with a step, or begin it, once nobody copies."""
+        me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
+        with self._lock:
             self.num_waiting += 1
             try:
                 while True:
-                    self.open[me] = sys._getframe(1)
+                    self.open[me] = step
                     if not self.copies or time.monotonic() > until:
                         break
                     del self.open[me]
@@ -89,19 +116,6 @@ class _Steps:
                     self._changed.wait(_LOOK_SECONDS)
             finally:
                 self.num_waiting -= 1
-            self.num_steps += 1
-
-    def _after(self, *_of_step: object) -> None:
-        if not torch.compiler.is_compiling():
-            if self.open.get(threading.get_ident()) is sys._getframe(1):
-                self.leave()
-
-    def leave(self) -> None:
-        """Whoever calls this sends: no step of this thread is open, or it waits for the call."""
-        if self.open:
-            with self._changed:
-                if self.open.pop(threading.get_ident(), None) is not None:
-                    self._changed.notify_all()
 
     def _is_open(self, thread: int) -> bool:
         """Whether a thread still is in its step; one that raised is forgotten."""
@@ -115,17 +129,21 @@ class _Steps:
         del self.open[thread]
         return False
 
-    def wait(self, timeout: float = 0.0) -> bool | None:
-        """Wait until no step is open, once a copy was noted.
+    def wait(self, timeout: float = 0.0, gave_up: Callable[[], bool] = bool) -> bool | None:
+        """Wait until no other thread is in a step, once a copy was noted.
+
+        Args:
+            timeout: Seconds.
+            gave_up: Ends the wait when it becomes true.
 
         Returns:
-            Whether one was; ``None`` if one still is after ``timeout`` seconds.
+            Whether one was; ``None`` if one still is.
         """
-        until, waited = time.monotonic() + timeout, False
-        with self._changed:
-            while any(self._is_open(each) for each in [*self.open]):
+        me, until, waited = threading.get_ident(), time.monotonic() + timeout, False
+        with self._lock:
+            while any(self._is_open(each) for each in [*self.open] if each != me):
                 left, waited = until - time.monotonic(), True
-                if left <= 0:
+                if left <= 0 or gave_up():
                     return None
                 self._changed.wait(min(left, _LOOK_SECONDS))
         return waited
@@ -134,7 +152,7 @@ class _Steps:
         """A copy has ended. Idempotent."""
         self.copies.discard(copy)
         if self.num_waiting:
-            with self._changed:
+            with self._lock:
                 self._changed.notify_all()
 
 
@@ -150,8 +168,11 @@ def steadily(
     layout: Layout,
     tensors: Sequence[torch.Tensor],
     timeout: float,
+    gave_up: Callable[[], bool],
 ) -> asyncio.Future[_T]:
     """Have another thread copy tensors, which must not change from now on.
+
+    Buffers may, as a forward counts in them, and what an update of aiosync replaces as a whole.
 
     Args:
         start: Makes a call in another thread.
@@ -159,58 +180,70 @@ def steadily(
         layout: Names the tensors.
         tensors: What it copies.
         timeout: Seconds that it waits for a step which is open now.
+        gave_up: Ends that wait.
 
     Returns:
         What the call returns, for the loop of the caller; or :class:`SendTimeout`, as the step did
         not end, or :class:`WeightsChanged`.
     """
-    copy, num_steps, calm, before = object(), -1, False, list[int]()
+    copy, calm, before = object(), False, list[tuple[int, int]]()
+    stepped = set[int]()
 
     def check() -> None:
-        for leaf, tensor, num in zip(layout.manifest.leaves, tensors, before, strict=True):
-            if num >= 0 and tensor._version != num:
+        for leaf, tensor, noted in zip(layout.manifest.leaves, tensors, before, strict=True):
+            writes, place = _state(tensor)
+            if (
+                (writes, place) != noted
+                and place == noted[1]
+                and leaf.kind != "buffer"
+                and place not in stepped
+            ):
                 raise WeightsChanged(
                     f"{leaf.name} was written to while it was copied, and nothing was sent: await "
                     "send() before the weights change, or call send_nowait(), which copies at once"
                 )
 
     def run() -> _T:
-        nonlocal before, num_steps
+        nonlocal before
         try:
-            waited = STEPS.wait(timeout)
+            waited = STEPS.wait(timeout, gave_up)
             if waited is None:
                 raise SendTimeout(STILL_STEPPING.format(timeout))
             if waited or not calm:
-                before = _num_writes(tensors)
+                before = [_state(each) for each in tensors]
             result = call()
             check()
             return result
         finally:
-            num_steps = STEPS.num_steps
+            STEPS.unsettled.append(stepped)
             STEPS.end(copy)
 
     def settle(running: asyncio.Future[_T]) -> None:
         # A write counts when it ends: on this thread none is under way now.
         try:
             result = running.result()
-            if STEPS.num_steps == num_steps:
-                check()
+            check()
         except BaseException as exc:  # noqa: BLE001 - whoever waits raises it
             done.set_exception(exc)
             done.exception()  # and if nobody does, it is no news
         else:
             done.set_result(result)
+        finally:
+            STEPS.unsettled[:] = [each for each in STEPS.unsettled if each is not stepped]
 
-    weakref.finalize(run, STEPS.end, copy)  # also if nobody calls it
-    STEPS.copies.add(copy)
-    calm = STEPS.wait() is False
-    before = _num_writes(tensors)
-    running = start(run)
+    try:
+        STEPS.copies.add(copy)
+        calm = STEPS.wait() is False
+        before = [_state(each) for each in tensors]
+        running = start(run)
+    except BaseException:  # goes on to the caller of send()
+        STEPS.end(copy)
+        raise
     done: asyncio.Future[_T] = running.get_loop().create_future()
     running.add_done_callback(settle)
     return done
 
 
-def _num_writes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was written to, as torch counts; -1 for those of inference mode."""
-    return [-1 if each.is_inference() else each._version for each in tensors]
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor was written to, as torch counts, and where it is."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()

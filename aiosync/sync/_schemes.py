@@ -237,11 +237,13 @@ class WeightSyncScheme(SchemeOptions):
         guard = guard_of(self._scheme)
         # What waits for an update has to know that its caller reads.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
-        STEPS.leave()
+        step = STEPS.pause() if STEPS.open else None  # a copy must not wait for one that waits here
         try:
             with reads:
                 return held.call(coroutine)
         finally:
+            if step is not None:
+                STEPS.resume(step)
             self._after_call(held)
 
     def _enter(self) -> Lease:

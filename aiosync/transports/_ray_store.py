@@ -214,6 +214,8 @@ class RayObjects:
         Cancellation:
             Waits all the same until nothing reads the payload, and is raised then.
         """
+        if CHANGED in memo:  # found out for another link
+            raise LocalProtocolError(str(memo[CHANGED]))
         putting: asyncio.Future[Entry] | None = memo.get(key)
         if putting is None:
             start, call = self.threads.start, functools.partial(self._put, make)

@@ -99,7 +99,6 @@ class Progress:
     def __init__(self) -> None:
         self._nbytes = 0
         self._error: BaseException | None = None
-        self._ended = False
         self._changed = threading.Condition()
 
     def advance(self, nbytes: int) -> None:
@@ -108,10 +107,10 @@ class Progress:
             self._nbytes = nbytes
             self._changed.notify_all()
 
-    def end(self, copy: asyncio.Future[None]) -> None:
-        """The copy is over: all is in place, or no more will come."""
+    def fail(self, error: BaseException) -> None:
+        """No more will come."""
         with self._changed:
-            self._error, self._ended = copy.exception(), True
+            self._error = error
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> None:
@@ -121,7 +120,7 @@ class Progress:
             LocalProtocolError: The copy failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._nbytes >= nbytes or self._ended)
+            self._changed.wait_for(lambda: self._nbytes >= nbytes or self._error is not None)
             if self._error is not None:
                 raise LocalProtocolError(f"the weights could not be copied: {self._error}")
 
