@@ -219,12 +219,16 @@ def test_policy_server() -> None:
 @pytest.mark.apart
 def test_generation_server() -> None:
     pytest.importorskip("uvicorn")
-    out = run("generation_server.py")
-    answers = re.findall(
-        r"^24 tokens from (\d+), of versions (\d+) to (\d+): \[(.*)\] \.\.\.$", out, re.M
-    )
-    assert len(answers) == 5, out
-    assert any(int(end) > int(begin) for _, begin, end, _ in answers)
+    for _ in range(4):  # an answer takes about as long as the trainer does for a version
+        out = run("generation_server.py")
+        answers = re.findall(
+            r"^24 tokens from (\d+), of versions (\d+) to (\d+): \[(.*)\] \.\.\.$", out, re.M
+        )
+        assert len(answers) == 5, out
+        if any(int(end) > int(begin) for _, begin, end, _ in answers):
+            break
+    else:
+        pytest.fail("no answer has tokens of several versions")
     assert answers[-1][0] == "7"
     assert answers[-1][3] == "8, 9, 10, 11, 12, 13, 14, 15"  # it has learned to count
 
