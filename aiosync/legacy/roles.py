@@ -466,7 +466,7 @@ class _Destination:
                 if time.monotonic() > give_up:
                     raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
                 await self.guard.wait_free(1.0)
-        except Exception as exc:
+        except Exception as exc:  # the trainer hears it, and so does who waits
             await endpoint.acknowledge(arrived, exc)
             raise
         self._count += 1

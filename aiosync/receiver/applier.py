@@ -220,7 +220,7 @@ class Applier:
         """Apply what there is between two reads: now, or as soon as they end. On the loop."""
         try:
             waits = not self.guard.submit(self.apply)
-        except BaseException as exc:
+        except BaseException as exc:  # goes on, or to the loop
             if not _is_interrupt(exc):
                 raise
             self._loop.call_soon(_raise, exc)  # it ends no link

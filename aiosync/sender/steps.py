@@ -31,7 +31,7 @@ STILL_STEPPING = "an optimizer's step in another thread did not end within {:g} 
 
 _T = TypeVar("_T")
 
-_LOOK_SECONDS = 0.05  # between two looks whether a step raised or a copy is gone: nobody tells
+_LOOK_SECONDS = 0.05  # between two looks whether a step raised, which no hook tells
 _PATIENCE_SECONDS = 60.0  # of a step; then it goes on, and the copy finds out
 
 
