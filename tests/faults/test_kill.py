@@ -39,10 +39,6 @@ def within(seconds: float):
     assert took < seconds, f"took {took:.2f} s"
 
 
-def _weight(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((2, 4), value), "bias": torch.full((2,), value)}
-
-
 async def _goes_on(scheme, model, dead: set[int], crew: dict[int, harness.Worker]) -> None:
     """A new send works, lists the dead, and reaches everybody else."""
     models.fill(model, 77.0)

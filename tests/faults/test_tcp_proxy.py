@@ -41,7 +41,6 @@ def small() -> nn.Module:
     return model
 
 
-NBYTES = 3 * 64  # each tensor starts on a multiple of 64
 CHUNK = 128
 CROWD = 32
 

@@ -101,11 +101,6 @@ def extra() -> nn.Module:
     return Extra()
 
 
-def very_slow() -> nn.Module:
-    """An apply takes a minute."""
-    return Extra(60.0)
-
-
 class Stack(nn.Module):
     """``forward`` gives the sums of its first and its last layer, with work in between."""
 

@@ -142,29 +142,6 @@ async def test_a_forked_child_keeps_the_version_of_the_fork(make, apply_copy) ->
             assert ask() == {2.0}
 
 
-async def test_nothing_that_is_kept_changes_beside_a_thousand_sends() -> None:
-    """State dicts, a saved graph, and a forked child."""
-    source, target = models.linear(), models.linear()
-    scheme = aiosync.SharedMemWeightSyncScheme(timeout=harness.PATIENCE)
-    async with harness.here(scheme, target, sender={"model": source}) as ends:
-        await harness.deliver(*ends, 2.0)
-        kept = [(2.0, dict(target.state_dict()))]
-        x = torch.ones(4, requires_grad=True)
-        loss = target(x).sum()
-        with child(lambda: set(target.weight.detach().flatten().tolist())) as ask:
-            for value in range(3, 1003):
-                models.fill(source, float(value))
-                assert (await ends[0].send()).acked == {0}
-                assert models.holds(ends[1], float(value))
-                if value % 100 == 0:
-                    kept.append((float(value), dict(target.state_dict())))
-            assert ask() == {2.0}
-        for value, state in kept:
-            assert all(bool((tensor == value).all()) for tensor in state.values()), value
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @both
 @modes

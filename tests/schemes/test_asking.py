@@ -61,15 +61,6 @@ async def test_a_call_that_gave_up_applies_nothing(make, call, error) -> None:
 
 
 @both
-async def test_another_call_goes_on_when_one_gives_up(make) -> None:
-    async with staged(make) as receiver:
-        with harness.read_elsewhere(receiver):
-            waiting = asyncio.create_task(receiver.wait_for_version(2, timeout=harness.PATIENCE))
-            assert await receiver.receive(timeout=0.05) is None
-        assert await waiting == 2
-
-
-@both
 async def test_a_subscriber_asks_while_two_versions_are_on_their_way(make) -> None:
     async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
         sender, receiver = pair

@@ -32,20 +32,6 @@ async def test_a_worker_lost_after_a_cancelled_send_is_named_by_the_next(make) -
         assert set((await sender.send()).lost) == {0}
 
 
-@answering
-async def test_every_send_has_a_deadline_of_its_own(make) -> None:
-    # To one worker, the second would take the first one's place.
-    targets, options = [models.linear(), models.linear()], {"model": models.linear()}
-    async with harness.crowd(make(), targets, sender=options) as (sender, receivers):
-        with receivers[0].reading(), receivers[1].reading():
-            patient = sender.send_nowait(worker_ids=0, timeout=60)
-            hasty = sender.send_nowait(worker_ids=1, timeout=0.05)
-            with pytest.raises(aiosync.PartialSyncError):
-                await asyncio.wait_for(hasty, 5)
-            assert not patient.done()
-        assert (await asyncio.wait_for(patient, harness.PATIENCE)).acked == {0}
-
-
 @both
 @pytest.mark.parametrize("first", ["cancelled", "closed"])
 @pytest.mark.parametrize("role", ["sender", "receiver"])

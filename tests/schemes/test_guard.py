@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -165,32 +164,3 @@ async def test_weights_are_not_changed_by_hand_inside_a_read(kind) -> None:
                 change()
         receiver.apply_weights(models.linear(7.0).state_dict())
         assert models.filled(target, 7.0)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_nobody_waits_for_an_update_that_its_own_read_holds_back(asynchronous) -> None:
-    scheme, options = aiosync.SharedMemWeightSyncScheme(), {"model": models.linear()}
-    async with harness.here(scheme, models.linear(), sender=options) as (sender, receiver):
-        async with contextlib.AsyncExitStack() as stack:
-            if asynchronous:
-                await stack.enter_async_context(receiver.reading())
-            else:
-                stack.enter_context(receiver.reading())
-            assert (await receiver.receive(timeout=0)) is None
-            assert (await receiver.pull(timeout=harness.PATIENCE)) == 1  # there is nothing newer
-            async with receiver.reading():
-                pass  # a nested block ends nothing
-            handle = await harness.stage(sender, receiver)
-            calls: list[Any] = [receiver.receive, lambda: receiver.pull(min_version=2)]
-            for call in calls:
-                with pytest.raises(aiosync.LocalProtocolError, match="after the block"):
-                    await call()
-            with pytest.raises(aiosync.RecvTimeout):
-                await receiver.wait_for_version(2, timeout=0)
-            # Tasks that were started inside of the block know of it, but do not hold it.
-            waiting = [asyncio.ensure_future(call()) for call in calls if asynchronous]
-            await asyncio.sleep(0.01)
-            assert not any(task.done() for task in waiting)
-        await asyncio.gather(handle, *waiting)
-        assert receiver.version == 2

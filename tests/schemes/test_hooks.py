@@ -119,15 +119,6 @@ async def test_applied_is_called_in_forwards_of_workers_that_look_by_themselves(
             assert models.holds(receiver, float(k))
 
 
-@both
-async def test_updates_that_pass_by_before_apply_are_copies(make: Any) -> None:
-    owner = Owner("async")
-    async with taking(make, owner, "before_apply") as (sender, receiver):
-        for k in range(2, 6):
-            await sender.send(models.linear(float(k)))
-            assert models.holds(receiver, float(k))
-
-
 async def test_mistakes() -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
     with pytest.raises(aiosync.ConfigError, match="relay must be callable, got int"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -39,56 +38,6 @@ async def test_a_second_process_is_refused_until_the_first_has_ended(make) -> No
         crew[0].kill()  # while the trainer makes sure that it is not about to end
         assert await crew[2].answer() == 2
         await gets(crew[2], 3.0)
-
-
-@both
-@pytest.mark.slow
-async def test_a_death_that_the_loop_has_not_noticed(make) -> None:
-    scheme, model = make(), models.linear()
-    scheme.init_on_sender(model=model, num_workers=1)
-    async with harness.workers(scheme, models.linear, 1) as crew:
-        crew.append(harness.start(scheme, models.linear))
-        assert await crew[1].call(harness.version) == 0  # it is ready
-        crew[1].post(harness.join, 0)
-        time.sleep(0.2)  # noqa: ASYNC251 - its connection waits, while the loop is busy
-        crew[0].kill()
-        crew[0].process.join(harness.PATIENCE)
-        started = time.monotonic()
-        assert await crew[1].answer() == 1
-        assert time.monotonic() - started < harness.PATIENCE / 4
-        assert (await scheme.send()).acked == {0}
-
-
-@both
-async def test_no_index_is_left(make) -> None:
-    options = {"model": models.linear()}
-    async with harness.here(make(), models.linear(), sender=options) as (sender, receiver):
-        async with harness.twin(sender) as other:
-            other.init_on_receiver(model=models.linear())
-            with pytest.raises(aiosync.ConnectTimeout, match="1 workers, and all"):
-                await other.connect(timeout=0.1)
-        await harness.deliver(sender, receiver, 2.0)
-
-
-@both
-@pytest.mark.slow
-async def test_two_that_come_together(make) -> None:
-    scheme = make()
-    receivers = [harness.twin(scheme) for _ in range(2)]
-    scheme.init_on_sender(model=models.linear(), num_workers=2)
-    for receiver in receivers:
-        receiver.init_on_receiver(model=models.linear(), worker_idx=0)
-    async with scheme, receivers[0], receivers[1]:
-        results = await asyncio.gather(
-            scheme.connect(timeout=0.5),
-            *(receiver.connect(timeout=0.5) for receiver in receivers),
-            return_exceptions=True,
-        )
-        assert isinstance(results[0], aiosync.ConnectTimeout)
-        assert "refused: a worker was refused: worker_idx 0 is taken" in str(results[0])
-        kinds = {type(result) for result in results[1:]}
-        assert kinds == {type(None), aiosync.ConnectTimeout}
-        assert (await scheme.send()).acked == {0}
 
 
 @both

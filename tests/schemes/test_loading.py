@@ -66,21 +66,6 @@ async def test_what_a_function_keeps_is_never_written_to(make) -> None:
         kept.clear()
 
 
-@every
-@pytest.mark.asyncio
-async def test_a_function_that_raises_refuses_the_update(make) -> None:
-    source, engine = models.linear(), Engine()
-    async with here(make(guard="reading"), source, {"load": engine.load}) as (sender, receiver):
-        engine.error = KeyError("no layer of that name")
-        with pytest.raises(aiosync.PartialSyncError, match="no layer of that name"):
-            await sender.send()
-        assert receiver.version == 1
-        engine.error = None
-        models.fill(source, 5.0)
-        assert (await sender.send()).version == receiver.version == 3
-        assert (engine.weights["bias"] == 5.0).all()
-
-
 @pytest.mark.asyncio
 async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values() -> None:
     engine = Engine()
@@ -127,23 +112,6 @@ async def test_waiting_for_what_a_worker_refuses_or_takes_to_its_grave(make) -> 
         for ended in (waiting, handle):
             with pytest.raises(aiosync.TransportClosed):
                 await ended
-
-
-@every
-@pytest.mark.asyncio
-async def test_a_transform_works_in_a_thread_of_its_own_and_may_rename(make) -> None:
-    source, target, threads = models.linear(), nn.Linear(2, 4, bias=False).bfloat16(), set()
-
-    def turn(weights):
-        threads.add(threading.current_thread().name)
-        yield "weight", dict(weights)["weight"].t().to(torch.bfloat16)
-
-    async with here(make(), source, {"model": target, "transform": turn}) as (sender, receiver):
-        for value in (1.5, 2.5, 3.5):
-            await harness.deliver(sender, receiver, value)
-        assert target.weight.dtype is torch.bfloat16
-        assert all("aiosync-mapping" in name for name in threads)
-    assert not [each for each in threading.enumerate() if "mapping" in each.name]
 
 
 @every
@@ -270,40 +238,6 @@ async def test_closing_while_a_transform_works() -> None:
         assert models.filled(target, -1.0)
 
 
-@pytest.mark.asyncio
-async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_transformed() -> None:
-    address, source, target = _free_address(), models.linear(), models.linear()
-    started, go_on = threading.Event(), threading.Event()
-
-    def slow(weights):
-        found = dict(weights)
-        if (found["bias"] == 5.0).all():
-            started.set()
-            assert go_on.wait(30)
-        return found.items()
-
-    scheme = aiosync.TCPWeightSyncScheme(address, reconnect=None)
-    async with harness.here(
-        scheme, target, sender={"model": source}, receiver={"transform": slow}
-    ) as (sender, receiver):
-        models.fill(source, 5.0)
-        handle = sender.send_nowait()
-        await asyncio.to_thread(started.wait, 30)
-        await sender.aclose()
-        with pytest.raises(aiosync.TransportClosed):
-            await handle
-        models.fill(source, 9.0)
-        again = aiosync.TCPWeightSyncScheme(address)
-        again.init_on_sender(model=source)
-        async with again:
-            await again.connect()
-            await harness.until(lambda: again.worker_versions == {0: 0})
-            go_on.set()
-            await again.wait_for_version(1)
-            assert receiver.version == 1
-            assert models.holds(receiver, 9.0)
-
-
 class Stated(nn.Linear):
     def get_extra_state(self) -> object:
         return {"inner": self.extra}
@@ -320,23 +254,3 @@ async def test_extra_states_pass_a_transform_by() -> None:
     async with here(aiosync.SharedMemWeightSyncScheme(), source, init):
         assert target.weight.dtype is torch.bfloat16
         assert torch.equal(target.extra, source.extra)
-
-
-def test_blocking_twins() -> None:
-    source, engine = models.linear(), Engine()
-    sender = aiosync.sync.TCPWeightSyncScheme(apply="manual")
-    sender.init_on_sender(model=source)
-    receiver = aiosync.sync.TCPWeightSyncScheme(sender.address, apply="manual")
-    receiver.init_on_receiver(load=engine.load)
-    with sender, receiver:
-        sender.connect()
-        receiver.connect()
-        models.fill(source, 2.0)
-        version = sender.send_async()
-        assert sender.wait_staged(version, timeout=30) == version
-        assert receiver.wait_staged(version, timeout=30) == receiver.staged_version == version
-        assert receiver.link_lost is None
-        assert receiver.apply_pending() == version
-        assert engine.thread == threading.current_thread().name
-        sender.wait_async()
-        assert (engine.weights["weight"] == 2.0).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import math
 import multiprocessing
 import os
@@ -164,43 +163,7 @@ async def test_a_scripted_model_takes_no_forward_hooks(make) -> None:
             receiver.model = copy.deepcopy(scripted)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.asyncio
-@both
-async def test_a_traced_model_is_guarded(make) -> None:
-    source = models.linear()
-    target = torch.jit.trace(models.linear(), torch.zeros(4))
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
-        seen = []
-
-        def change(*_: object) -> None:
-            with pytest.raises(aiosync.LocalProtocolError) as caught:
-                receiver.apply_weights(source.state_dict())
-            seen.append(caught.value)
-
-        with target.register_forward_pre_hook(change):
-            target(torch.zeros(4))
-        assert len(seen) == 1
-        await harness.deliver(sender, receiver, 1.0)
-        assert target(torch.ones(4)).tolist() == [5.0, 5.0]
-
-
 # -- what nobody awaits, and what a machine lacks --------------------------------------------------
-
-
-@pytest.mark.asyncio
-@both
-async def test_closing_says_nothing_of_handles_that_nobody_awaits(make) -> None:
-    scheme, options = make(apply="manual"), {"model": models.linear()}
-    async with harness.here(scheme, models.linear(), sender=options) as (sender, receiver):
-        sender.send_nowait()
-        kept = await harness.stage(sender, receiver)
-        await sender.aclose()
-        with pytest.raises(aiosync.TransportClosed):
-            await kept
-        del kept
-        gc.collect()
-        await asyncio.sleep(0)  # conftest fails the test if the loop is told of anything
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")

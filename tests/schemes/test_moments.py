@@ -8,7 +8,6 @@ import copy
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -76,22 +75,6 @@ async def test_other_tensors_in_a_model_stay_as_they_are_inside_of_reading(make,
         assert result.tolist() == [10.0] * 3
         assert all(torch.equal(each, torch.full((3,), 5.0)) for each in other.values())
         assert target(torch.ones(3)).tolist() == [14.0] * 3
-
-
-@both
-async def test_tensors_that_were_replaced_for_good_get_the_weights(make) -> None:
-    source, target = Slow(), Slow()
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
-        await asyncio.to_thread(target, torch.ones(3))  # another thread reads
-        new = target.weight = nn.Parameter(torch.zeros(3))
-        await harness.deliver(sender, receiver, 7.0)
-        assert new.tolist() == [7.0] * 3
-        models.fill(source, 8.0)
-        with receiver.reading():
-            handle = await harness.stage(sender, receiver)
-            target.bias = nn.Parameter(torch.zeros(3))
-        await handle
-        assert models.holds(receiver, 8.0)
 
 
 TRANSFORMS: dict[str, Callable[[Slow], Any]] = {
@@ -317,29 +300,3 @@ async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind)
                 await receiver.wait_for_version(version, timeout=harness.PATIENCE)
                 assert time.monotonic() - started < harness.PATIENCE / 10
                 assert models.filled(target, float(version))
-
-
-def shared_nbytes() -> int:
-    """Bytes of anonymous files that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    areas = [line.split()[0].split("-") for line in lines if "/memfd:" in line]
-    return sum(int(end, 16) - int(start, 16) for start, end in areas)
-
-
-async def test_closing_beside_a_busy_thread_gives_every_slot_back() -> None:
-    source = models.medium()
-    sender = aiosync.SharedMemWeightSyncScheme()
-    sender.init_on_sender(model_id="policy", model=source)
-    async with sender:
-        await sender.connect()
-        for _ in range(8):
-            target, busy = models.medium(), Slow()
-            busy.meanwhile = lambda: time.sleep(0.002)
-            target.forward = busy.forward
-            receiver = await harness.came_again(sender, 0, target)
-            with computing(lambda target=target: target(torch.ones(3))):
-                await sender.send(timeout=harness.PATIENCE)
-                started = time.monotonic()
-                await receiver.aclose()
-                assert time.monotonic() - started < 0.8
-        assert shared_nbytes() <= 8 * source.block.nbytes  # four slots, mapped at both ends

@@ -15,6 +15,8 @@ import aiosync
 import aiosync.sync
 from aiosync.server import WeightClient, WeightServer
 from aiosync.serving import AdmissionGate
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
 
 NO_SECONDS = [-1.0, math.nan, "5", True]
 NO_DEADLINE = [*NO_SECONDS, 0, math.inf, None]
@@ -25,7 +27,7 @@ ILLEGAL: dict[str, list[Any]] = {
     "apply_copy": [None],
     "guard": ["Forward"],
     "strict": ["no"],
-    "require": [0, "most", 1.5],
+    "require": [0, "most", 1.5, True, math.nan],
     "timeout": [0, math.nan],
     "wire_dtype": [torch.int8, "bfloat16", {"a": None}],
     "reconnect": NO_SECONDS,
@@ -148,3 +150,23 @@ async def test_clients_and_gates_refuse_a_timeout_that_is_none(timeout: Any) -> 
     with pytest.raises(aiosync.ConfigError, match="timeout"):
         async with AdmissionGate().request(timeout=timeout):
             pass
+
+
+class Tagged(aiosync.TCPWeightSyncScheme):
+    """A user's scheme with a name of its own."""
+
+    def __init__(self, tag: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.tag = tag
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", [copy.copy, harness.twin])
+async def test_what_a_subclass_sets_travels_from_either_end(way: Any) -> None:
+    ends = harness.here(Tagged("south"), models.linear(), sender={"model": models.linear()})
+    async with ends as pair:
+        for scheme in pair:
+            scheme.later = "set after connect()"
+            other = way(scheme)
+            assert (other.tag, other.later) == ("south", scheme.later)
+            assert not (other.initialized_on_sender or other.initialized_on_receiver)

@@ -72,17 +72,6 @@ async def test_a_part_that_is_refused_or_too_large_holds_up_nobody(make: Any, ba
         assert held(receiver) == (5.0, 9.0)
 
 
-@both
-async def test_what_waits_fails_with_the_link(make: Any) -> None:
-    scheme = make(strict=False)
-    async with harness.here(scheme, build(), sender={"model": build()}) as (sender, receiver):
-        async with receiver.reading():
-            handles = [sender.send_nowait(part(base=5.0)), sender.send_nowait(part(adapter=7.0))]
-            receiver.abort()
-            results = await asyncio.gather(*handles, return_exceptions=True)
-        assert [type(each) for each in results] == [aiosync.PartialSyncError] * 2
-
-
 async def test_a_link_that_was_lost_is_made_up_for() -> None:
     scheme = aiosync.TCPWeightSyncScheme(strict=False)
     async with harness.here(scheme, build(), sender={"model": build()}) as (sender, receiver):
@@ -136,15 +125,3 @@ async def test_a_mistake_that_all_refused_keeps_nobody_out(make: Any) -> None:
             await sender.send(part(base=3.0, adapter=4.0))
         async with late:
             assert (late.version, held(late)) == (sender.version, (3.0, 4.0))
-
-
-async def test_who_asks_gets_the_newest_of_each_name() -> None:
-    scheme = aiosync.TCPWeightSyncScheme(strict=False, subscribe=False)
-    async with harness.here(scheme, build(), sender={"model": build()}) as (sender, asking):
-        await sender.send(part(base=5.0, adapter=6.0))
-        last = await sender.send(part(adapter=7.0))
-        assert await asking.pull(timeout=harness.PATIENCE) == last.version
-        assert held(asking) == (5.0, 7.0)
-        newer = await sender.send(part(base=8.0))
-        assert await asking.pull(timeout=harness.PATIENCE) == newer.version
-        assert held(asking) == (8.0, 7.0)

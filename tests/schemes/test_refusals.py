@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-both = pytest.mark.parametrize("make", harness.SCHEMES)
 answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -20,44 +18,6 @@ def extra(counter: Any) -> models.Extra:
     model = models.Extra()
     model.counter = counter
     return model
-
-
-REFUSED: dict[str, tuple[Any, Any, str]] = {
-    # the model, the update that it does not take, and what the error names
-    "shape": (models.linear, models.wide, "weight"),
-    "extra state": (models.extra, lambda: extra(-7), "counter -7"),
-    "header": (models.extra, lambda: extra("x" * (17 * 2**20)), "header"),
-}
-
-
-@both
-@pytest.mark.parametrize("apply_copy", [False, True])
-@pytest.mark.parametrize("what", REFUSED)
-async def test_the_model_keeps_what_it_has_and_takes_the_next(
-    make: Any, what: str, apply_copy: bool
-) -> None:
-    build, bad, named = REFUSED[what]
-    scheme = make(apply_copy=apply_copy)
-    async with harness.here(scheme, build(), sender={"model": build()}) as (sender, receiver):
-        await harness.deliver(sender, receiver, 1.0)
-        with pytest.raises(aiosync.PartialSyncError, match=named):
-            await sender.send(bad())
-        if what != "header":  # which this side refuses, as nothing could carry it
-            assert (receiver.version, receiver.lag) == (2, 1)
-        assert models.holds(receiver, 1.0)
-        await harness.deliver(sender, receiver, 3.0)
-        assert receiver.lag == 0
-
-
-@both
-async def test_what_is_not_strict_takes_other_dtypes_and_some_of_the_names(make: Any) -> None:
-    scheme = make(strict=False)
-    async with harness.here(scheme, models.linear(), sender={}) as (sender, receiver):
-        await sender.send({"weight": torch.full((2, 4), 2.5).double(), "scale": torch.ones(1)})
-        with receiver.reading():
-            found = receiver.model.state_dict()
-            assert (found["weight"] == 2.5).all() and found["weight"].dtype is torch.float32
-            assert (found["bias"] == -1.0).all()
 
 
 @answering

@@ -10,7 +10,6 @@ import torch
 
 import aiosync
 import aiosync.sync
-from aiosync.schemes.inside import guard_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -23,37 +22,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 class Owner:
     def __init__(self, policy: Any) -> None:
         self.policy = policy
-
-
-class Refuses(models.Extra):
-    def set_extra_state(self, state: Any) -> None:
-        raise KeyError("not here")
-
-
-@both
-@copies
-@pytest.mark.parametrize(
-    ("build", "bad", "named"),
-    [(models.linear, models.wide, "weight"), (models.extra, Refuses, "not here")],
-)
-async def test_one_that_cannot_take_the_weights_is_refused(
-    make: Any, apply_copy: bool, build: Any, bad: Any, named: str
-) -> None:
-    source, new = build(), bad()
-    before = [parameter.clone() for parameter in new.parameters()]
-    ends = harness.here(make(apply_copy=apply_copy), build(), sender={"model": source})
-    async with ends as (sender, receiver):
-        with pytest.raises(aiosync.ApplyError, match=named) as caught:
-            receiver.model = new
-        assert caught.value.version == 1
-        assert all(map(torch.equal, new.parameters(), before))
-        await harness.deliver(sender, receiver, 3.0)
-        receiver.model = None  # then any shape will do
-        assert (receiver.version, await receiver.receive(timeout=0)) == (0, None)
-        receiver.model = models.batch_norm()
-        assert receiver.version == 0
-        assert (await sender.send(models.batch_norm())).acked == {0}
-        assert receiver.version == 3
 
 
 @both
@@ -120,20 +88,6 @@ async def test_closed_or_taken_back_before_the_forward_ended(make: Any) -> None:
             receiver.model = new
             receiver.abort()
         assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
-
-
-@both
-async def test_one_that_was_just_given_is_not_guarded_once_the_scheme_is_closed(make: Any) -> None:
-    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
-        _, receiver = pair
-        receiver.model = new = models.linear()
-        receiver.abort()
-        await asyncio.sleep(0.01)  # what is to follow the assignment has come too late
-        seen = []
-        guard = guard_of(receiver)
-        with new.register_forward_pre_hook(lambda *_: seen.append(guard.reading_here)):
-            new(torch.zeros(4))
-        assert seen == [False]
 
 
 @both

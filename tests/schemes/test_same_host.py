@@ -101,41 +101,6 @@ async def test_workers_get_every_version_without_a_group(method: str) -> None:
         assert await value(crew[2]) == 9.0
 
 
-@pytest.mark.asyncio
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [models.linear, models.big])
-async def test_workers_of_both_kinds(build: Any) -> None:
-    """The copy for the group goes ahead of the transfer; shared slots have to be full."""
-    scheme, source = sending(build)
-    near, far = receiving(scheme, build), receiving(scheme, build, shared_memory=False)
-    async with scheme, near, far:
-        await asyncio.gather(scheme.connect(), near.connect(), far.connect())
-        assert (kind(near), kind(far)) == (SharedMemTransport, DistributedTransport)
-        seen: list[bool] = []
-        watching = asyncio.ensure_future(watch(near, seen))
-        for number in range(2, 8):
-            models.fill(source, float(number))
-            if number % 3:
-                assert len((await scheme.send()).acked) == 2
-            else:
-                handle = scheme.send_nowait()
-            models.fill(source, -9.0)
-            if number % 3 == 0:
-                assert len((await handle).acked) == 2
-            assert models.holds(near, float(number))
-            assert models.holds(far, float(number))
-        await harness.until(lambda: len(seen) == 6)
-        assert all(seen)
-        watching.cancel()
-
-
-async def watch(receiver: Any, seen: list[bool]) -> None:
-    """Look at each update as soon as it is there."""
-    while True:
-        version = (await receiver.receive()).version
-        seen.append(models.holds(receiver, float(version)))
-
-
 # -- links that are lost -----------------------------------------------------------------------
 
 
@@ -144,43 +109,6 @@ async def lose_the_link(scheme: Any) -> None:
     [link] = scheme.sender_transports.values()
     link.abort()
     await harness.until(lambda: list(scheme.sender_transports.values()) not in ([], [link]))
-
-
-@pytest.mark.asyncio
-async def test_a_link_that_is_lost_is_replaced() -> None:
-    scheme, source = sending()
-    receiver = receiving(scheme)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        for number in range(2, 6):
-            models.fill(source, float(number))
-            await scheme.send()
-            await lose_the_link(scheme)
-            assert models.holds(receiver, float(number))
-        await harness.until(lambda: receiver.reconnects == 4)  # the worker is told last
-        assert kind(receiver) is SharedMemTransport
-
-
-@pytest.mark.asyncio
-async def test_a_worker_that_waits_for_its_trainer_finds_it_here() -> None:
-    """Whether it is dialled for the first time or again."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    early = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, token=TOKEN, address=address)
-    target = models.medium()
-    early.init_on_receiver(model_id="policy", model=target)
-    async with early:
-        joining = asyncio.ensure_future(early.connect())
-        for number in range(3):
-            await asyncio.sleep(0.3)
-            trainer, source = sending(token=TOKEN, address=address)
-            async with trainer:
-                await trainer.connect()
-                await joining
-                await harness.until(lambda trainer=trainer: bool(trainer.sender_transports))  # type: ignore[misc]
-                models.fill(source, float(number))
-                await trainer.send()
-                assert models.holds(early, float(number))
-                assert kind(early) is SharedMemTransport
 
 
 def names() -> set[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from typing import Any
@@ -18,11 +17,7 @@ import torch
 from tensordict import TensorDict
 
 import aiosync
-from aiosync.protocol import VersionClock
-from aiosync.sender import WorkerRegistry
 from aiosync.tensors import Flattener
-from aiosync.transports import MemoryTransport
-from aiosync.wire import Hello
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -128,21 +123,6 @@ async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
     assert kinds == {TensorDict}
     assert source.weight.dtype is torch.float32
     assert models.filled(source, 4.0)
-
-
-@both
-async def test_a_device_map_of_a_single_link(make: Any) -> None:
-    mine, theirs = socket.socketpair()
-    maker, asked = make(), set()
-    options = {
-        "model": models.linear(),
-        "transports": {1: maker.create_transport(mine)},
-        "device_map_fn": lambda idx, given: (asked.add(idx), given)[1],
-    }
-    init = {"transport": maker.create_transport(theirs), "worker_idx": None}
-    async with harness.here(make(), models.linear(), sender=options, receiver=init):
-        assert asked == {1}
-    maker.abort()
 
 
 @both
@@ -267,31 +247,6 @@ async def test_closing_holds_no_loop_while_a_thread_copies(monkeypatch: pytest.M
             await sending
 
 
-@both
-async def test_a_sender_that_some_workers_reached_is_connected(make: Any) -> None:
-    scheme = make(timeout=10.0)
-    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
-    worker = harness.twin(scheme)
-    worker.init_on_receiver(model=models.linear(), worker_idx=0)
-    async with scheme, worker:
-        late = scheme.connect(timeout=1.0)
-        results = await asyncio.gather(late, worker.connect(), return_exceptions=True)
-        assert isinstance(results[0], aiosync.ConnectTimeout)
-        assert scheme.synchronized_on_sender
-        scheme.require = 1
-        assert (await scheme.send()).acked == {0}
-
-
-@both
-async def test_weights_that_are_assigned_take_the_place_of_the_model(make: Any) -> None:
-    scheme = make()
-    async with scheme:
-        scheme.init_on_sender(model=models.linear(1.0), num_workers=0)
-        scheme.weights = {"weight": torch.ones(2)}
-        assert scheme.model is None
-        assert set(scheme.weights) == {"weight"}
-
-
 async def test_workers_under_new_indices_do_not_add_up() -> None:
     """A trainer whose workers come and go for weeks names the last ones that went."""
     scheme = aiosync.SharedMemWeightSyncScheme()
@@ -308,25 +263,3 @@ async def test_workers_under_new_indices_do_not_add_up() -> None:
         assert report.acked == {0}
         assert {97, 98, 99, 100} <= report.lost.keys()
         assert len(report.lost) < 80
-
-
-async def test_nor_do_they_where_nobody_sends() -> None:
-    """A weight server serves workers under new indices for as long as it lives."""
-    workers = WorkerRegistry(
-        model_id="policy",
-        strategy="tensordict",
-        num_workers=None,
-        clock=VersionClock(),
-        on_outcome=None,
-        on_crash=pytest.fail,
-    )
-    for idx in range(80):
-        hello = Hello("receiver", "policy", 1, idx, strategy="tensordict")
-        ours, theirs = MemoryTransport.connected_pair()
-        workers.welcome(ours, None, hello)
-        await harness.until(lambda idx=idx: idx in workers.links)  # type: ignore[misc]
-        theirs.abort()
-        await harness.until(lambda: not workers.links)
-    assert len(workers.records) < 75
-    workers.end()
-    await workers.tasks.aclose()

@@ -42,27 +42,6 @@ async def test_who_cancels_every_task_leaves_nobody_waiting(make: Any) -> None:
         await late.aclose()
 
 
-@pytest.mark.parametrize("make", [harness.SCHEMES[0], aiosync.TCPWeightSyncScheme])
-async def test_a_load_function_that_raises_cancelled_error_ends_the_link(make: Any) -> None:
-    scheme, cancel = make(strategy="state_dict", guard="reading"), False
-
-    def load(weights: object) -> None:
-        if cancel:
-            raise asyncio.CancelledError
-
-    ends = harness.here(
-        scheme, None, sender={"model": models.linear()}, receiver={"load": load, "model": None}
-    )
-    async with ends as (sender, receiver):
-        await receiver.receive(timeout=0)
-        cancel = True
-        with pytest.raises(aiosync.PartialSyncError):
-            await sender.send(timeout=harness.PATIENCE)
-        await harness.until(lambda: not sender.sender_transports)
-        with pytest.raises(aiosync.TransportClosed):
-            await receiver.receive(timeout=harness.PATIENCE)
-
-
 # -- calls that need not wait leave the loop its turns all the same: updates come on it ------------
 
 

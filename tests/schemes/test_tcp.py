@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
-import pickle
 import shutil
 import socket
-import ssl
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -216,19 +213,6 @@ async def test_a_worker_takes_over_from_its_own_half_open_link(url: str) -> None
         assert (await stage.send(2.0)).acked == {0}
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_link_that_idled_for_longer_than_reconnect_is_got_back_twice() -> None:
-    async with Stage() as stage:
-        receiver = await stage.add(through=True, reconnect=1.0)
-        stage.proxy.cut()
-        await stage.back(receiver)
-        await asyncio.sleep(1.1)  # nothing is sent, as it has the newest version
-        stage.proxy.cut()
-        await stage.back(receiver, 2)
-        assert (await stage.send(2.0)).acked == {0}
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("reconnect", [0, 0.1])
 async def test_a_link_is_given_up_after_reconnect_seconds(url: str, reconnect: float) -> None:
@@ -340,19 +324,6 @@ async def test_a_cancelled_send_of_several_weights_borrows_none_of_them_any_more
 
 
 @pytest.mark.asyncio
-async def test_pull_of_nothing_is_version_0(url: str) -> None:
-    async with make(url) as sender:
-        sender.init_on_sender()
-        await sender.connect()
-        for subscribe in (True, False):
-            async with make(sender.address, subscribe=subscribe) as receiver:
-                receiver.init_on_receiver(model=models.linear())
-                await receiver.connect()
-                assert await receiver.pull() == 0
-                assert not receiver.ready
-
-
-@pytest.mark.asyncio
 async def test_pulls_that_wait_get_what_they_ask_for_also_on_the_next_link(url: str) -> None:
     async with Stage(url) as stage:
         puller = await stage.add(through=True, subscribe=False)
@@ -421,13 +392,6 @@ async def test_a_puller_that_leaves_fails_no_send(url: str) -> None:
 # -- options -------------------------------------------------------------------------------------
 
 
-def test_an_ssl_context_is_refused_with_advice() -> None:
-    scheme = make(tls=ssl.create_default_context())
-    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.TLS"):
-        pickle.dumps(scheme)
-    copy.copy(scheme)  # within a process it may
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -440,30 +404,6 @@ def test_an_ssl_context_is_refused_with_advice() -> None:
 def test_addresses_are_checked(options: Any, text: str) -> None:
     with pytest.raises(aiosync.ConfigError, match=text):
         aiosync.TCPWeightSyncScheme(**options)
-
-
-# -- chunks --------------------------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("nbytes", "chunk"),
-    [*((nbytes, 4096) for nbytes in (0, 4032, 4096, 4160, 5 * 4096 + 100)), (30_000, 64)],
-)
-async def test_sizes_around_the_border_of_a_chunk(nbytes: int, chunk: int) -> None:
-    source = {"x": torch.randint(0, 256, (nbytes,), dtype=torch.uint8)}
-    scheme = make(guard="reading", chunk_nbytes=chunk)
-    async with harness.here(
-        scheme,
-        None,
-        sender={"weights": source},
-        receiver={"weights": {"x": torch.zeros(nbytes, dtype=torch.uint8)}},
-    ) as (sender, receiver):
-        for _ in range(2):
-            async with receiver.reading():
-                assert torch.equal(receiver.weights["x"], source["x"])
-            source["x"].random_(0, 256)
-            assert (await sender.send()).acked == {0}
 
 
 # -- cancelling, and closing ---------------------------------------------------------------------

@@ -112,19 +112,6 @@ async def test_a_link_of_no_trainer_is_closed_at_once(role) -> None:
 
 
 @pytest.mark.asyncio
-async def test_connecting_ends_when_a_trainer_that_took_over_is_refused() -> None:
-    async with joining() as (receiver, task), make(receiver.address) as sender:
-        sender.init_on_sender(model=models.wide())
-        first = await dial(receiver.address, trainer_hello())
-        await greeted(first, version=3)  # and never sends version 3
-        await first.aclose()
-        with pytest.raises(aiosync.PartialSyncError):
-            await sender.connect()
-        with pytest.raises(aiosync.ApplyError, match="ManifestMismatch"):
-            await asyncio.wait_for(task, PATIENCE)
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["aclose", "abort"])
 async def test_closing_closes_the_links_that_have_said_nothing(how: str) -> None:
     async with connected() as (_, receiver):
@@ -234,17 +221,6 @@ async def test_a_trainer_that_answers_keeps_its_place() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_only_pulls_is_given_nothing_by_the_question() -> None:
-    async with joining(subscribe=False) as (receiver, task), make(receiver.address) as sender:
-        sender.init_on_sender(model=models.linear())
-        await asyncio.gather(sender.connect(), task)
-        for _ in range(2):
-            await refused(await dial(receiver.address, trainer_hello()))
-        assert receiver.version == 0
-        assert await receiver.pull() == 1
-
-
-@pytest.mark.asyncio
 async def test_a_second_trainer_is_refused_while_the_first_one_joins() -> None:
     async with joining() as (receiver, task):
         first = await dial(receiver.address, trainer_hello(7))
@@ -259,72 +235,7 @@ async def test_a_second_trainer_is_refused_while_the_first_one_joins() -> None:
         second.abort()
 
 
-# -- the trainer's side --------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def answering(answer: Any) -> AsyncIterator[tuple[str, list[int]]]:
-    """A worker by hand, and a list that grows with each link of the trainer."""
-    count: list[int] = []
-    served = aiosync.rendezvous.StreamListener("tcp://127.0.0.1:0")
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(link: TCPTransport) -> None:
-        try:
-            await answer(link)
-        except aiosync.TransportError:
-            pass  # the trainer ended it
-        finally:
-            link.abort()
-
-    def on_link(link: TCPTransport) -> None:
-        count.append(1)
-        task = asyncio.ensure_future(serve(link))
-        tasks.add(task)
-
-    served.start(on_link, lambda error: None)
-    try:
-        yield served.url, count
-    finally:
-        await served.aclose()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@pytest.mark.asyncio
-async def test_a_worker_that_refused_for_good_is_not_dialled_again() -> None:
-    first, leave = True, asyncio.Event()
-
-    async def refuse_the_second(link: TCPTransport) -> None:
-        nonlocal first
-        await link.recv(timeout=PATIENCE)
-        if first:
-            first = False
-            await link.send(trainer_hello(None, role="receiver"), timeout=PATIENCE)
-            await link.recv(timeout=PATIENCE)
-            await leave.wait()
-            return
-        await link.send(Refuse("ConfigError", "not this trainer"), timeout=PATIENCE)
-        await link.recv(timeout=PATIENCE)  # until the trainer closes it
-
-    async with answering(refuse_the_second) as (url, count), make(url) as sender:
-        sender.init_on_sender(num_workers=1)
-        await sender.connect()
-        assert _dialling_tasks()
-        leave.set()
-        await harness.until(lambda: not _dialling_tasks())
-        assert len(count) == 2
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await sender.send(weights={"weight": torch.zeros(2)})
-        assert "not this trainer" in str(caught.value.failed[0])
-
-
 # -- the worker's side ---------------------------------------------------------------------------
-
-
-def _dialling_tasks() -> list[asyncio.Task[Any]]:
-    return [task for task in asyncio.all_tasks() if task.get_name() == "aiosync link to worker 0"]
 
 
 @pytest.mark.asyncio
@@ -369,24 +280,6 @@ async def test_connect_has_its_own_timeout_and_says_what_the_other_side_has_to_d
     assert asyncio.get_running_loop().time() - began >= 0.35
 
 
-@pytest.mark.asyncio
-async def test_a_worker_that_listens_may_come_after_connect_has_given_up() -> None:
-    where = [free_address(), free_address()]
-    sender = aiosync.TCPWeightSyncScheme(where, dial="sender", timeout=PATIENCE, reconnect=0)
-    sender.init_on_sender(model=models.linear())
-    workers = [aiosync.TCPWeightSyncScheme(where, dial="sender", timeout=PATIENCE) for _ in where]
-    for idx, worker in enumerate(workers):
-        worker.init_on_receiver(model=models.linear(), worker_idx=idx)
-    async with sender, workers[0], workers[1]:
-        connecting = asyncio.ensure_future(sender.connect(timeout=1.0))
-        await workers[0].connect()
-        with pytest.raises(aiosync.ConnectTimeout, match="worker 1 at"):
-            await connecting
-        await workers[1].connect()
-        await harness.until(lambda: len(sender.worker_versions) == 2)
-        assert (await sender.send(models.linear())).acked == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("where", "dial", "init", "advice"),
     [
@@ -403,21 +296,6 @@ def test_more_workers_than_can_be_dialled_are_refused(
     with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
         sender.init_on_sender(**init)
     sender.init_on_sender(num_workers=1)  # it has no role yet
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_what_can_never_be_said_is_not_tried_again(role: str) -> None:
-    """A Hello that is beyond the scheme's own limits."""
-    limits = aiosync.Limits(max_name_nbytes=5)
-    async with WeightServer("tcp://127.0.0.1:0") as server:
-        scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", limits=limits)
-        getattr(scheme, f"init_on_{role}")(
-            model_id="policy", model=torch.nn.ParameterList([torch.ones(2)])
-        )
-        async with scheme:
-            with pytest.raises(aiosync.AiosyncError, match="cannot encode Hello"):
-                await scheme.connect(timeout=PATIENCE)
 
 
 # -- certificate files -------------------------------------------------------------------------
@@ -464,21 +342,3 @@ async def test_a_certificate_file_may_be_incomplete_for_a_moment(
         else:
             await harness.until(lambda: scheme.reconnects == 1)
             assert scheme.link_lost is None
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_a_certificate_file_that_stays_broken_is_named_in_the_end(
-    tmp_path: Path, role: str
-) -> None:
-    async with with_own_ca(tmp_path, role, reconnect=0.1) as (scheme, ca, proxy):
-        ca.unlink()
-        proxy.cut()
-        if role == "sender":
-            await harness.until(lambda: not scheme.sender_transports)
-            async with asyncio.timeout(PATIENCE):
-                while "ca.pem cannot be used" not in await failure_of(scheme):
-                    await asyncio.sleep(0.01)
-        else:
-            with pytest.raises(aiosync.PeerClosed, match="file .*ca.pem cannot be used"):
-                await scheme.wait_for_version(9)

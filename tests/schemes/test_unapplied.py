@@ -12,40 +12,10 @@ import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-SENDS = 300
-IN_FLIGHT = 3  # one that waits at the worker, one on the link or being applied, one answered
-
 links = pytest.mark.parametrize(
     "make", [*harness.ANSWERING, aiosync.TCPWeightSyncScheme], ids=["pipe", "shared", "tcp"]
 )
-applies = pytest.mark.parametrize("apply", ["manual", "auto"])
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
-
-
-@links
-@applies
-async def test_many_updates_that_are_not_applied(make: Any, apply: Any) -> None:
-    source, scheme = models.linear(), make(apply=apply, timeout=None)
-    async with harness.here(scheme, models.linear(), sender={"model": source}) as pair:
-        sender, receiver = pair
-        handles = []
-        async with receiver.reading(), asyncio.timeout(harness.PATIENCE):
-            for number in range(SENDS):
-                models.fill(source, float(number))
-                handles.append(await harness.stage(sender, receiver))
-                if number >= IN_FLIGHT:
-                    await handles[-IN_FLIGHT]  # nothing older is kept, here or there
-            for handle in handles[:-1]:
-                report = await handle
-                assert (report.acked, report.skipped) == (set(), {0: report.version + 1})
-            assert (handles[-1].done(), receiver.version) == (False, 1)
-        last = handles[-1].version
-        if apply == "manual":
-            assert receiver.apply_pending() == last
-        assert await receiver.wait_for_version(last, timeout=harness.PATIENCE) == last
-        report = await handles[-1]
-        assert (report.acked, report.skipped) == ({0}, {})
-        assert models.holds(receiver, float(SENDS - 1))
 
 
 @links

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 import aiosync
@@ -65,20 +64,6 @@ async def test_a_float32_trainer_and_a_bfloat16_worker(make: Any, build: Any) ->
         assert tx.worker_versions == {0: tx.version}
     assert {p.dtype for p in source.parameters()} == {torch.float32}
     assert {p.dtype for p in target.parameters()} == {BF16}
-
-
-@pytest.mark.asyncio
-@every
-async def test_weights_of_every_kind_for_single_workers(make: Any) -> None:
-    targets = [models.linear().bfloat16(), models.linear().bfloat16()]
-    scheme = make(wire_dtype=BF16, per_worker_weights=True)
-    async with joined(scheme, *targets) as (tx, others):
-        kinds: list[Any] = [nn.Module.state_dict, TensorDict.from_module, lambda model: model]
-        for kind in kinds:
-            sources = [noisy(models.linear()) for _ in targets]
-            report = await tx.send({idx: kind(each) for idx, each in enumerate(sources)})
-            assert report.acked == {0, 1}
-            assert all(map(equal, others, sources))
 
 
 class Mixed(nn.Module):

@@ -23,17 +23,6 @@ def ours() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("aiosync-copy")]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("nbytes", [0, 64, LARGE])
-def test_copies_everything(threads: int, nbytes: int) -> None:
-    pairs = [blocks(nbytes), blocks(64)]
-    with closing(CopyPool(threads)) as pool:
-        for _ in range(3):
-            pairs[0][0][:] = 0
-            pool.copy(pairs)
-            assert all(np.array_equal(target, source) for target, source in pairs)
-
-
 def test_threads_start_with_a_large_copy_and_end_with_close() -> None:
     pool = CopyPool(3)
     pool.copy([blocks(64)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from aiosync.errors import ConfigError
@@ -35,20 +34,6 @@ def test_what_it_gives_can_be_sent_and_stays_tied() -> None:
     assert leaf.aliases == ("head.weight",)
     model = Everything(1.0, {"text": "x"})
     assert collect(gather_weights(model)).values == collect(model).values
-
-
-def test_mappings_get_dotted_names() -> None:
-    nested = {"a": {"b": torch.ones(1)}, "c.d": torch.ones(2), "note": "x"}
-    assert list(gather_weights(nested)) == ["a.b", "c.d", "note"]
-    found = gather_weights(TensorDict({"a": {"b": torch.ones(1)}}, batch_size=[]))
-    assert list(found) == ["a.b"]
-
-
-def test_other_places_and_none() -> None:
-    source = {"a": torch.ones(2)}
-    assert gather_weights(source, device="meta")["a"].is_meta
-    assert gather_weights(source, keep=False) == {}
-    assert not source["a"].is_meta
 
 
 @pytest.mark.parametrize("source", [3, None, [torch.ones(1)]])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import mmap
 import os
-import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +12,10 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors import FlatBuffer, Flattener, Layout, Target, collect, torch_dtype
+from aiosync.tensors import FlatBuffer, Layout, Target, collect, torch_dtype
 from aiosync.tensors.buffer import in_flat_memory
 from aiosync.wire import ALIGNMENT, DTYPE_NBYTES, Manifest
-from tests.tensors._models import all_bits, bits, filled, packed
+from tests.tensors._models import bits, filled, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,22 +47,6 @@ def test_layout_is_aligned_and_equal_for_equal_models() -> None:
     assert layout.padding() == [(60, 64), (84, 128)]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 64, 1000, 100_000])
-def test_allocation(nbytes: int) -> None:
-    flat = FlatBuffer(nbytes)
-    assert flat.nbytes == len(flat.memoryview()) == flat.array.size == nbytes
-    if nbytes:
-        assert flat.address % ALIGNMENT == 0
-
-
-def test_wrong_sizes_are_refused() -> None:
-    prepared, small = Flattener().prepare(nn.Linear(4, 4)), FlatBuffer(64)
-    with pytest.raises(ConfigError, match="64 bytes, the layout needs 128"):
-        small.views(prepared.layout)
-    with pytest.raises(ConfigError, match="64 bytes, the layout needs 128"):
-        Flattener().copy_into(prepared, small)
-
-
 def test_wrap_uses_the_memory_and_lets_it_go() -> None:
     layout, source, _ = packed({"a": torch.arange(4.0)})
     with mmap.mmap(-1, 4096) as block:
@@ -93,26 +74,12 @@ def test_read_only_memory_is_fine_for_reading() -> None:
             del flat, model
 
 
-def test_views_are_made_once_for_each_layout() -> None:
-    first, flat, _ = packed({"a": torch.zeros(4)})
-    other = Layout.plan(collect({"b": torch.zeros(4)}))
-    assert flat.views(first) is flat.views(Layout(first.manifest))
-    assert flat.views(other) is not flat.views(first)
-
-
 def test_views_do_not_depend_on_where_they_were_made() -> None:
     layout, flat, _ = packed({"a": torch.zeros(4)})
     with torch.inference_mode(), torch.device("meta"):
         fresh = FlatBuffer(flat.nbytes)
         views = fresh.views(layout)
     assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)]
-
-
-def test_saving_one_view_does_not_save_the_buffer() -> None:
-    layout, flat, _ = packed({"small": torch.zeros(2), "big": torch.zeros(100_000)})
-    small, file = flat.views(layout)[0], io.BytesIO()
-    torch.save(small, file)
-    assert max(file.tell(), len(pickle.dumps(small))) < 4096
 
 
 # -- exclusive ------------------------------------------------------------------------------
@@ -154,17 +121,6 @@ def test_a_held_view_is_noticed_until_it_dies(hold: Callable[[nn.Linear], Any]) 
     assert flat.exclusive()
 
 
-@pytest.mark.parametrize("cast", [True, False])
-def test_moving_or_dropping_the_model_frees_the_buffer(cast: bool) -> None:
-    model, flat, _ = flipped()
-    if cast:
-        before = all_bits(copy.deepcopy(model).double())
-        assert all_bits(model.double()) == before
-    else:
-        del model
-    assert flat.exclusive()
-
-
 def test_views_that_share_memory_moved_are_made_anew() -> None:
     model, flat, layout = flipped()
     model.share_memory()  # moves the memory of a view away from the buffer
@@ -186,12 +142,3 @@ def test_detach_gives_memory_back() -> None:
     assert bits(model.weight) == before
     assert model.weight is parameter
     assert not in_flat_memory(parameter)
-
-
-def test_flat_memory_is_recognised_while_it_lives() -> None:
-    model, flat, _ = flipped()
-    assert in_flat_memory(model.weight)
-    del flat
-    assert in_flat_memory(model.weight)
-    assert not in_flat_memory(torch.zeros(3))
-    assert not in_flat_memory(torch.empty(3, device="meta"))

@@ -38,16 +38,6 @@ def test_the_pieces_are_the_copy(step: int) -> None:
     assert found == bytes(flat.memoryview())
 
 
-def test_nothing_is_copied() -> None:
-    weight = torch.zeros(2**20)
-    _, prepared = _prepared({"w": weight})
-    live = LiveBytes.of(prepared.layout, prepared.tensors)
-    assert live is not None
-    weight[3] = 1.0
-    [piece] = live.views(0, 64)
-    assert torch.frombuffer(bytearray(piece), dtype=torch.float32)[3] == 1.0
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -60,9 +50,3 @@ def test_nothing_is_copied() -> None:
 def test_where_a_copy_is_better_there_is_none(tensors: dict[str, torch.Tensor]) -> None:
     _, prepared = _prepared(tensors)
     assert LiveBytes.of(prepared.layout, prepared.tensors) is None
-
-
-def test_nothing_at_all() -> None:
-    _, prepared = _prepared({"t": torch.zeros(0)})
-    live = LiveBytes(prepared.layout, prepared.tensors)
-    assert live.views(0, 0) == []

@@ -108,24 +108,6 @@ def test_large_and_small_tensors_mixed(threads: int | None) -> None:
     assert not any(flat.array[start:end].any() for start, end in prepared.layout.padding())
 
 
-def test_a_known_source_keeps_its_plan_and_sends_new_values() -> None:
-    model, flattener = Everything(1.0), Flattener()
-    first = flattener.prepare(model)
-    assert contents(flattener, model) == expected(model)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.add_(1)
-    assert flattener.prepare(model).layout is first.layout
-    assert contents(flattener, model) == expected(model)
-
-
-def test_plain_source_is_prepared_without_new_objects() -> None:
-    model, flattener = nn.Linear(2, 2), Flattener()
-    assert flattener.prepare(model) is flattener.prepare(model)
-    with torch.inference_mode():
-        assert flattener.prepare(model) is flattener.prepare(model)
-
-
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel])
 def test_a_steady_model_takes_few_calls(wrap: Any) -> None:
     flattener, model = Flattener(), wrap(nn.Linear(4, 2))
@@ -233,23 +215,6 @@ def test_changes_of_the_module_are_seen(change: str, kind: str) -> None:
         assert prepared.layout.digest == Layout.plan(collect(model)).digest
 
 
-class Equal(Stateful):
-    """Says that it is equal to anything."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = nn.Module.__hash__
-
-
-@pytest.mark.parametrize("kind", [Stateful, Equal])
-def test_a_module_without_tensors_that_is_replaced_is_seen(kind: type[Stateful]) -> None:
-    model, flattener = nn.Sequential(nn.Linear(1, 1), Stateful(1)), Flattener()
-    for number in (1, 2, 3):
-        assert flattener.prepare(model).values == {"1._extra_state": number}
-        model[1] = kind(number + 1)
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -324,18 +289,6 @@ def test_ties_that_dissolve_are_seen() -> None:
         assert contents(flattener, tensors) == expected(tensors)
 
 
-def test_mappings_and_tensordicts_are_read_anew() -> None:
-    flattener = Flattener()
-    first = flattener.prepare({"a": torch.ones(2), "b": {"c": torch.ones(1)}})
-    for source in (
-        {"a": torch.zeros(2), "b": {"c": torch.zeros(1)}},
-        TensorDict({"a": torch.zeros(2), "b": {"c": torch.zeros(1)}}),
-        {"a": torch.zeros(2), "b.c": torch.zeros(1)},
-    ):
-        assert flattener.prepare(source).layout is first.layout
-        assert contents(flattener, source)["a"] == bits(torch.zeros(2))
-
-
 @pytest.mark.parametrize("of_module", [False, True], ids=["mapping", "module"])
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("size", [4, 200_000])
@@ -351,16 +304,6 @@ def test_a_conjugate_or_negative_view_of_known_memory_is_seen(
         module["w"].data = tensor
         got = contents(flattener, module if of_module else {"w": tensor})["w"]
         assert got == bits(tensor.resolve_conj().resolve_neg())
-
-
-def test_views_of_the_same_memory_that_were_prepared_before_any_was_copied() -> None:
-    tensor, flattener = torch.randn(3, 3, dtype=torch.complex64), Flattener()
-    sources = [tensor, tensor.conj(), tensor.t(), tensor.imag, tensor.conj().imag]
-    prepared = [flattener.prepare({"w": source}) for source in sources]
-    for source, each in zip(sources, prepared, strict=True):
-        flat = FlatBuffer(each.layout.nbytes)
-        flattener.copy_into(each, flat)
-        assert torch.equal(flat.views(each.layout)[0], source)
 
 
 def test_values_are_taken_when_prepared() -> None:

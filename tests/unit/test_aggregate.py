@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiosync.errors import (
-    AckTimeout,
     AiosyncError,
     ApplyError,
-    ConfigError,
     PartialSyncError,
-    PeerClosed,
 )
-from aiosync.protocol import Outcome, SendTracker, validate_require
-from aiosync.types import SendReport
+from aiosync.protocol import Outcome, SendTracker
 
 V = 7
 APPLIED = Outcome(V)
@@ -27,21 +22,6 @@ SKIPPED = Outcome(V, by=9)
 
 def failed(error: AiosyncError | None = None) -> Outcome:
     return Outcome(V, error=error or ApplyError("no"))
-
-
-@pytest.mark.parametrize("require", ["all", 1, 100, 0.001, 0.5, 1.0])
-def test_legal_requirements(require: Any) -> None:
-    validate_require(require)
-    SendTracker(V, [0], require)
-
-
-@pytest.mark.parametrize(
-    "require", ["ALL", "", "any", 0, -1, 0.0, -0.5, 1.01, math.nan, math.inf, True, False, None, []]
-)
-def test_illegal_requirements(require: Any) -> None:
-    for check in (validate_require, lambda each: SendTracker(V, [0], each)):
-        with pytest.raises(ConfigError, match="require is"):
-            check(require)
 
 
 @pytest.mark.parametrize(
@@ -63,88 +43,6 @@ def test_illegal_requirements(require: Any) -> None:
 )
 def test_needed(require: Any, workers: int, needed: int) -> None:
     assert SendTracker(V, range(workers), require).needed == needed
-
-
-def test_everybody_applied() -> None:
-    gone = {5: PeerClosed("gone")}
-    tracker = SendTracker(V, [0, 1], nbytes=1024, lost=gone)
-    assert tracker.resolve(0, APPLIED)
-    assert (tracker.waiting, tracker.settled, tracker.satisfied) == ({1}, False, False)
-    assert tracker.resolve(1, APPLIED)
-    assert tracker.result(1.5, 3) == SendReport(
-        epoch=3,
-        version=V,
-        acked=frozenset({0, 1}),
-        lost=gone,
-        elapsed=1.5,
-        nbytes=1024,
-    )
-
-
-def test_a_failure_is_a_partial_sync_and_a_newer_version_counts() -> None:
-    tracker = SendTracker(V, [0, 1, 2], lost={8: PeerClosed("before")})
-    error = PeerClosed("gone")
-    for worker_idx, outcome in enumerate((APPLIED, failed(error), SKIPPED)):
-        tracker.resolve(worker_idx, outcome)
-    with pytest.raises(PartialSyncError, match="worker 1: PeerClosed: gone") as info:
-        tracker.result()
-    assert (info.value.acked, info.value.failed) == ({0, 2}, {1: error})
-    assert info.value.version == V
-
-
-@pytest.mark.parametrize("require", [2, 0.5, 0.6])
-def test_a_tolerated_failure_is_reported(require: Any) -> None:
-    tracker = SendTracker(V, [0, 1, 2], require)
-    tracker.resolve(0, APPLIED)
-    tracker.resolve(1, failed())
-    assert not tracker.satisfied
-    tracker.resolve(2, SKIPPED)
-    assert tracker.satisfied
-    report = tracker.result()
-    assert (report.acked, report.skipped, list(report.failed)) == ({0}, {2: 9}, [1])
-
-
-def test_more_needed_than_there_are_targets() -> None:
-    lost = {1: PeerClosed("gone")}
-    for given_, text in ((lost, "gone"), ({}, "require= asks for more. Workers that have it: 0")):
-        tracker = SendTracker(V, [0], require=3, lost=given_)
-        tracker.resolve(0, APPLIED)
-        with pytest.raises(PartialSyncError, match=text) as info:
-            tracker.result()
-        assert (info.value.acked, info.value.failed) == ({0}, given_)
-
-
-def test_the_deadline_fails_the_rest() -> None:
-    tracker = SendTracker(V, [0, 1, 2])
-    tracker.resolve(1, APPLIED)
-    tracker.timeout = 2.5
-    tracker.time_out()
-    with pytest.raises(PartialSyncError) as info:
-        tracker.result()
-    late = info.value.failed[0]
-    assert isinstance(late, AckTimeout)
-    assert (late.worker_ids, late.version, info.value.acked) == ({0, 2}, V, {1})
-    assert "within 2.5 s" in str(late)
-    assert info.value.failed[2] is late
-    assert not tracker.resolve(0, APPLIED)  # too late
-
-
-def test_nobody_is_late_when_everybody_answered() -> None:
-    tracker = SendTracker(V, [0])
-    tracker.resolve(0, APPLIED)
-    tracker.time_out()
-    assert tracker.result().acked == {0}
-
-
-def test_other_versions_and_other_workers_do_not_count() -> None:
-    tracker = SendTracker(V, [0])
-    for version in (V - 1, V + 1):
-        assert not tracker.resolve(0, Outcome(version))
-    assert not tracker.resolve(1, APPLIED)
-    assert tracker.waiting == {0}
-    assert tracker.resolve(0, failed())
-    assert not tracker.resolve(0, APPLIED)  # the first outcome counts
-    assert tracker.acked == set()
 
 
 @pytest.mark.slow

@@ -135,8 +135,3 @@ def test_the_error_of_the_block_comes_first() -> None:
         next(steps)
         raise KeyError("its own error")
     assert next(steps, None) is None
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(KeyError, match="sockets"):
-        assert_no_leaks(kinds=("sockets",))

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import Callable
 
 import pytest
 
@@ -121,27 +120,6 @@ def test_the_token_never_travels_and_the_code_is_the_documented_one() -> None:
     assert len(challenge.nonce) == len(answer.nonce) == 32
 
 
-def test_every_link_has_nonces_of_its_own() -> None:
-    nonces = set()
-    for _ in range(20):
-        _, _, (challenge, answer, _) = handshake(TOKEN, TOKEN)
-        nonces |= {challenge.nonce, answer.nonce}
-    assert len(nonces) == 40
-
-
-@pytest.mark.parametrize("token", [b"", "text", bytearray(b"x"), 1])
-@pytest.mark.parametrize("side", [ListenerAuth, DialerAuth])
-def test_a_token_is_bytes(side: Callable[[object], object], token: object) -> None:
-    with pytest.raises(ConfigError, match="token is"):
-        side(token)
-
-
-@pytest.mark.parametrize("side", [ListenerAuth(TOKEN), DialerAuth(TOKEN)])
-def test_the_token_is_not_shown(side: object) -> None:
-    assert TOKEN.decode() not in repr(side)
-    assert not hasattr(side, "__dict__")
-
-
 # -- peers that cheat ---------------------------------------------------------------------------
 
 
@@ -161,16 +139,6 @@ def test_a_changed_proof_is_refused(name: str, of_dialer: bool) -> None:
     with pytest.raises(AuthError, match="does not have the token") as info:
         judge.verify(changed)
     assert_silent(info.value, TOKEN, proof.mac, changed.mac)
-
-
-def test_a_changed_challenge_is_refused_on_both_sides() -> None:
-    listener, dialer = ListenerAuth(TOKEN), DialerAuth(TOKEN)
-    challenge = listener.challenge()
-    answer = dialer.answer(dataclasses.replace(challenge, nonce=flip(challenge.nonce)))
-    with pytest.raises(AuthError):
-        listener.verify(answer)
-    with pytest.raises(AuthError):
-        dialer.verify(Proof(challenge.nonce, answer.mac))
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 33, 64])
@@ -294,11 +262,3 @@ def test_a_listener_may_refuse_at_any_time(
     assert type(info.value) is kind
     assert "\x1b" not in str(info.value)
     assert len(str(info.value)) < 400
-
-
-def test_the_text_of_a_refusal_is_not_repeated() -> None:
-    dialer = DialerAuth(TOKEN)
-    mac = dialer.answer(Challenge(bytes(32))).mac
-    with pytest.raises(AuthError) as info:
-        dialer.verify(Refuse("AuthError", f"{TOKEN.decode()} {mac.hex()}"))
-    assert_silent(info.value, TOKEN, mac)

@@ -60,49 +60,6 @@ async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None
     assert futures[2].result() == "it"
 
 
-async def test_a_swallowed_cancellation_is_seen() -> None:
-    async def stubborn() -> str:
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            return "swallowed"
-        return "done"
-
-    results: list[tuple[bool, str | None]] = []
-
-    async def note(outcome: CancelOutcome[str]) -> None:
-        results.append((outcome.delivered, outcome.result))
-
-    await cancel_at_every_await(stubborn, note)
-    assert results == [(True, "swallowed"), (False, "done")] * 2
-
-
-async def test_clean_up_awaits_are_points_too() -> None:
-    cleaned: list[int] = []
-
-    async def with_clean_up() -> None:
-        try:
-            await asyncio.sleep(0)
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append(1)
-
-    assert await cancel_at_every_await(with_clean_up) == 2
-    # Cancelled at the first await it cleans up; at the second, which is the clean-up, it does not.
-    assert cleaned == [1, 1] * 2
-
-
-async def test_an_error_of_the_operation_is_raised_without_a_check() -> None:
-    async def wrong() -> None:
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            raise ValueError("translated a cancellation") from None
-
-    with pytest.raises(ValueError, match="translated"):
-        await cancel_at_every_await(wrong)
-
-
 async def test_each_run_is_set_up_and_cleaned_up() -> None:
     log: list[str] = []
 
@@ -130,12 +87,3 @@ async def test_an_operation_that_never_waits_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="never waits"):
         await cancel_at_every_await(at_once)
     assert await cancel_at_every_await(at_once, may_not_wait=True) == 0
-
-
-async def test_max_points_ends_a_long_series() -> None:
-    assert await cancel_at_every_await(endless, max_points=5) == 5
-
-
-async def endless() -> None:
-    while True:
-        await asyncio.sleep(0)

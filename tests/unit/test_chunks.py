@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from aiosync.errors import (
     AiosyncError,
-    ConfigError,
     RemoteProtocolError,
     TransportBroken,
 )
@@ -90,27 +89,7 @@ def test_spans_tile_the_payload(nbytes: int, units: int) -> None:
             assert plan.index_at(start + 1) == 0
 
 
-@pytest.mark.parametrize("nbytes", [-64, 1, 63, 65, 129, 193, 200, 2**63])
-def test_a_prefix_that_ends_in_no_chunk_is_not_used(nbytes: int) -> None:
-    assert ChunkPlan(192, 64).index_at(nbytes) == 0
-
-
-@pytest.mark.parametrize("size", [0, -64, 1, 63, 96, 64.0, True, None])
-def test_illegal_sizes_are_refused(size: Any) -> None:
-    with pytest.raises(ConfigError, match="chunk_nbytes"):
-        ChunkPlan(10, size)
-
-
 # -- arriving -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 64, 65, 256, 300])
-def test_chunks_in_order(nbytes: int) -> None:
-    sender, target = Sender(payload_of(nbytes)), Receiver(nbytes)
-    for index in range(sender.plan.count):
-        assert target.good_nbytes == index * 64
-        assert target.put(sender, index) is (index == sender.plan.count - 1)
-    assert (target.memory, target.good_nbytes) == (sender.payload, nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100])
@@ -163,15 +142,6 @@ def test_an_illegal_chunk_is_refused_before_it_is_written(
     assert target.memory == sender.payload
 
 
-def test_a_chunk_that_is_verified_may_not_come_again() -> None:
-    sender, target = Sender(payload_of(200)), Receiver(200)
-    target.put(sender, 0)
-    for _ in range(2):  # a chunk that was only announced may
-        target.place(sender.update(1), 64)
-    with pytest.raises(RemoteProtocolError):
-        target.place(sender.update(0), 64)
-
-
 @pytest.mark.slow
 @given(st.integers(0, 400), st.data())
 def test_what_is_placed_lies_within_the_payload(nbytes: int, draw: st.DataObject) -> None:
@@ -191,18 +161,6 @@ def test_what_is_placed_lies_within_the_payload(nbytes: int, draw: st.DataObject
         if target.arrived(update, found):
             assert stop == nbytes
             return
-
-
-def test_a_damaged_chunk_ends_the_link_and_the_next_one_goes_on() -> None:
-    sender, target = Sender(payload_of(200)), Receiver(200)
-    target.put(sender, 0)
-    for _ in range(2):
-        with pytest.raises(TransportBroken, match="chunk 1 of 4"):
-            target.put(sender, 1, damage=True)
-        assert target.good_nbytes == 64
-        target.resume()
-    assert [target.put(sender, index) for index in (1, 2, 3)] == [False, False, True]
-    assert target.memory == sender.payload
 
 
 @pytest.mark.parametrize("length", [1, 4, 15, 17, 64])

@@ -55,22 +55,6 @@ class Trainer:
         return KeptLink("the trainer", self.dial, self.greet, nobody=nobody)
 
 
-async def test_it_is_dialled_until_somebody_answers() -> None:
-    trainer = Trainer(aiosync.ConnectError("no"), aiosync.ConnectError("no"))
-    kept = trainer.kept()
-    assert kept.state is LinkState.DIALING
-    assert await kept.connect(5.0) == (trainer.links[0], "welcome")
-    assert kept.state is LinkState.UP
-    assert trainer.again == [False] * 3
-
-
-async def test_it_is_greeted_again_and_a_refused_link_is_closed() -> None:
-    trainer = Trainer(aiosync.ConnectError("no place"), at_greeting=True)
-    kept = trainer.kept()
-    await kept.connect(5.0)
-    assert [link.aborted for link in trainer.links] == [True, False]
-
-
 @pytest.mark.parametrize(
     "error", [aiosync.AuthError("x"), aiosync.ConfigError("x"), aiosync.LocalProtocolError("x")]
 )
@@ -80,28 +64,6 @@ async def test_what_would_fail_again_is_not_tried_again(error: aiosync.AiosyncEr
         await kept.connect(5.0)
     assert caught.value is error
     assert kept.state is LinkState.GAVE_UP
-
-
-@pytest.mark.parametrize("at_greeting", [False, True])
-async def test_the_error_says_why_the_last_attempt_failed(at_greeting: bool) -> None:
-    errors = [aiosync.ConnectError("no place")] * 100
-    kept = Trainer(*errors, at_greeting=at_greeting).kept()
-    began = time.monotonic()
-    with pytest.raises(aiosync.ConnectTimeout, match="no place") as caught:
-        await kept.connect(0.1)
-    assert time.monotonic() - began < 1.0
-    assert caught.value.__cause__ is errors[0]
-    assert ("nobody was there" in str(caught.value)) is not at_greeting
-
-
-async def test_a_lost_link_is_replaced() -> None:
-    trainer = Trainer()
-    kept = trainer.kept()
-    await kept.connect(None)
-    link, _ = await kept.reconnect(LOST, 5.0, progress=1)
-    assert link is trainer.links[1]
-    assert kept.state is LinkState.UP
-    assert trainer.again == [False, True]
 
 
 async def test_links_that_are_of_no_use_do_not_count() -> None:
@@ -116,26 +78,6 @@ async def test_links_that_are_of_no_use_do_not_count() -> None:
             await kept.reconnect(LOST, 0.3, progress=1)
     assert 0.1 < time.monotonic() - began < 1.0
     assert kept.state is LinkState.GAVE_UP
-
-
-async def test_a_link_that_was_of_use_counts() -> None:
-    kept = Trainer().kept()
-    await kept.connect(None)
-    began = time.monotonic()
-    progress = 0
-    while time.monotonic() - began < 0.5:
-        progress += 1
-        await kept.reconnect(LOST, 0.3, progress)
-
-
-async def test_steps_that_are_not_in_the_table_are_refused() -> None:
-    kept = Trainer(aiosync.AuthError("x")).kept()
-    with pytest.raises(aiosync.LocalProtocolError):
-        await kept.reconnect(LOST, 1.0, progress=0)  # nothing could have been lost
-    with pytest.raises(aiosync.AuthError):
-        await kept.connect(1.0)
-    with pytest.raises(aiosync.LocalProtocolError):
-        await kept.connect(1.0)  # it gave up
 
 
 async def test_cancelled_it_leaves_no_link() -> None:

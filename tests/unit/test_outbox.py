@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -55,73 +52,6 @@ def outbox_with(*versions: int, received: bool = True) -> Outbox:
     return outbox
 
 
-MISUSES: list[tuple[str, Outbox, Callable[[Outbox], object]]] = [
-    ("not newer than version 5", outbox_with(5), lambda outbox: outbox.offer(5)),
-    ("not newer than version 5", outbox_with(5), lambda outbox: outbox.offer(4, ())),
-    ("not newer than version 7", Outbox(EPOCH, 0, 7), lambda outbox: outbox.offer(7)),
-]
-
-
-@pytest.mark.parametrize(("text", "outbox", "misuse"), MISUSES)
-def test_misuse_is_an_error_and_changes_nothing(
-    text: str, outbox: Outbox, misuse: Callable[[Outbox], object]
-) -> None:
-    before = repr(outbox)
-    with pytest.raises(LocalProtocolError, match=text):
-        misuse(outbox)
-    assert repr(outbox) == before
-
-
-def test_of_those_that_wait_the_new_one_replaces_what_it_may() -> None:
-    outbox = outbox_with(1)
-    outbox.offer(2, ())
-    assert outbox.take() is None
-    assert outbox.offer(3, {2}) == []
-    assert outbox.offer(4, {3}) == [skipped(2, 4)]
-    assert isinstance(outbox.on_ack(ack(1, NACK))[0].error, ApplyError)
-    assert (outbox.pending, outbox.newest) == (3, 4)
-    assert outbox.offer(5) == [skipped(3, 5), skipped(4, 5)]
-    assert outbox.take() == 5
-
-
-@pytest.mark.parametrize(
-    ("outbox", "resolve"),
-    [
-        (outbox_with(2), lambda outbox: outbox.on_ack(ack(2))),
-        (outbox_with(1, 2), lambda outbox: outbox.on_ack(ack(2))),
-        (outbox_with(2), lambda outbox: outbox.on_ack(ack(2, NACK))),
-        (outbox_with(2, received=False), lambda outbox: outbox.give_up(2, PeerClosed("large"))),
-    ],
-)
-def test_what_waits_comes_when_all_before_it_is_resolved(outbox: Outbox, resolve: Any) -> None:
-    outbox.offer(3, ())
-    assert outbox.take() is None
-    resolve(outbox)
-    assert outbox.take() == 3
-
-
-@pytest.mark.parametrize("status", [RECEIVED, APPLIED, NACK])
-def test_only_an_answer_to_the_last_one_opens_the_window(status: AckStatus) -> None:
-    outbox = outbox_with(1)
-    assert offer_and_take(outbox, 2)
-    outbox.on_ack(ack(1, status))
-    outbox.offer(3)
-    assert outbox.take() is None
-    outbox.on_ack(ack(2, status))
-    assert outbox.take() == 3
-
-
-def test_skipped_resolves_one_version_alone() -> None:
-    outbox = outbox_with(1, 2, 4)
-    assert offer_and_take(outbox, 7)
-    assert outbox.on_ack(ack(2, SKIPPED)) == [skipped(2, by=4)]
-    assert (outbox.in_flight, outbox.applied) == ((1, 4, 7), 0)
-    assert outbox.unreceived == 7, "nothing was said about it"
-    assert outbox.on_ack(ack(4, SKIPPED)) == [skipped(4, by=7)]
-    assert outbox.on_ack(ack(7, SKIPPED)) == [], "nothing takes the place of the newest version"
-    assert (outbox.in_flight, outbox.unreceived) == ((1, 7), 7)
-
-
 def test_a_receiver_that_settles_nothing_gets_no_more() -> None:
     outbox = outbox_with(*range(1, MAX_IN_FLIGHT + 1))
     outbox.offer(MAX_IN_FLIGHT + 1)
@@ -144,20 +74,6 @@ def test_a_nack_fails_one_version_and_says_why(reason: tuple[str, str], text: st
     assert isinstance(error, ApplyError)
     assert (error.worker_idx, error.version, error.remote_type) == (3, 2, reason[0])
     assert text in str(error)
-
-
-@pytest.mark.parametrize("status", list(AckStatus))
-def test_stray_acknowledgements_are_never_success(status: AckStatus) -> None:
-    outbox = outbox_with(5, received=False)
-    outbox.offer(6)
-    for stray in (
-        ack(5, status, epoch=EPOCH + 1),  # another epoch
-        ack(4, status),  # never offered
-        ack(6, status),  # not taken yet
-        ack(7, status),  # from the future
-    ):
-        assert outbox.on_ack(stray) == []
-    assert (outbox.in_flight, outbox.applied, outbox.take()) == ((5,), 0, None)
 
 
 def test_a_version_that_the_link_cannot_carry_fails_alone() -> None:
