@@ -251,7 +251,7 @@ class Endpoint:
         """
         if not await self.until(lambda: version in self._acks, timeout):
             raise AckTimeout(
-                f"version {version} was not acknowledged within {timeout or 0:g} s",
+                f"version {version} was not acknowledged within {round(timeout or 0, 1):g} s",
                 version=version,
             )
         return self._acks.pop(version)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MPTransport", "SharedMemTransport", "TransportBackend"]
 
-_REGISTER_SECONDS = 10.0
+_TIMEOUT = 60.0  # workers that are spawned import torch first, and machines are busy
 _Sent: TypeAlias = tuple[int, Snapshot | None]  # its version, and the memory if it is our own
 
 
@@ -111,7 +111,7 @@ class MPTransport(_Closing):
 
     Args:
         pipe_connection: ``multiprocessing`` connection of a two-way pipe; owned from now on.
-        timeout: Seconds that acknowledgements are waited for.
+        timeout: Seconds that acknowledgements are waited for, while workers may still be starting.
 
     Attributes:
         pipe: To look for weights by hand: ``poll(timeout)``, and ``recv()``, which returns
@@ -124,7 +124,7 @@ class MPTransport(_Closing):
         ConfigError: The pipe is not two-way (a ``ValueError``).
     """
 
-    def __init__(self, pipe_connection: Any, timeout: float | None = 10.0) -> None:
+    def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         self.timeout = timeout
         self.pipe: PipeView = PipeView(self)
         is_link = isinstance(pipe_connection, Link)
@@ -278,6 +278,7 @@ class SharedMemTransport(_Closing):
         auto_register: Register a model when it is first sent, or when it first arrives.
 
     Attributes:
+        timeout: Seconds that :meth:`send_weights` waits for all workers; 60, and may be changed.
         policy_weights: What is registered, as nested TensorDicts. Those that the program
             registered change in place; on a trainer the others are copies of what was sent.
     """
@@ -288,6 +289,7 @@ class SharedMemTransport(_Closing):
         auto_register: bool = True,
     ) -> None:
         self.auto_register = auto_register
+        self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
         self._in_place: set[str] = set()  # models whose tensors the program has
         self._ends: list[MPTransport] = []
@@ -309,7 +311,7 @@ class SharedMemTransport(_Closing):
             ConfigError: It is not two-way (a ``ValueError``).
         """
         link = Link(pipe, settles=True, changed=self._changed)
-        self._ends.append(MPTransport(link, _REGISTER_SECONDS))
+        self._ends.append(MPTransport(link, self.timeout))
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -350,12 +352,13 @@ class SharedMemTransport(_Closing):
             KeyError: The model is not registered, and ``auto_register`` is off.
             ConfigError: The weights are of another type, or cannot travel (a ``ValueError``).
             ManifestMismatch: They do not fit what the program registered (a ``ValueError``).
-            AckTimeout: A worker did not answer within 10 seconds (a ``TimeoutError``).
+            AckTimeout: A worker did not answer within :attr:`timeout` seconds (a
+                ``TimeoutError``).
             PeerClosed: A worker went away. The others were served.
         """
         self.update_registered(model_id, weights)
         snapshot = self._copier.copy(self.policy_weights[model_id])
-        give_up = time.monotonic() + _REGISTER_SECONDS
+        give_up = time.monotonic() + self.timeout
         first: Exception | None = None
         sent: list[MPTransport] = []
         for end in self._ends:

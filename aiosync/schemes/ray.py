@@ -256,16 +256,20 @@ class RayWeightSyncScheme(ClusterScheme):
     )
 
     @property
-    def _key(self) -> bytes:
-        return f"aiosync:{self._meeting}:{self._model_id or 'policy'}".encode()
+    def connection_info_name(self) -> str:
+        """Name under which the sender announces its address in the cluster.
+
+        Copies of one scheme have the same; no two other schemes do, nor two models.
+        """
+        return f"aiosync:{self._meeting}:{self._model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
         self._published = str(address).encode()
-        await asyncio.to_thread(Notes.put, self._key, self._published)
+        await asyncio.to_thread(Notes.put, self.connection_info_name.encode(), self._published)
 
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         need_cluster()
-        found = await asyncio.to_thread(Notes.find, self._key)
+        found = await asyncio.to_thread(Notes.find, self.connection_info_name.encode())
         return None if found is None else (found.decode(), None)
 
     # -- closing -------------------------------------------------------------------------------
@@ -278,7 +282,8 @@ class RayWeightSyncScheme(ClusterScheme):
             await super()._close_here()
         finally:
             if published is not None and connected and load_ray().is_initialized():
-                withdrawing = asyncio.to_thread(Notes.forget, self._key, published)
+                key = self.connection_info_name.encode()
+                withdrawing = asyncio.to_thread(Notes.forget, key, published)
                 with contextlib.suppress(TimeoutError):  # workers find nobody there then
                     await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 

@@ -603,6 +603,7 @@ class RayWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RayWeightSyncS
     """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
 
     backend: attribute[str] = attribute(aio.RayWeightSyncScheme.backend)
+    connection_info_name: Final = attribute[str](aio.RayWeightSyncScheme.connection_info_name)
     inline_nbytes: attribute[int] = attribute(aio.RayWeightSyncScheme.inline_nbytes)
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayWeightSyncScheme.init_on_sender

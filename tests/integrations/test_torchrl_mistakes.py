@@ -129,3 +129,17 @@ def test_a_policy_that_is_no_module_needs_no_scheme(make: Any, kind: str) -> Non
             trust_policy=True,
             weight_sync_schemes={"policy": make()},
         )
+
+
+def make_random() -> RandomPolicy:
+    return RandomPolicy(worlds.World().action_spec)
+
+
+@pytest.mark.parametrize("make", [*SCHEMES, aiosync.sync.DistributedWeightSyncScheme])
+@pytest.mark.parametrize("factories", [make_random, [make_random, workers.Factory(1.0)]])
+def test_a_factory_of_a_policy_that_is_no_module(make: Any, factories: Any) -> None:
+    before = len(multiprocessing.active_children())
+    with pytest.raises(TypeError, match="RandomPolicy.*nn.Module.*weight_sync_schemes"):
+        with collecting(make(), policy_factory=factories, track_policy_version=False):
+            pass
+    assert len(multiprocessing.active_children()) == before

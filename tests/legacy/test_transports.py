@@ -111,6 +111,17 @@ def test_answers_that_say_no_or_do_not_come(kind: str) -> None:
         workers.refuses((RuntimeError, "'updated', got 'no'", left.wait_ack))
 
 
+def test_answers_are_waited_for_as_long_as_workers_take_to_start() -> None:
+    one, two = Pipe()
+    with legacy.MPTransport(one) as transport, two:
+        assert transport.timeout == 60.0
+    one, two = Pipe()
+    with workers.transport("SharedMemTransport", one) as shared, two:
+        assert shared.timeout == 60.0
+        shared.timeout = 0.2
+        workers.refuses((TimeoutError, "0.2 s", lambda: shared.send_weights("policy", _td(1.0))))
+
+
 def test_closing() -> None:
     with _ends("pipe") as (one, two):
         two.send_weights_async("policy", _td(1.0))

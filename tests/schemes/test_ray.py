@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import aiosync
+from aiosync import sync
 
 pytest.importorskip("ray", reason="needs aiosync[ray]")
 
@@ -16,7 +20,6 @@ from tests.schemes._ray_driver import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
-    from typing import Any
 
 pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
@@ -51,6 +54,17 @@ def test_scenario(
     driver: Driver, scenario: Callable[..., Coroutine[Any, Any, None]], args: list[Any], loop: str
 ) -> None:
     driver.run(scenario, *args, loop=loop)
+
+
+@pytest.mark.parametrize("package", [aiosync, sync])
+def test_the_name_under_which_a_trainer_is_found(package: Any) -> None:
+    scheme = package.RayWeightSyncScheme()
+    name, twin = scheme.connection_info_name, pickle.loads(pickle.dumps(scheme))
+    assert "policy" in name
+    assert twin.connection_info_name == name
+    assert package.RayWeightSyncScheme().connection_info_name != name
+    twin.model_id = "critic"
+    assert twin.connection_info_name == name.replace("policy", "critic")
 
 
 def test_without_ray() -> None:

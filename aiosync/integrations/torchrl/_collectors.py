@@ -128,8 +128,9 @@ class CollectorOwner:
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id") or "policy"
         if not isinstance(scheme, NoWeightSyncScheme):
-            refuse_no_module(collector, model_id)
             _refuse_ranks(collector)
+            if model_id == "policy" and (policy := find_model(collector, model_id)) is not None:
+                refuse_no_module(policy)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which

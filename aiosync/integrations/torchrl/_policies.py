@@ -42,15 +42,18 @@ def find_model(collector: Any, model_id: str) -> Any:
         return None
 
 
-def refuse_no_module(collector: Any, model_id: str) -> None:
-    """Raise if the collector's policy has no weights that could be sent.
+class _NotAModule(ConfigError, TypeError):
+    """A policy has no weights that could be sent."""
+
+
+def refuse_no_module(policy: Any) -> None:
+    """Raise if a policy is not a module.
 
     Raises:
-        ConfigError: It is not a module.
+        ConfigError: It is not (a ``TypeError``, too).
     """
-    policy = find_model(collector, model_id) if model_id == "policy" else None
-    if policy is not None and not isinstance(policy, nn.Module):
-        raise ConfigError(
+    if not isinstance(policy, nn.Module):
+        raise _NotAModule(
             f"the policy is a {type(policy).__name__} and not an nn.Module: it needs no weight "
             "synchronization. Omit weight_sync_schemes=; a Collector also accepts "
             "NoWeightSyncScheme"
@@ -95,6 +98,9 @@ def from_factories(collector: Any, num_workers: int | None) -> nn.Module | dict[
     Returns:
         One module for all workers where they share a factory; otherwise one for each; ``None``
         without factories, or where what they make has no parameters.
+
+    Raises:
+        ConfigError: One makes something that is not a module (a ``TypeError``, too).
     """
     factories = factories_of(collector)
     if not factories:
@@ -106,8 +112,9 @@ def from_factories(collector: Any, num_workers: int | None) -> nn.Module | dict[
     return each if all(map(_has_parameters, each.values())) else None
 
 
-def _has_parameters(policy: Any) -> bool:
-    return isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
+def _has_parameters(policy: nn.Module) -> bool:
+    refuse_no_module(policy)
+    return any(True for _ in policy.parameters())
 
 
 # -- a collector that has no workers ---------------------------------------------------------------
