@@ -248,37 +248,6 @@ def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
     assert [each.case for each in results.timings] == [CASE]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_ctrl_c_as_a_terminal_sends_it(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    chosen = ("--transport", "shm", "--workload", "4x2", "--contender", "aiosync")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aiosync", "bench", *chosen, "--json", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if "1 of 2 cases" in line:  # the first one is measured
-                    break
-            else:
-                pytest.fail(f"it ended early: {process.communicate()[0]}")
-            os.killpg(process.pid, signal.SIGINT)  # every process of the run gets it
-            out, err = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, out + err
-    assert "Traceback" not in out + err
-    assert "Transport shm" in out
-    assert [timing.case for timing in Results.from_json(path.read_text()).timings] == [CASE]
-
-
 @pytest.mark.apart
 @pytest.mark.slow
 @pytest.mark.timeout(180)

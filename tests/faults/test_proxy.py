@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import pytest
 
 from aiosync.testing import FaultProxy, Faults, Plan, PlanSource, assert_no_leaks
 from aiosync.transports.address import Address, bind
-from tests.support.waiting import until
 
 DATA = random.Random(7).randbytes(300_000)
 OFFSETS = [0, 1, 65_536, 200_001]
@@ -139,34 +137,6 @@ async def test_it_is_transparent_both_ways_at_once(kind: str, tmp_path: Path) ->
         assert pair.proxy.connections == 1
 
 
-@by_direction
-async def test_ends_of_peers_are_relayed_after_their_bytes(direction: str, tmp_path: Path) -> None:
-    """A half-close, with which the other direction goes on, and a reset."""
-    async with relayed("tcp", tmp_path) as pair:
-        source, destination = pair.ends(direction)
-        await send(source, b"last", end=True)
-        assert await read_all(destination) == (b"last", "end")
-        await send(destination, b"answer")
-        assert await read_exactly(source, 6) == b"answer"
-    async with relayed("tcp", tmp_path) as pair:
-        source, destination = pair.ends(direction)
-        await send(source, b"last")
-        await until(lambda: pair.relayed == 4)
-        source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        source.close()
-        assert await read_all(destination) == (b"last", "reset")
-
-
-@by_kind
-async def test_an_upstream_that_is_not_there(kind: str, tmp_path: Path) -> None:
-    listener, url = listen(kind, tmp_path)
-    listener.close()
-    async with assert_no_leaks(), FaultProxy(url) as proxy:
-        with await dial(proxy.url) as dialer:
-            assert await read_all(dialer) == (b"", "reset" if kind == "tcp" else "end")
-        assert proxy.connections == 1
-
-
 # -- faults at an offset -----------------------------------------------------------------------
 
 
@@ -191,24 +161,6 @@ async def test_ends_at_an_offset(
         elif kind == "tcp":
             assert how == "reset"
             assert source_how == "reset" or sent == "refused"
-
-
-@by_direction
-@pytest.mark.parametrize("fault", ["cut_at", "reset_at"])
-async def test_the_bytes_before_a_fault_reach_a_destination_that_reads_late(
-    direction: str, fault: str, tmp_path: Path
-) -> None:
-    """It does not wait for another byte; bytes of its own that nobody reads do no harm."""
-    other = "back" if direction == "forward" else "forward"
-    plan = Plan(**{direction: Faults(**{fault: 250_000}), other: Faults(stall_at=0)})
-    async with relayed("tcp", tmp_path, plan) as pair:
-        source, destination = pair.ends(direction)
-        await send(destination, b"never read")
-        sending = asyncio.create_task(send(source, DATA[:250_000]))
-        await until(lambda: pair.relayed == 250_000)
-        (arrived, how), *_ = await asyncio.gather(read_all(destination), sending)
-        assert arrived == DATA[:250_000]
-        assert how == ("end" if fault == "cut_at" else "reset")
 
 
 @by_direction
@@ -242,18 +194,6 @@ async def test_a_stall_holds_the_source_up_until_resume(
         pair.proxy.resume()
         assert await read_exactly(source, 1) == b"x"
         assert len((await read_all(destination))[0]) == 200_000 - at
-        await sending
-
-
-async def test_blocks_are_delayed_one_after_the_other(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    async with relayed("tcp", tmp_path, plan_of("forward", delay=0.03)) as pair:
-        began = loop.time()
-        sending = asyncio.create_task(send(pair.dialer, DATA[:130_000]))
-        await read_exactly(pair.server, 1)
-        assert loop.time() - began > 0.028
-        await read_exactly(pair.server, 129_999)
-        assert loop.time() - began > 0.058
         await sending
 
 

@@ -41,8 +41,6 @@ from aiosync.wire import (
     Manifest,
     ManifestMessage,
     Message,
-    Proof,
-    Refuse,
     Update,
     Welcome,
     checksum,
@@ -611,21 +609,6 @@ async def test_a_trainer_that_floods_and_reads_no_answers() -> None:
         await flood(sock, encode_frame(stale), 32 * 2**20)  # the kernel's buffers are full soon
         await until(lambda: scheme.link_lost is not None)
         assert "without reading the replies" in str(scheme.link_lost)  # that trainer was left
-
-
-@both
-@pytest.mark.asyncio
-async def test_our_own_challenge_and_proofs_are_worth_nothing(kind: str) -> None:
-    async with scene(kind) as stage:
-        peer = Peer(await dial(stage.url))
-        challenge = (await peer.recv()).message
-        assert isinstance(challenge, Challenge)
-        await peer.send(challenge)
-        await peer.send(Proof(challenge.nonce, secrets.token_bytes(32)))
-        answer = (await peer.recv()).message
-        assert isinstance(answer, Refuse) and answer.error_type == "AuthError"
-        await ends(peer)
-        await stage.is_refused(AuthError=1)
 
 
 @both

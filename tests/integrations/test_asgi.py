@@ -187,21 +187,6 @@ async def test_a_malformed_epoch_or_a_header_that_is_there_twice_is_a_400() -> N
     assert (await call(app, **ask(str(2**63)))).status == 400
 
 
-@asynchronous
-async def test_a_closed_gate_is_a_503() -> None:
-    feed = feed_at(3)
-    feed.gate.close()
-    answer = await call(WeightsMiddleware(hello, feed, exempt=["/also"]), "/also")
-    assert answer.status == 200
-    feed = feed_at()
-    waiting = asyncio.ensure_future(call(WeightsMiddleware(never, feed)))
-    await until(lambda: feed.gate.waiting == 1)
-    feed.gate.close()
-    answer = await waiting
-    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-    assert answer.json()["error"] == "shutting_down"
-
-
 # -- what is let in, and for how long ---------------------------------------------------------
 
 
@@ -287,69 +272,6 @@ async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
     taken.set()
     await calling
     assert feed.gate.running == 0
-
-
-@asynchronous
-async def test_a_failing_application_leaves_the_gate() -> None:
-    feed = feed_at(3)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/late":
-            await hello(scope, receive, send)
-        raise ValueError("of the application")
-
-    for path in ("/early", "/late"):
-        with pytest.raises(ValueError, match="of the application"):
-            await call(WeightsMiddleware(app, feed), path)
-        assert feed.gate.running == 0
-
-
-@asynchronous
-@pytest.mark.parametrize(("what", "running"), [({}, 1), (ask("9"), 0)])
-async def test_a_cancelled_request_leaves_the_gate(what: dict[str, Any], running: int) -> None:
-    feed = feed_at(3)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.Event().wait()
-
-    calling = asyncio.ensure_future(call(WeightsMiddleware(app, feed), **what))
-    await until(lambda: (feed.gate.running, feed.gate.waiting) == (running, 1 - running))
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
-
-
-@asynchronous
-async def test_frameworks_that_answer_in_another_task() -> None:
-    """``BaseHTTPMiddleware`` runs what is inside of it in a task of its own."""
-    applications = pytest.importorskip("starlette.applications")
-    from starlette.middleware.base import BaseHTTPMiddleware
-    from starlette.responses import PlainTextResponse
-    from starlette.routing import Route
-
-    feed = feed_at(3)
-    running = []
-
-    async def act(request: Any) -> Any:
-        async with feed.request() as version:  # a part of the one that there is
-            running.append((feed.gate.running, version))
-        return PlainTextResponse("done")
-
-    async def through(request: Any, call_next: Any) -> Any:
-        return await call_next(request)
-
-    app = applications.Starlette(routes=[Route("/act", act)])
-    app.add_middleware(BaseHTTPMiddleware, dispatch=through)
-    inside = applications.Starlette(routes=[Route("/act", act)])
-    inside.add_middleware(WeightsMiddleware, feed=feed)
-    inside.add_middleware(BaseHTTPMiddleware, dispatch=through)
-    for each in (WeightsMiddleware(app, feed), inside):
-        for _ in range(3):
-            answer = await call(each, "/act")
-            assert (answer.status, answer.headers["x-weight-version"]) == (200, "3")
-            assert feed.gate.running == 0
-    assert running == [(1, 3)] * 6
 
 
 @asynchronous
@@ -495,19 +417,6 @@ async def test_a_start_that_fails_is_reported(app: Any) -> None:
 
 
 @asynchronous
-async def test_a_feed_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start() -> None:
-        raise RuntimeError("no memory")
-
-    feed = feed_at()
-    monkeypatch.setattr(feed, "start", start)
-    life = Life(WeightsMiddleware(never, feed))
-    assert await life.ask("startup") == "lifespan.startup.failed"
-    assert life.texts == ["RuntimeError: no memory"]
-    assert isinstance(await life.end(), RuntimeError)
-
-
-@asynchronous
 async def test_a_cancelled_lifespan_closes_the_feed() -> None:
     feed = feed_at()
     life = Life(WeightsMiddleware(not_saying_goodbye, feed))
@@ -545,12 +454,3 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(aiosync.ConfigError, match=f"{name} must be|a path must be"):
         WeightsMiddleware(hello, feed_at(1), **options)
-
-
-def test_an_application_and_its_feed_in_the_wrong_order() -> None:
-    swapped: Any = (feed_at(1), hello)
-    with pytest.raises(aiosync.ConfigError, match="got WeightFeed and function"):
-        WeightsMiddleware(*swapped)
-    twice: Any = (hello, hello)
-    with pytest.raises(aiosync.ConfigError, match="got function and function"):
-        WeightsMiddleware(*twice)

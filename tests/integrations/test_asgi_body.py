@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.integrations._asgi_calls import (
     never,
     scope_of,
     switch,
-    uvicorn_of,
 )
 from tests.schemes._harness import PATIENCE, until
 
@@ -155,94 +153,3 @@ async def test_a_client_that_leaves_while_it_uploads_is_not_served(before: Any) 
     upload.send(*before, GONE)
     assert (await upload.end()).messages == []
     assert (feed.gate.running, feed.gate.waiting) == (0, 0)
-
-
-@asynchronous
-async def test_a_cancelled_upload() -> None:
-    feed = feed_at(3)
-    upload = Upload(WeightsMiddleware(never, feed), CHUNKED)
-    await upload.taken(1)
-    upload.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await upload.end()
-    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
-
-
-# -- under a server ---------------------------------------------------------------------------
-
-
-@asynchronous
-@pytest.mark.slow
-@pytest.mark.parametrize("http", ["h11", "httptools"])
-async def test_uploads_under_uvicorn(http: str) -> None:
-    pytest.importorskip("uvicorn")
-    pytest.importorskip(http)
-    requests = pytest.importorskip("starlette.requests")
-    responses = pytest.importorskip("starlette.responses")
-    feed, bodies = feed_at(3), []
-
-    async def read(scope: Any, receive: Any, send: Any) -> None:
-        body = await requests.Request(scope, receive).body()
-        bodies.append(body)
-        await responses.JSONResponse(len(body))(scope, receive, send)
-
-    async def answer_of(reader: asyncio.StreamReader) -> tuple[bytes, Any]:
-        head = await reader.readuntil(b"\r\n\r\n")
-        (size,) = [line for line in head.lower().split(b"\r\n") if b"content-length" in line]
-        return head, json.loads(await reader.readexactly(int(size.split(b":")[1])))
-
-    app = WeightsMiddleware(read, feed, timeout=0.1)
-    async with asyncio.timeout(PATIENCE), uvicorn_of(app, http=http) as url:
-        port = int(url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-
-        def say(*lines: str) -> None:
-            writer.write("\r\n".join(["POST / HTTP/1.1", "Host: a", *lines, "", ""]).encode())
-
-        # A body that is announced, and comes after a switch.
-        say("Content-Length: 6")
-        writer.write(b"abc")
-        await writer.drain()
-        await asyncio.sleep(0.05)
-        await switch(feed, 4)
-        writer.write(b"def")
-        head, said = await answer_of(reader)
-        assert (said, bodies[-1]) == (6, b"abcdef")
-        assert b"x-weight-version: 4" in head.lower()
-
-        # One that the server has to ask for.
-        say("Expect: 100-continue", "Content-Length: 6")
-        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
-        assert feed.gate.running == 0
-        await switch(feed, 5)
-        writer.write(b"uvwxyz")
-        head, said = await answer_of(reader)
-        assert (said, bodies[-1]) == (6, b"uvwxyz")
-        assert b"x-weight-version: 5" in head.lower()
-
-        # Chunks beyond the bound, on the same connection; then one that is refused.
-        say("Transfer-Encoding: chunked")
-        for _ in range(24):
-            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        assert (await answer_of(reader))[1] == 24 * 65536
-        say("Content-Length: 3", "X-Min-Weight-Version: 99")
-        writer.write(b"abc")
-        head, said = await answer_of(reader)
-        assert b" 503 " in head.partition(b"\r\n")[0]
-        assert len(bodies) == 3
-
-        # A client that leaves in the middle was never there.
-        say("Content-Length: 6")
-        writer.write(b"abc")
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        say("Content-Length: 1")
-        writer.write(b"1")
-        assert (await answer_of(reader))[1] == 1
-        assert len(bodies) == 4
-        writer.close()
-        assert (feed.gate.running, feed.gate.waiting) == (0, 0)

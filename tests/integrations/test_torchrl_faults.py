@@ -114,38 +114,6 @@ def test_12_shutdown_after_a_death_with_updates_that_nobody_took(make: Any) -> N
         assert time.monotonic() - started < 15.0
 
 
-# -- updates that do not fit ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", SCHEMES)
-def test_04_22_what_does_not_fit_is_refused_whole_and_by_name(make: Any) -> None:
-    fits = worlds.make_policy(9.0).state_dict()
-    faults = {
-        "module.values.3": {**fits, "module.values.3": fits["module.values.3"].double()},
-        "module.more": {**fits, "module.more": torch.zeros(())},
-    }
-    with collecting(make(), worlds.make_policy(1.0)) as collector:
-        batches = iter(collector)
-        label = 0
-        for round_, (name, weights) in enumerate(faults.items(), start=1):
-            before = seen(next(batches))
-            started = time.monotonic()
-            with pytest.raises(aiosync.PartialSyncError) as caught:
-                collector.update_policy_weights_(weights)
-            assert time.monotonic() - started < SOON
-            assert not caught.value.acked
-            for idx in range(2):
-                error = caught.value.failed[idx]
-                assert (error.worker_idx, error.remote_type) == (idx, "ManifestMismatch")
-                assert name in str(error)
-            assert seen(next(batches)) == before, name
-            collector.update_policy_weights_(worlds.make_policy(float(round_)))
-            after = seen(next(batches))
-            assert [value for value, _ in after] == [round_, round_]
-            assert after[0][1] == after[1][1] > label
-            label = after[0][1]
-
-
 # -- bookkeeping ------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torchrl.modules import RandomPolicy
 
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
-from tests.integrations._multi_workers import SCHEMES, SHM, Collector, collecting, seen
+from tests.integrations._multi_workers import SCHEMES, Collector, collecting, seen
 
 pytestmark = workers.FORKED
 
@@ -76,26 +76,6 @@ def test_a_collector_made_and_used_where_an_event_loop_runs(make: Any) -> None:
             collector.update_policy_weights_()
             assert seen(next(batches)) == [(2.0, 1)] * 2
         await asyncio.sleep(0)
-
-    asyncio.run(cell())
-
-
-def test_a_collector_of_one_process_where_an_event_loop_runs() -> None:
-    async def cell() -> None:
-        scheme = SHM()
-        collector = Collector(
-            worlds.World,
-            worlds.make_policy(1.0),
-            frames_per_batch=4,
-            total_frames=-1,
-            weight_sync_schemes={"policy": scheme},
-        )
-        collector.update_policy_weights_(worlds.make_policy(2.0))
-        assert worlds.actions(next(iter(collector))).unique().tolist() == [2.0]
-        scheme.send_async(worlds.make_policy(3.0))
-        scheme.wait_async()
-        collector.shutdown()
-        scheme.shutdown()
 
     asyncio.run(cell())
 

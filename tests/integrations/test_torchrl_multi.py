@@ -102,28 +102,6 @@ def test_every_way_to_update(make: Any, ready: bool) -> None:
 
 
 @pytest.mark.parametrize("make", SCHEMES)
-def test_only_the_named_workers_change(make: Any) -> None:
-    with collecting(make(), worlds.make_policy(1.0)) as collector:
-        batches = iter(collector)
-        collector.update_policy_weights_(worlds.make_policy(2.0), worker_ids=[1])
-        first, second = seen(next(batches))
-        assert first == (1.0, 0)
-        assert second == (2.0, 1)
-        collector.update_policy_weights_(worlds.make_policy(3.0), worker_ids=0)
-        first, second = seen(next(batches))
-        assert first[0] == 3.0
-        assert first[1] > 0
-        assert second == (2.0, 1)
-        with pytest.raises(ValueError, match="Worker 7 not registered"):
-            collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=[0, 7])
-        assert [value for value, _ in seen(next(batches))] == [3.0, 2.0]
-        collector.update_policy_weights_(worlds.make_policy(4.0))
-        both = seen(next(batches))
-        assert both[0] == both[1]  # labels name versions: all have the same one again
-        assert both[0][0] == 4.0
-
-
-@pytest.mark.parametrize("make", SCHEMES)
 def test_two_models(make: Any) -> None:
     policy, offset = worlds.make_policy(1.0), torch.nn.Linear(1, 1)
     worlds.set_value(offset, 5.0)
@@ -152,16 +130,6 @@ def test_two_models(make: Any) -> None:
         assert offsets() == ({8.0}, [(3.0, 2)] * 2)
         with pytest.raises(KeyError, match="critic"):
             collector.update_policy_weights_(policy, model_id="critic")
-
-
-def test_a_policy_that_is_a_plain_module() -> None:
-    policy = workers.Plain(1.0)
-    with collecting(SHM(), policy, track_policy_version=False) as collector:
-        batches = iter(collector)
-        assert set(worlds.actions(next(batches)).tolist()) == {1.0}
-        worlds.set_value(policy, 2.0)
-        collector.update_policy_weights_()
-        assert set(worlds.actions(next(batches)).tolist()) == {2.0}
 
 
 # -- what workers begin with ------------------------------------------------------------------
@@ -210,38 +178,6 @@ def test_a_factory_for_each(make: Any) -> None:
         assert [value for value, _ in seen(next(batches))] == [5.0, 7.0]
         collector.update_policy_weights_(worlds.make_policy(8.0))
         assert [value for value, _ in seen(next(batches))] == [8.0, 8.0]
-
-
-def test_weights_for_each_worker_have_to_be_asked_for() -> None:
-    policy = worlds.make_policy(1.0)
-    each = {0: weights_of(worlds.make_policy(5.0)), 1: weights_of(worlds.make_policy(6.0))}
-    with collecting(SHM(), policy) as collector:
-        batches = iter(collector)
-        with pytest.raises(ValueError, match="per_worker_weights=True"):
-            collector.update_policy_weights_(each)
-        assert seen(next(batches)) == [(1.0, 0)] * 2
-    with collecting(SHM(per_worker_weights=True), policy) as collector:
-        batches = iter(collector)
-        assert seen(next(batches)) == [(1.0, 0)] * 2
-        collector.update_policy_weights_(each)
-        assert seen(next(batches)) == [(5.0, 1), (6.0, 1)]
-
-
-@pytest.mark.parametrize(("make", "ready"), [(PIPE, False), (SHM, True)])
-def test_a_policy_beside_the_factory_is_what_is_sent(make: Any, ready: bool) -> None:
-    policy, scheme = worlds.make_policy(1.0), make()
-    if ready:
-        scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-    given = None if ready else policy
-    with (
-        _closing(scheme, ready),
-        collecting(scheme, given, policy_factory=workers.Factory(3.0)) as collector,
-    ):
-        batches = iter(collector)
-        assert seen(next(batches)) == [(1.0, 0)] * 2
-        worlds.set_value(policy, 2.0)
-        collector.update_policy_weights_()
-        assert seen(next(batches)) == [(2.0, 1)] * 2
 
 
 def test_no_synchronization_begins_with_the_policy_and_leaves_it() -> None:

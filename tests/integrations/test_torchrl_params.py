@@ -74,10 +74,3 @@ def test_the_networks_of_several_agents_follow_updates(shared: bool) -> None:
             worlds.set_value(policy, value)
             collector.update_policy_weights_()
             _check(next(batches), policy)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_no_synchronization_begins_with_the_networks_of_several_agents(shared: bool) -> None:
-    policy = _make_policy(shared)
-    with _batches(aiosync.sync.NoWeightSyncScheme(), policy) as (_, batches):
-        _check(next(batches), policy)

@@ -18,7 +18,7 @@ from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 
 import aiosync.sync
 from aiosync.errors import PartialSyncError
-from tests.integrations._worlds import WIDTH, Values, actions, make_policy, set_value
+from tests.integrations._worlds import Values, actions, make_policy, set_value
 
 PATIENCE = 20.0
 SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeightSyncScheme"]
@@ -132,15 +132,6 @@ def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None
         assert version > 0
 
 
-@pytest.mark.parametrize("role", ["initialized", "connected"])
-def test_a_scheme_with_a_role_already_is_labelled_as_well(role: str) -> None:
-    with serving(role=role) as (sender, trained, _server, client):
-        for version in range(1, 4):
-            set_value(trained, float(version))
-            sender.send()
-            assert ask(client) == (float(version), version)
-
-
 def test_a_trainer_is_told_when_the_server_ends() -> None:
     with serving() as (sender, _trained, server, _client):
         server.shutdown()
@@ -160,9 +151,3 @@ def test_a_trainer_with_another_token_does_not_end_the_server() -> None:
             other.connect()
         assert server.is_alive
         other.shutdown()
-
-
-def test_the_actions_of_the_world_tell_a_mix() -> None:
-    mixed = TensorDict({"action": torch.arange(WIDTH, dtype=torch.float32)}, ())
-    with pytest.raises(AssertionError, match="two versions"):
-        actions(mixed)

@@ -27,8 +27,6 @@ from tests.integrations import _worlds as worlds
 from tests.integrations._multi_workers import (
     SHM,
     Collector,
-    collecting,
-    seen,
     seen_by_one,
     weights_of,
 )
@@ -90,36 +88,6 @@ def test_other_indices_are_refused_before_anything_changes(worker_ids: Any) -> N
             collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=worker_ids)
         assert collector.policy_version == 0
         assert seen_by_one(next(batches)) == (1.0, 0)
-
-
-def test_weights_for_each_worker_are_those_of_index_0() -> None:
-    with alone(worlds.make_policy(1.0), SHM(per_worker_weights=True)) as collector:
-        batches = iter(collector)
-        collector.update_policy_weights_({0: weights_of(worlds.make_policy(9.0))}, worker_ids=[])
-        assert worlds.actions(next(batches)).unique().tolist() == [1.0]  # nobody is nobody
-        collector.update_policy_weights_({0: weights_of(worlds.make_policy(2.0))})
-        assert worlds.actions(next(batches)).unique().tolist() == [2.0]
-        with pytest.raises(aiosync.ConfigError, match="Worker 1 not registered"):
-            collector.update_policy_weights_({1: weights_of(worlds.make_policy(3.0))})
-        assert worlds.actions(next(batches)).unique().tolist() == [2.0]
-
-
-def test_a_closed_scheme_changes_nothing() -> None:
-    scheme = SHM()
-    with alone(worlds.make_policy(1.0), scheme) as collector:
-        scheme.shutdown()
-        with pytest.raises(aiosync.TransportClosed):
-            collector.update_policy_weights_(worlds.make_policy(9.0))
-        assert worlds.actions(next(iter(collector))).unique().tolist() == [1.0]
-
-
-def test_a_truth_value_is_no_index() -> None:
-    with workers.start_method("fork"), collecting(SHM(), worlds.make_policy(1.0)) as collector:
-        batches = iter(collector)
-        for worker_ids in (True, [True], torch.tensor(True)):
-            with pytest.raises(aiosync.ConfigError, match="must be an int"):
-                collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=worker_ids)
-        assert seen(next(batches)) == [(1.0, 0)] * 2
 
 
 # -- in a thread of its own -------------------------------------------------------------------
@@ -196,29 +164,6 @@ def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
         assert module.value.all()
 
 
-def test_an_update_inside_of_the_forward_is_refused() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Parameter(torch.zeros(worlds.WIDTH))
-
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            if holder:
-                with pytest.raises(aiosync.LocalProtocolError, match="between two"):
-                    holder[0].update_policy_weights_({"module.value": torch.ones(worlds.WIDTH)})
-                refused.append(True)
-            return self.value + 0 * observation
-
-    holder: list[Any] = []
-    refused: list[bool] = []
-    policy = TensorDictModule(Own(), in_keys=["observation"], out_keys=["action"])
-    with alone(policy) as collector:
-        holder.append(collector)
-        assert not next(iter(collector))["action"].any()
-        holder.clear()
-    assert refused
-
-
 def test_the_policy_itself_has_no_hooks() -> None:
     """It is the trainer's: it is compiled, exported, scripted and pickled there."""
     policy = worlds.make_policy(1.0)
@@ -228,15 +173,3 @@ def test_the_policy_itself_has_no_hooks() -> None:
         pickle.loads(pickle.dumps(policy))
         compiled = torch.compile(policy.module, backend="eager", fullgraph=True)
         assert compiled(torch.zeros(1)).tolist() == [1.0] * worlds.WIDTH
-
-
-def test_a_compiled_policy() -> None:
-    policy = TensorDictModule(nn.Linear(1, worlds.WIDTH), ["observation"], ["action"])
-    worlds.set_value(policy, 1.0)
-    other = copy.deepcopy(policy)
-    with alone(policy, compile_policy={"backend": "eager", "fullgraph": True}) as collector:
-        batches = iter(collector)
-        for value in (2.0, 3.0, 4.0):
-            worlds.set_value(other, value)
-            collector.update_policy_weights_(other)
-            assert set(worlds.actions(next(batches)).tolist()) == {value}

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -191,52 +187,3 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
     with serving(folder / "kill-3", *args) as third:
         assert aiosync.cli.main(["pull", third.url, str(copy)]) == 0
         assert_same(copy, big[1])
-
-
-# -- on a terminal ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_on_a_terminal_there_are_a_table_and_a_bar(
-    folder: Path, weights: tuple[str, dict[str, torch.Tensor]]
-) -> None:
-    mine, theirs = pty.openpty()
-    shown = bytearray()
-
-    def read_until(text: str) -> None:
-        give_up = time.monotonic() + PATIENCE
-        while text.encode() not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", bytes(shown)):
-            assert time.monotonic() < give_up, shown
-            if select.select([mine], [], [], 0.1)[0]:
-                shown.extend(os.read(mine, 65536))
-
-    variables = environment(TERM="xterm", COLUMNS="160")
-    args = ["serve", "--listen", f"unix://{folder / 'tty'}"]
-    server = Forked(*args, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
-    try:
-        read_until(f"unix://{folder / 'tty'}\r\n")
-        read_until("no models yet")
-        pushing = Forked(
-            *("push", weights[0], f"unix://{folder / 'tty'}", "--model-id", "shown"),
-            stdin=theirs,
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            env=variables,
-        )
-        with contextlib.closing(pushing):
-            out, _ = pushing.communicate(timeout=PATIENCE)
-            assert pushing.returncode == 0
-        assert out.startswith("Pushed shown: version 1 ")
-        read_until("push shown")
-        read_until("/240.")
-        read_until("│ any      │       1 │ 240.")
-        server.send_signal(signal.SIGINT)
-        read_until("Stopped by Ctrl-C.")
-        assert server.wait(PATIENCE) == 130
-        assert b"\x1b[?25h" in shown  # the cursor is back
-    finally:
-        server.kill()
-        server.wait()
-        os.close(mine)
-        os.close(theirs)

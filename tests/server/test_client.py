@@ -114,47 +114,6 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
         assert torch.equal(pulled.mapping()["block"], torch.full((2, 2**20), -1.0))
 
 
-@pytest.mark.parametrize("by", ["pull", "connect"])
-async def test_a_cut_transfer_begins_anew_in_another_cut(by: str, tmp_path: Path) -> None:
-    first = WeightServer(URL, chunk_nbytes=2**20, store=tmp_path)
-    async with FaultProxy(first.url) as proxy:
-        async with first:
-            async with trainer(first) as source:
-                await source.send(medium())
-            proxy.plan = lambda number: (
-                Plan(back=Faults(stall_at=3_000_000)) if not number else None
-            )
-            here: list[int] = []
-            task = asyncio.ensure_future(gotten(by, proxy.url, here))
-            await until(lambda: 2 * 2**20 in here or (by == "connect" and sent(first) > 3_000_000))
-            await asyncio.sleep(0.1)  # a worker does not tell
-        proxy.cut()
-        async with WeightServer(first.url, chunk_nbytes=2**18, store=tmp_path):
-            weights, resumed = await task
-            assert torch.equal(weights, torch.full((2, 2**20), -1.0))
-            assert resumed == (0 if by == "pull" else None)
-
-
-async def gotten(
-    by: str, url: str, here: list[int] | None = None
-) -> tuple[torch.Tensor, int | None]:
-    """What a client or a worker gets of ``medium()``; how much the client did not need twice."""
-    if by == "pull":
-        pulled = await WeightClient(url).pull(
-            timeout=PATIENCE,
-            progress=lambda done, _: here.append(done) if here is not None else None,
-        )
-        return pulled.mapping()["block"], pulled.resumed_nbytes
-    model = medium()
-    fill(model, 9.0)
-    async with worker(url, model=model):
-        return model.block.detach().clone(), None
-
-
-def sent(server: WeightServer) -> int:
-    return sum(each["sent_nbytes"] for each in described(server)["workers"])
-
-
 async def test_without_a_version_it_says_so() -> None:
     async with WeightServer(URL) as server:
         client = WeightClient(server.url)

@@ -66,24 +66,3 @@ async def test_parts_without_a_whole(tmp_path: Path) -> None:
     async with WeightServer(URL, store=tmp_path) as server:
         pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
         assert held(pulled.mapping()) == {"weight": 12.0, "bias": 2.0}
-
-
-async def test_names_that_were_never_there_begin_anew(tmp_path: Path) -> None:
-    async with WeightServer(URL, store=tmp_path) as server, trainer(server) as scheme:
-        await send(scheme, 1.0)
-        await scheme.send({"other": torch.ones(1000)})
-        assert (await WeightClient(server.url).pull(timeout=PATIENCE)).mapping().keys() == {"other"}
-        await send(scheme, 3.0)
-        async with worker(server) as late:
-            assert model_of(late) == {"weight": 3.0, "bias": 3.0}
-    async with WeightServer(URL, store=tmp_path) as server:
-        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
-        assert held(pulled.mapping()) == {"weight": 3.0, "bias": 3.0}
-
-
-async def test_a_trainer_is_asked_for_the_newest_of_each_name() -> None:
-    async with trainer(URL, strict=False, dial="receiver") as scheme:
-        await scheme.send(part(**BOTH))
-        last = await scheme.send(part(bias=4.0))
-        pulled = await WeightClient(scheme.address).pull(timeout=PATIENCE)
-        assert (pulled.version, held(pulled.mapping())) == (last.version, BOTH | {"bias": 4.0})

@@ -21,11 +21,10 @@ from aiosync.errors import (
     PartialSyncError,
 )
 from aiosync.server import WeightClient, WeightServer, WeightStore
-from aiosync.transports.tcp import TCPTransport
-from aiosync.wire import Fetch, Hello, encode_values
+from aiosync.wire import encode_values
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, holds, linear, medium
-from tests.server._tools import URL, answer, described, dialled, send, trainer, worker
+from tests.server._tools import URL, described, send, trainer, worker
 
 pytestmark = pytest.mark.asyncio
 
@@ -61,19 +60,6 @@ async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
         async with trainer(server) as second:
             report = await send(second, 3.0)
             assert described(server)["epoch"] == report.epoch
-
-
-async def test_workers_may_come_before_the_trainer() -> None:
-    async with WeightServer(URL) as server, worker(server) as early:
-        assert early.version == 0
-        assert described(server)["version"] == 0
-        async with trainer(server) as source:
-            await send(source, 1.0)
-            await early.wait_for_version(1)
-            assert holds(early, 1.0)
-            async with worker(server) as late:  # gets what is there with the welcome
-                assert holds(late, 1.0)
-                assert {each["worker_idx"] for each in described(server)["workers"]} == {0, 1}
 
 
 async def test_weights_of_any_strategy_are_for_every_worker() -> None:
@@ -324,24 +310,6 @@ async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: 
         with pytest.raises(PartialSyncError, match="ended the link: .*at most (64|1) "):
             await send(source, 1.0)
         await until(lambda: sum(server.status()["ended"].values()) >= 1)
-
-
-async def test_a_peer_that_talks_nonsense_ends_its_own_link_only() -> None:
-    async with WeightServer(URL) as server, trainer(server) as source:
-        for role in ("dancer", "sender"):
-            async with dialled(server, role, model_id="other") as link:
-                if role == "sender":
-                    assert isinstance(await answer(link), Hello)
-                    await link.send(Fetch(1))
-                with pytest.raises(aiosync.TransportError):
-                    while True:
-                        await answer(link)
-        async with await TCPTransport.connect(server.url) as link:
-            await link.send(Fetch(1))
-            with pytest.raises(aiosync.TransportError):
-                await answer(link)
-        await send(source, 1.0)
-        assert server.status()["ended"]["RemoteProtocolError"] == 3
 
 
 # -- the end ----------------------------------------------------------------------------------

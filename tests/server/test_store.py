@@ -20,7 +20,6 @@ import torch
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.server import StoredUpdate, StoreError, WeightStore
 from aiosync.tensors import FlatBuffer, Layout, torch_dtype
-from aiosync.types import Limits
 from aiosync.wire import DTYPE_NBYTES, plan_manifest
 
 Entry = tuple[str, str, tuple[int, ...], str, tuple[str, ...]]
@@ -153,15 +152,6 @@ def test_all_dtypes_in_one_file_are_what_safetensors_reads(store: WeightStore) -
                 found.reshape(-1).view(torch.uint8).tolist()
                 == view.reshape(-1).view(torch.uint8).tolist()
             )
-
-
-@pytest.mark.parametrize("entries", [[], [("empty", "complex128", (0,), "param", ())]])
-def test_nothing_to_store_is_stored(store: WeightStore, entries: list[Entry]) -> None:
-    calls: list[tuple[int, int]] = []
-    saved = update_of(entries, values={"only": "a value"})
-    store.save("m", saved, lambda done, total: calls.append((done, total)))
-    assert_same(store.load("m"), saved)
-    assert calls == []
 
 
 def test_values_that_cannot_travel_are_refused_before_anything_is_written(
@@ -356,17 +346,6 @@ def test_a_foreign_file_is_refused(store: WeightStore, content: bytes) -> None:
     Path(store.directory, "m.safetensors").write_bytes(content)
     with pytest.raises(StoreError, match=r"m\.safetensors: "):
         store.load("m")
-
-
-def test_limits_are_respected(store: WeightStore) -> None:
-    store.save("m", small())
-    for limits, why in [
-        (Limits(max_payload_nbytes=128), "192 payload bytes; at most 128"),
-        (Limits(max_tensors=2), "3 tensors; at most 2"),
-        (Limits(max_name_nbytes=5), "not valid"),
-    ]:
-        with pytest.raises(StoreError, match=why):
-            WeightStore(store.directory, limits=limits).load("m")
 
 
 # -- the directory ----------------------------------------------------------------------------

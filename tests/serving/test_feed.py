@@ -16,7 +16,6 @@ from torch import nn
 import aiosync
 import aiosync.sync
 from aiosync.serving import AdmissionGate, WeightFeed
-from aiosync.testing import FaultProxy
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes.test_loading import Engine
@@ -72,25 +71,6 @@ async def test_it_starts_before_its_trainer_and_follows_it(address: str) -> None
             assert json.loads(json.dumps(status.as_dict()))["epoch"] == f"{report.epoch:016x}"
     assert feed.status.state == "closed"
     assert models.filled(target, 3.0)
-
-
-async def test_an_update_waits_for_the_requests_that_run(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    async with feed_of(address, model=target) as feed, trainer(source, address, 1) as scheme:
-        await feed.ready.wait(timeout=PATIENCE)
-        async with feed.request() as version:
-            models.fill(source, 5.0)
-            handle = scheme.send_nowait()
-            await scheme.wait_staged(handle.version, timeout=PATIENCE)
-            await asyncio.sleep(0.02)
-            assert feed.version == version == 1
-            assert feed.lag == 1
-            assert models.filled(target, -1.0)
-        await handle
-        assert feed.lag == 0
-        assert feed.version == 2
-        async with feed.request():
-            assert models.filled(target, 5.0)
 
 
 async def test_requests_that_do_not_end_make_it_stale_and_a_newer_version_overtakes(
@@ -174,21 +154,6 @@ async def test_the_trainer_goes_and_another_one_comes(address: str) -> None:
 async def _outcome(handle: aiosync.SendHandle) -> None:
     with contextlib.suppress(aiosync.PartialSyncError, aiosync.TransportClosed):
         await handle
-
-
-async def test_a_source_that_refuses_says_why_and_is_asked_again(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    scheme = aiosync.TCPWeightSyncScheme(address, token="a token of this server")
-    feed = WeightFeed(scheme, model=target, max_pause=0.1)
-    async with feed:
-        async with trainer(source, address, token="another one altogether"):
-            await until(lambda: "AuthError" in feed.status.reason)
-            assert feed.status.state == "starting"
-            with pytest.raises(aiosync.RecvTimeout):
-                await feed.ready.wait(timeout=0.01)
-        async with trainer(source, address, 1, token="a token of this server"):
-            await feed.ready.wait(timeout=PATIENCE)
-        assert feed.status.version == 1
 
 
 async def test_one_receiver_goes_through_a_link_that_was_refused(address: str) -> None:
@@ -358,16 +323,6 @@ async def test_whatever_a_function_raises_refuses_the_update(error, address: str
         await scheme.send()
         assert feed.version == 3
         assert feed.status.state == "live"
-
-
-async def test_a_link_that_was_lost_and_missed_nothing_is_live_again(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    async with FaultProxy(address) as proxy, trainer(source, address) as scheme:
-        async with feed_of(proxy.url, model=target) as feed:
-            await feed.ready.wait(timeout=PATIENCE)
-            proxy.cut()
-            await until(lambda: feed.status.reconnects == 1 and feed.status.state == "live")
-            assert feed.version == scheme.version
 
 
 @pytest.mark.parametrize("kind", ["weights", "transposed", "first"])

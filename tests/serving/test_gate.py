@@ -379,22 +379,3 @@ async def test_options_and_errors() -> None:
     assert pickle.loads(pickle.dumps(aiosync.SwapTimeout("late", running=4))).running == 4
     with pytest.raises(aiosync.RecvTimeout):
         await AdmissionGate().ready.wait(timeout=0.01)
-
-
-async def test_one_loop_after_the_other() -> None:
-    """As modules that are imported once have a gate."""
-    gate = AdmissionGate(initial_version=1)
-    log: list = []
-
-    async def use() -> None:
-        with pytest.raises(aiosync.AdmissionTimeout):
-            async with gate.request(min_version=gate.version + 1, timeout=0.01):
-                pytest.fail("was let in")
-        async with gate.swap():
-            waiting = asyncio.ensure_future(entered(gate, log, "late"))
-            await turns()
-        await waiting
-
-    for _ in range(3):
-        await asyncio.to_thread(asyncio.run, use())
-    assert log == [("late", 2), ("late", 3), ("late", 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
@@ -128,35 +127,6 @@ def test_locks_sends_and_reads_stay_in_the_parent() -> None:
         thread.join(tools.PATIENCE)
         assert not thread.is_alive()
         assert not sender.wait_async().failed
-
-
-@pytest.mark.slow
-def test_forks_while_the_portal_is_busy() -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target) as (sender, receiver):
-        over = threading.Event()
-
-        def train() -> None:
-            while not over.is_set():
-                sender.send()
-
-        def child() -> None:
-            target(torch.zeros(1, 4))
-            with pytest.raises(aiosync.LocalProtocolError, match="before the process forked"):
-                receiver.receive()
-            gc.collect()
-            with aiosync.sync.NoWeightSyncScheme() as scheme:
-                scheme.init_on_sender(num_workers=1)
-                scheme.connect()
-                scheme.send()
-
-        with tools.threads(train):
-            try:
-                for _ in range(5):
-                    _in_child(child)
-            finally:
-                over.set()
-        assert sender.send().acked == {0}
 
 
 @pytest.mark.slow

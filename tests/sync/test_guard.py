@@ -8,11 +8,9 @@ import copy
 import io
 import pickle
 import random
-import signal
-import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,6 @@ import torch
 import aiosync
 from aiosync.schemes import Guard, Reading
 from tests.sync import _tools as tools
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Probe(torch.nn.Module):
@@ -93,90 +88,6 @@ def test_an_update_waits_for_the_outermost_forward_whose_thread_applies_it(fails
     assert not guard.reading_here
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_hooks_do_not_see_blocks_nothing(kind: type[BaseException]) -> None:
-    def fail() -> None:
-        raise kind
-
-    module = Probe(fail)
-    guard = _guarded(module)
-
-    def enter(apply: Count) -> None:
-        with Reading(guard):
-            guard.submit(apply)
-
-    def retry(apply: Count) -> None:
-        module.inside = lambda: (guard.submit(apply), fail())
-        with pytest.raises(kind):
-            module()
-        assert apply.runs == 0
-        guard.retry()
-        module.inside = fail
-
-    def look(apply: Count) -> None:
-        assert not guard.reading_here
-        guard.submit(apply)
-
-    for use in (
-        guard.submit,
-        retry,
-        look,
-        lambda apply: guard.exclusively(apply, timeout=0.0),
-        enter,
-    ):
-        apply = Count()
-        with pytest.raises(kind):
-            module()
-        use(apply)
-        assert apply.runs == 1, use
-
-
-def test_no_thread_looks_at_the_stack_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPython 3.11 collects garbage in ``f_back``, and meanwhile the other thread goes on: what is
-    found then is a Tensor, a dict, or the end of the process."""
-    monkeypatch.setattr(sys, "_current_frames", lambda: pytest.fail("it looks at all stacks"))
-    began, ends, fails = threading.Event(), threading.Event(), threading.Event()
-
-    def inside() -> None:
-        began.set()
-        assert ends.wait(5.0)
-        raise KeyboardInterrupt
-
-    def forward() -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            module()
-        fails.set()
-
-    module, apply = Probe(inside), Count()
-    guard = _guarded(module)
-    reading = tools.in_thread(forward)
-    assert began.wait(5.0)
-    guard.submit(apply)
-    assert guard.retry() and apply.runs == 0
-    ends.set()
-    assert fails.wait(5.0)
-    guard.retry()
-    assert apply.runs == 1
-    reading.join()
-
-
-def test_an_interrupted_update_is_applied_once_more() -> None:
-    guard = Guard()
-    runs = 0
-
-    def apply() -> None:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        guard.submit(apply)
-    assert not guard.retry()
-    assert runs == 2
-    _blocks_nothing(guard)
-
-
 def test_a_forward_inside_an_update_does_not_wait_for_it() -> None:
     """``set_extra_state()`` may call the model."""
     module = Probe()
@@ -187,72 +98,7 @@ def test_a_forward_inside_an_update_does_not_wait_for_it() -> None:
     _blocks_nothing(guard)
 
 
-@contextlib.contextmanager
-def _alarms(handler: Any) -> Iterator[None]:
-    old = signal.signal(signal.SIGALRM, handler)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # the old handler ends a test that hangs
-        signal.signal(signal.SIGALRM, old)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interrupts", [False, True])
-def test_signals_at_any_point_block_nothing(interrupts: bool) -> None:
-    """A handler may use the guard, or raise as that of Ctrl-C does, between any two byte codes."""
-    module = Probe()
-    guard = _guarded(module)
-    count = 0
-
-    def handler(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if interrupts:
-            raise KeyboardInterrupt
-        guard.withdraw()
-        guard.retry()
-
-    deadline = time.monotonic() + tools.PATIENCE
-    with _alarms(handler):
-        while count < 500 and time.monotonic() < deadline:
-            seen = count
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-4))
-                while count == seen:
-                    guard.submit(lambda: None)
-                    module()
-    assert count >= 500
-    _blocks_nothing(guard)
-
-
 # -- waiting for one another ------------------------------------------------------------------
-
-
-def test_an_update_gets_its_turn_among_overlapping_forwards() -> None:
-    over = threading.Event()
-    turn = threading.Semaphore(2)
-
-    def inside() -> None:
-        turn.release()  # the other one starts before this one ends
-        turn.acquire()
-
-    module = Probe(inside)
-    guard = _guarded(module)
-
-    def forwards() -> None:
-        while not over.is_set():
-            module()
-
-    with tools.threads(*[forwards] * 3):
-        try:
-            for _ in range(20):
-                apply = Count()
-                guard.submit(apply)
-                tools.until(lambda apply=apply: apply.runs == 1)
-        finally:
-            over.set()
 
 
 @pytest.mark.slow
@@ -313,30 +159,6 @@ def test_threads_neither_deadlock_nor_tear() -> None:
 
 
 # -- reading() in coroutines ------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_tasks_see_one_version_each_and_a_new_one_lets_the_update_go_first() -> None:
-    guard, apply = Guard(), Count()
-    events = [asyncio.Event() for _ in range(2)]
-
-    async def read(leave: asyncio.Event) -> int:
-        async with Reading(guard):
-            before = apply.runs
-            await leave.wait()
-            assert apply.runs == before
-            return before
-
-    tasks = [asyncio.create_task(read(event)) for event in events]
-    for _ in range(2):  # a read begins after a turn of the loop
-        await asyncio.sleep(0)
-    assert not guard.submit(apply)
-    late = asyncio.create_task(read(events[0]))
-    for task, event in zip(tasks, events, strict=True):
-        event.set()
-        assert apply.runs == 0
-        assert await task == 0
-    assert await late == 1
 
 
 @pytest.mark.asyncio
@@ -407,43 +229,6 @@ def test_copies_work_and_are_not_guarded() -> None:
     assert _saved(module.state_dict()).keys() == module.state_dict().keys()
     guard.uninstall()
     assert not _is_guarded(module, guard)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "how"), [("eager", "function"), ("aot_eager", "method")])
-@pytest.mark.filterwarnings("default:.*torch\\.jit.*:DeprecationWarning")
-def test_a_compiled_module_is_guarded(backend: str, how: str) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    x = torch.ones(1, 4)
-    expected = module(x)
-    calls: list[str] = []
-
-    class Spy(Guard):
-        def enter(self, frame: Any = None) -> None:
-            calls.append("enter")
-            super().enter(frame)
-
-        def leave(self, frame: Any = None, *, thread: int | None = None) -> None:
-            calls.append("leave")
-            super().leave(frame, thread=thread)
-
-    guard = Spy()
-    guard.install(module)
-    torch.compiler.reset()
-    compiled: Any = module
-    if how == "function":
-        compiled = torch.compile(module, backend=backend)
-    else:
-        module.compile(backend=backend)
-    for _ in range(3):
-        calls.clear()
-        torch.testing.assert_close(compiled(x), expected)
-        assert calls == ["enter", "leave"]
-    for parameter in module.parameters():
-        parameter.data = torch.full_like(parameter, 2.0)  # as an update does
-    assert compiled(x).unique().item() == (4 * 2 + 2) * 4 * 2 + 2
-    _blocks_nothing(guard)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", ["reading", "forward"])

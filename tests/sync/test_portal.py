@@ -156,46 +156,6 @@ def test_a_forgotten_scheme_is_closed_and_says_so_once(
     assert all("`scheme.shutdown()`" in text for text in texts)
 
 
-def test_schemes_come_and_go_in_many_threads() -> None:
-    barrier = threading.Barrier(8)
-    done: list[int] = []
-
-    def use() -> None:
-        barrier.wait()
-        for number in range(10):
-            scheme = aiosync.sync.NoWeightSyncScheme()
-            scheme.init_on_sender(num_workers=1)
-            scheme.connect()
-            assert scheme.send().version == 0
-            done.append(1)
-            if number % 2:  # without a connection it goes without a word, too
-                scheme.shutdown()
-
-    with tools.threads(*[use] * 8):
-        pass
-    assert len(done) == 80
-    tools.until(lambda: not tools.portal_threads())
-
-
-def test_a_device_map_is_asked_once_for_each_send() -> None:
-    asked: list[int] = []
-
-    def mapped(worker_idx: int, weights: Any) -> Any:
-        asked.append(worker_idx)
-        return weights.clone()
-
-    sender = tools.SHM(timeout=tools.PATIENCE)
-    sender.init_on_sender(model=tools.filled(1.0), num_workers=1, device_map_fn=mapped)
-    receiver = copy.copy(sender)
-    receiver.init_on_receiver(model=tools.filled(0.0), worker_idx=0)
-    with sender, receiver:
-        tools.join(sender, receiver)
-        asked.clear()
-        for number in range(1, 4):
-            assert sender.send().acked == {0}
-            assert len(asked) == number
-
-
 @pytest.mark.parametrize("call", ["send", "send_async", "shutdown"])
 def test_a_call_inside_of_a_send_is_refused(call: str) -> None:
     class Owner:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import multiprocessing
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,13 +68,6 @@ def test_workers_get_every_version(make: Any, method: str) -> None:
             assert scheme.worker_versions == {0: 4, 1: 4}
         assert [tools.recv(mine) for mine, _ in pipes] == ["closed", "closed"]
     assert tools.portal_threads() == []
-
-
-def test_a_scheme_that_sends_nothing_sends_it_in_the_background_as_well() -> None:
-    with aiosync.sync.NoWeightSyncScheme() as scheme:
-        scheme.init_on_sender(num_workers=1)
-        scheme.connect()
-        assert (scheme.send_async(), scheme.wait_async().version) == (0, 0)
 
 
 @pytest.mark.parametrize("make", tools.SCHEMES)
@@ -155,46 +145,3 @@ def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
         with pytest.raises(aiosync.PartialSyncError) as caught:
             sender.wait_async()
         assert len(caught.value.__notes__) < 20
-
-
-@pytest.mark.parametrize("make", tools.SCHEMES)
-def test_pickles_and_copies_are_configuration(make: Any) -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(make, source, target, require=1, guard="reading") as (sender, receiver):
-        for twin in (
-            pickle.loads(pickle.dumps(sender)),
-            copy.copy(sender),
-            copy.deepcopy(sender),
-            pickle.loads(pickle.dumps(copy.copy(sender))),
-        ):
-            assert type(twin) is make
-            assert (twin.require, twin.guard, twin.timeout) == (1, "reading", tools.PATIENCE)
-            assert not twin.initialized_on_sender
-            twin.shutdown()
-        assert sender.synchronized_on_sender
-        assert receiver.synchronized_on_receiver
-        assert sender.send().acked == {0}
-
-
-def test_pipes_given_by_hand() -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    left, right = multiprocessing.Pipe()
-    sender, receiver = tools.SHM(timeout=tools.PATIENCE), tools.SHM(timeout=tools.PATIENCE)
-    sender.init_on_sender(model=source, pipes=[left])
-    receiver.init_on_receiver(model=target, pipe=right)
-    with sender, receiver:
-        tools.join(sender, receiver)
-        tools.fill(source, 2.0)
-        assert sender.send().acked == {0}
-        assert tools.value_at(receiver) == 2.0
-
-
-def test_back_ends_by_name() -> None:
-    for name, twin in [
-        ("shared", tools.SHM),
-        ("process", tools.PIPE),
-        ("none", aiosync.sync.NoWeightSyncScheme),
-    ]:
-        assert type(aiosync.sync.WeightSyncScheme.from_backend(name)) is twin
-    with pytest.raises(aiosync.ConfigError):
-        aiosync.sync.WeightSyncScheme.from_backend("carrier pigeon")

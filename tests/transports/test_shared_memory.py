@@ -51,16 +51,6 @@ async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeyp
         assert (await scheme.send(timeout=harness.PATIENCE)).acked == {0}
 
 
-async def test_memory_without_a_descriptor_for_readers_is_refused(monkeypatch) -> None:
-    async with aiosync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model=models.linear())
-        with monkeypatch.context() as short:
-            short.setattr(os, "open", _refused)
-            short.setattr(os, "dup", _refused)
-            with pytest.raises(aiosync.ConfigError, match="descriptor"):
-                await scheme.connect()
-
-
 async def test_a_descriptor_whose_message_was_not_sent_goes_with_no_other_one() -> None:
     arena, (mine, its) = Arena(), socket.socketpair()
     async with aiosync.SharedMemTransport(mine, arena=arena) as link:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import socket
 import struct
@@ -21,11 +20,8 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.rendezvous import StreamListener
-from aiosync.transports.address import Address
-from aiosync.transports.credentials import TLS, Credentials
-from aiosync.transports.pipe import MPTransport
+from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
-from aiosync.types import Limits
 from aiosync.wire import Current, Fetch, encode_frame
 from tests.schemes._harness import PATIENCE
 
@@ -75,19 +71,6 @@ async def test_a_link(url: str, token: str | None, tmp_path: Path) -> None:
         pytest.skip(f"no IPv6: {exc}")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-async def test_the_names_of_peers_of_a_listener_for_both_families(host: str) -> None:
-    if not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6")
-    credentials = Credentials(token="a token of some length")
-    async with listening("tcp://[::]:0", credentials=credentials) as (url, links):
-        where = f"tcp://{host}:{Address.parse(url).port}"
-        async with await TCPTransport.connect(where, credentials=credentials) as dialer:
-            assert where in repr(dialer)
-            async with await links.get() as accepted:
-                assert f" {host}:" in repr(accepted)
-
-
 @pytest.mark.parametrize(
     "url", ["tcp://127.0.0.1:{port}", "unix://{folder}/socket", "tcp://no-such-host.invalid:1"]
 )
@@ -131,14 +114,6 @@ async def test_cancelled_handshakes_leave_nothing() -> None:
         assert far.fileno() == -1
 
 
-async def test_a_context_that_cannot_be_made_closes_the_socket(tmp_path: Path) -> None:
-    near, far = socket.socketpair()
-    with near:
-        with pytest.raises(ConfigError):
-            await TCPTransport.accept(far, credentials=Credentials(tls=TLS(ca=tmp_path)))
-        assert far.fileno() == -1
-
-
 async def test_options_of_the_socket() -> None:
     async with linked("tcp://127.0.0.1:0", keepalive=12.0, untaken=24.0) as ends:
         for end in ends:
@@ -156,18 +131,6 @@ async def test_options_of_the_socket() -> None:
         for end in ends:
             with socket.socket(fileno=os.dup(end.channel.io.read_fd)) as sock:
                 assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-
-
-async def test_limits_for_one_thing_leave_the_others_as_they_are() -> None:
-    """A limit on tensors once raised that on payloads from 64 GiB to 1 TiB."""
-    async with (
-        linked("tcp://127.0.0.1:0") as (_, default),
-        linked("tcp://127.0.0.1:0", limits=Limits(max_tensors=5)) as (_, given),
-    ):
-        assert default.channel.limits.max_payload_nbytes == 2**36
-        assert dataclasses.replace(default.channel.limits, max_tensors=5) == given.channel.limits
-    async with MPTransport.pair() as (local, _):  # within one host
-        assert local.channel.limits.max_payload_nbytes == 2**40
 
 
 @pytest.mark.parametrize("nbytes", [1, 30, None])

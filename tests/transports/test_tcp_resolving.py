@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiosync.errors import ConnectError, ConnectTimeout
+from aiosync.errors import ConnectTimeout
 from aiosync.transports.tcp import TCPTransport
 from tests.support.waiting import free_port
 
@@ -106,18 +106,6 @@ def test_an_address_that_never_answers_keeps_nobody_from_the_next(resolve, holes
         places = [holes[0], ("127.0.0.1", free_port()), server.getsockname(), holes[1]]
         resolve(lambda: places)
         run(connect(server))
-
-
-def test_every_address_that_failed_is_named(resolve) -> None:
-    places = [("127.0.0.1", free_port()), ("127.0.0.2", free_port())]
-
-    async def connect() -> None:
-        with pytest.raises(ConnectError) as found:
-            await TCPTransport.connect(URL, timeout=PATIENCE)
-        assert all(str(place) in str(found.value) for place in places)
-
-    resolve(lambda: places)
-    run(connect())
 
 
 @pytest.mark.slow

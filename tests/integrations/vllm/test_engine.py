@@ -227,24 +227,6 @@ def test_wrong_address(server: Server) -> None:
     assert server.tokens() == tokens
 
 
-def test_wrong_token(server: Server) -> None:
-    """It is refused, and neither token is in the engine's log."""
-    with pytest.raises(aiosync.AiosyncError):
-        trainer_of(server, token="not the one of the engine", timeout=3.0)
-    log = server.log_text()
-    assert TOKEN not in log and "not the one of the engine" not in log
-    assert server.tokens()
-
-
-def test_server_is_not_there() -> None:
-    """The trainer learns it at once, and nothing is left."""
-    pytest.importorskip("vllm")
-    began = time.monotonic()
-    with pytest.raises(aiosync.ConnectError, match="refused"):
-        trainer_of(Server("http://127.0.0.1:9", Path(), None))  # type: ignore[arg-type]
-    assert time.monotonic() - began < 10
-
-
 def test_dead_trainer(server: Server, tmp_path: Path) -> None:
     """A trainer is killed: updates fail in time, the engine generates, another trainer comes."""
     environment = {**os.environ, "AIOSYNC_TOKEN": TOKEN}
@@ -286,14 +268,6 @@ def test_asked_twice(server: Server, trainer: AiosyncTrainerEngine) -> None:
     reply = server.post("update_weights", {"update_info": {"version": 1, "timeout": 1.0}})
     assert reply.status_code == 500 and "loaded is 2" in reply.text
     assert server.tokens() == tokens
-
-
-def test_update_that_a_dead_trainer_left_open(server: Server) -> None:
-    """vLLM refuses to begin another one; the next trainer ends it first."""
-    assert server.post("start_weight_update").ok
-    with trainer_of(server) as successor:
-        successor.send_weights(B)
-        assert server.label() == "1"
 
 
 def test_engine_lost_the_trainers_word(server: Server) -> None:
