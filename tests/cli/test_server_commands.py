@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +25,9 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 import torch
-from rich.console import Console
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.status import models_table
 from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
@@ -366,18 +362,6 @@ def test_what_fails_on_the_way_is_status_1(
     assert not (tmp_path / "nobody").exists()
 
 
-@pytest.mark.parametrize("name", ["push", "pull"])
-def test_a_missing_package_ends_in_advice(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    files = ["x.safetensors", "tcp://127.0.0.1:1"]
-    assert aiosync.cli.main([name, *(files if name == "push" else reversed(files))]) == 1
-    shown = capsys.readouterr().err
-    assert "safetensors" in shown
-    assert "pip install 'aiosync[cli]'" in shown
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ctrl_c_ends_a_pull_that_waits(
@@ -488,17 +472,3 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_narrow_terminal_loses_nothing(width: int) -> None:
-    model = {"model_id": "policy", "strategy": "state_dict", "version": 3, "nbytes": 240_000}
-    told = {**model, "tensors": 4, "trainer": "127.0.0.1:31234", "updated_at": 0, "workers": []}
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(models_table({"models": [told]}))
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    cells = zip(*(line.strip("│").split("│") for line in lines if "│" in line), strict=True)
-    shown = ["".join("".join(column).split()) for column in cells]
-    assert shown[:5] == ["policy", "state_dict", "3", "240.0kB", "4"]
-    assert shown[-1] == "127.0.0.1:31234"

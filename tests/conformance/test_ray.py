@@ -14,7 +14,7 @@ from tests.schemes._ray_driver import Driver
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 SHARES = 3  # of the suite, so that no test takes long
 

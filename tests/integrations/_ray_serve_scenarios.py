@@ -269,35 +269,3 @@ async def too_stale() -> None:
         await it.push()
         assert check(await ask(handle, epoch=it.epoch)) != pid
     await asyncio.to_thread(serve.delete, "fresh")
-
-
-async def other_source(kind: Any) -> None:
-    """A scheme that was made in the trainer travels to the replicas."""
-    model = apps.Constant(1.0)
-    async with kind() as scheme:
-        scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-        connecting = asyncio.create_task(scheme.connect(timeout=PATIENCE))
-        handle = await deploy("other", scheme, timeout=20)
-        await connecting
-        model.fill(2.0)
-        version = (await scheme.send()).version
-        assert {answer.version for answer in await ask_both(handle)} == {version}
-    await asyncio.to_thread(serve.delete, "other")
-
-
-async def on_the_actors_loop() -> None:
-    """Serve may run the code of a deployment on the loop of its actor, and without threads."""
-    variables = {
-        "AIOSYNC_TOKEN": apps.TOKEN,
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "0",
-    }
-    where = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
-    async with trainer() as it:
-        handle = await deploy("actor", source(), timeout=30, options={"ray_actor_options": where})
-        version = await it.push()
-        answers = await ask_both(handle, min_version=version)
-        assert {answer.version for answer in answers} == {version}
-        check(await handle.in_thread.remote())
-        check(await handle.together.remote())
-        await asyncio.to_thread(serve.delete, "actor")

@@ -377,23 +377,6 @@ async def test_the_feed_lives_for_longer_than_the_application(outermost: bool) -
     assert events == ["start: starting", "end: starting"] * 2
 
 
-@asynchronous
-async def test_lifespan_alone_and_with_the_middleware() -> None:
-    applications = pytest.importorskip("starlette.applications")
-    feed = feed_at()
-    app = applications.Starlette(lifespan=lifespan(feed))
-    for each in (app, WeightsMiddleware(app, feed)):
-        async with living(each):
-            assert feed.status.state == "starting"
-        assert feed.status.state == "closed"
-
-
-async def not_saying_goodbye(scope: Any, receive: Any, send: Any) -> None:
-    await receive()
-    await send({"type": "lifespan.startup.complete"})
-    await receive()
-
-
 async def failing(scope: Any, receive: Any, send: Any) -> None:
     await receive()
     raise ValueError("no database")
@@ -413,17 +396,6 @@ async def test_a_start_that_fails_is_reported(app: Any) -> None:
     assert "no database" in life.texts[0]
     assert isinstance(await life.end(), ValueError if app is failing else type(None))
     assert life.said == ["lifespan.startup.failed"]
-    assert feed.status.state == "closed"
-
-
-@asynchronous
-async def test_a_cancelled_lifespan_closes_the_feed() -> None:
-    feed = feed_at()
-    life = Life(WeightsMiddleware(not_saying_goodbye, feed))
-    assert await life.ask("startup") == "lifespan.startup.complete"
-    life.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await life.task
     assert feed.status.state == "closed"
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import asynccontextmanager, closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
-import aiosync
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
 from aiosync.serving import AdmissionGate
@@ -48,11 +46,8 @@ def driver() -> Iterator[Driver]:
         scenarios.deleted,
         scenarios.never_ready,
         scenarios.too_stale,
-        partial(scenarios.other_source, aiosync.RayWeightSyncScheme),
-        partial(scenarios.other_source, aiosync.SharedMemWeightSyncScheme),
-        scenarios.on_the_actors_loop,
     ],
-    ids=lambda value: getattr(value, "__name__", None) or value.args[0].__name__,
+    ids=lambda scenario: scenario.__name__,
 )
 def test_replicas(driver: Driver, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     driver.run(scenario)

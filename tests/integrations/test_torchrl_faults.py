@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -112,34 +111,6 @@ def test_12_shutdown_after_a_death_with_updates_that_nobody_took(make: Any) -> N
         collector.shutdown()
         scheme.shutdown()
         assert time.monotonic() - started < 15.0
-
-
-# -- bookkeeping ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", SCHEMES)
-def test_32_threads_may_update_at_the_same_time(make: Any) -> None:
-    errors: list[Exception] = []
-    with collecting(make(), worlds.make_policy(1.0)) as collector:
-
-        def update(first: int) -> None:
-            try:
-                for value in range(first, first + 10):
-                    collector.update_policy_weights_(worlds.make_policy(float(value)))
-            except Exception as exc:  # noqa: BLE001 - the test fails with it
-                errors.append(exc)
-
-        threads = [threading.Thread(target=update, args=(each,)) for each in (100, 200, 300)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(workers.PATIENCE)
-            assert not thread.is_alive()
-        assert not errors
-        first, second = seen(next(iter(collector)))
-        assert first == second
-        assert first[0] in {109.0, 209.0, 309.0}
-        assert first[1] == 30
 
 
 # -- workers that never begin -----------------------------------------------------------------

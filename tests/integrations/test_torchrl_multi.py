@@ -152,20 +152,6 @@ def test_beside_a_factory_what_was_given_last_is_sent_again(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", SCHEMES)
-def test_each_batch_begins_with_what_was_given_last(make: Any) -> None:
-    factories = [workers.Factory(3.0), workers.Factory(4.0)]
-    with collecting(make(), policy_factory=factories, update_at_each_batch=True) as collector:
-        batches = iter(collector)
-        assert [value for value, _ in seen(next(batches))] == [3.0, 4.0]
-        collector.update_policy_weights_({1: weights_of(worlds.make_policy(7.0))})
-        for _ in range(2):
-            assert [value for value, _ in seen(next(batches))] == [3.0, 7.0]
-        collector.update_policy_weights_(worlds.make_policy(8.0))
-        for _ in range(2):
-            assert [value for value, _ in seen(next(batches))] == [8.0, 8.0]
-
-
-@pytest.mark.parametrize("make", SCHEMES)
 def test_a_factory_for_each(make: Any) -> None:
     factories = [workers.Factory(3.0), workers.Factory(4.0)]
     with collecting(make(), policy_factory=factories) as collector:
@@ -309,24 +295,6 @@ def test_shutdown_leaves_nothing(make: Any, cls: type) -> None:
     gc.collect()
     assert workers.open_fds() <= fds
     assert shared() <= entries
-
-
-def test_a_collector_that_is_forgotten() -> None:
-    scheme = SHM()
-    collector = MultiSyncCollector(
-        [worlds.World] * 2,
-        worlds.make_policy(1.0),
-        frames_per_batch=workers.FRAMES,
-        total_frames=-1,
-        weight_sync_schemes={"policy": scheme},
-        cat_results="stack",
-    )
-    next(iter(collector))
-    processes = list(collector.procs)
-    del collector
-    gc.collect()
-    assert not any(process.is_alive() for process in processes)
-    workers.until(lambda: "closed" in repr(scheme), 5.0)
 
 
 def test_a_worker_dies_while_the_trainer_waits_for_data() -> None:

@@ -17,7 +17,7 @@ from tests.schemes import _models
 
 TOKEN = "a token of these tests"
 
-here = ray.remote(num_cpus=0, resources={"node0": 0.001})
+here = ray.remote(num_cpus=0)
 """Actors are on the driver's node, unless they are told otherwise."""
 
 

@@ -12,18 +12,14 @@ from tests.schemes import _driver
 
 
 class Driver(_driver.Driver):
-    """Its process is connected to Ray.
+    """Its process is connected to Ray."""
 
-    Args:
-        nodes: Nodes of the cluster, all on this host; each has a resource ``node0``, ...
-    """
-
-    def __init__(self, nodes: int = 1) -> None:
-        super().__init__(cluster, nodes)
+    def __init__(self) -> None:
+        super().__init__(cluster)
 
 
 @contextlib.contextmanager
-def cluster(nodes: int) -> Iterator[None]:
+def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # of actors
     import ray
@@ -33,14 +29,12 @@ def cluster(nodes: int) -> Iterator[None]:
     Path("/tmp/ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temp:
         started = Cluster()
-        for index in range(nodes):
-            started.add_node(
-                num_cpus=4,
-                resources={f"node{index}": 1},
-                object_store_memory=640 * 2**20,
-                include_dashboard=False,
-                temp_dir=temp,
-            )
+        started.add_node(
+            num_cpus=4,
+            object_store_memory=640 * 2**20,
+            include_dashboard=False,
+            temp_dir=temp,
+        )
         ray.init(address=started.address, configure_logging=False)
         try:
             yield

@@ -158,21 +158,6 @@ async def many_updates(shared_memory: bool) -> None:
     await until(lambda: stored() < MIB)
 
 
-async def two_nodes(shared_memory: bool) -> None:
-    """Actors on the sender's node and on another one."""
-    scheme = RayWeightSyncScheme(shared_memory=shared_memory)
-    actors = [Worker.options(resources={f"node{idx}": 0.1}).remote() for idx in (0, 1, 1)]
-    far = dict.fromkeys((1, 2), as_if_far(scheme))  # both nodes are on this host
-    async with crew(scheme, actors, far) as model:
-        near = SharedMemTransport if shared_memory else RayTransport
-        assert kinds(scheme) == {0: near, 1: RayTransport, 2: RayTransport}
-        for value in (2, 3, 4):
-            fill(model, float(value))
-            assert (await scheme.send()).acked == {0, 1, 2}
-            fill(model, -1.0)
-            assert await each(actors, "look") == [(value, {float(value)})] * 3
-
-
 async def killed(shared_memory: bool) -> None:
     """An actor that dies in mid-transfer is named within a second; restarted, it joins again."""
     scheme = RayWeightSyncScheme(shared_memory=shared_memory)
@@ -288,31 +273,6 @@ async def near_and_far() -> None:
             sent = scheme.send() if value % 3 else scheme.send_nowait()
             assert (await sent).acked == {1, 2, 3}
             fill(model, -1.0)
-
-
-async def joins_in_the_middle() -> None:
-    """Who joins while tensors are read for others gets that version, whole."""
-    scheme, actors = RayWeightSyncScheme(), [Worker.remote()]
-    async with crew(scheme, actors, {0: as_if_far(scheme)}) as model:
-        for idx, value in ((1, 2.0), (2, 3.0)):
-            actors.append(Worker.remote())
-            fill(model, value)
-            with held_store() as (entered, go_on):
-                sending = asyncio.ensure_future(scheme.send())
-                await until(entered.is_set)
-                joining = asyncio.ensure_future(join(scheme, actors[idx:], idx))
-                await until(lambda idx=idx: idx in kinds(scheme))
-                assert not sending.done()
-                if idx == 2:  # its worker is lost, and the payload perhaps kept nowhere
-                    ray.kill(actors[0])
-                    await until(lambda: 0 not in kinds(scheme))
-                go_on.set()
-                with contextlib.suppress(PartialSyncError):
-                    await sending
-            fill(model, -1.0)
-            assert await joining == [value]
-            assert await each(actors[1:], "look") == [(value, {value})] * idx
-            assert kinds(scheme)[idx] is SharedMemTransport
 
 
 async def lost_in_the_store() -> None:

@@ -96,53 +96,6 @@ async def test_who_comes_gets_what_was_sent(ended: bool, monkeypatch: pytest.Mon
         await stage.everybody_has(near)
 
 
-@pytest.mark.parametrize("ended", [False, True])
-async def test_who_leaves_in_any_wait_takes_nothing_along(
-    ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Stage(monkeypatch) as stage:
-        if ended:
-            await stage.end_send()
-        for turns in range(0, 40, 3):
-            worker = await stage.worker()
-            joining = asyncio.ensure_future(worker.connect())
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await worker.aclose()
-            await asyncio.gather(joining, return_exceptions=True)
-        await harness.until(lambda: len(stage.sender.sender_transports) == 1)
-        last = await stage.worker()
-        await last.connect()
-        await stage.end_send()
-        await stage.everybody_has([last])
-
-
-async def test_without_room_for_its_page_a_worker_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    failed = threading.Event()
-
-    def fails(*_: object) -> int:
-        failed.set()
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    async with Stage(monkeypatch) as stage:
-        await stage.end_send()
-        first, second = await stage.worker(), await stage.worker()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "memfd_create", fails)
-            joining = asyncio.ensure_future(first.connect())
-            await harness.until(failed.is_set)
-        await second.connect()
-        await joining
-        assert models.holds(first, 1.0)
-        assert models.holds(second, 1.0)
-        models.fill(stage.source, 2.0)
-        stage.proxy.resume()
-        assert (await stage.sender.send(stage.source)).acked == {0, 1, 2}
-        await stage.everybody_has([first, second], 2)
-
-
 # -- what was left in the tensors, as over Ray --------------------------------------------------
 
 

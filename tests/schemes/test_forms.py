@@ -127,33 +127,6 @@ async def test_links_that_are_given(make) -> None:
 
 @pytest.mark.asyncio
 @both
-async def test_a_pipe_whose_other_end_is_gone_is_not_waited_for(make) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    theirs.close()
-    async with make() as sender:
-        sender.init_on_sender(model=models.linear(), pipes=[ours])
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await sender.connect(timeout=harness.PATIENCE)
-        assert isinstance(caught.value.failed[0], aiosync.PeerClosed)
-
-
-@pytest.mark.asyncio
-@both
-async def test_initial_weights_given_to_connect(make) -> None:
-    scheme = make()
-    scheme.init_on_sender(num_workers=1)
-    other = harness.twin(scheme)
-    other.init_on_receiver(model=models.linear())
-    async with scheme, other:
-        given = models.linear(4.0).state_dict()
-        await asyncio.gather(scheme.connect(weights=given), other.connect())
-        assert models.holds(other, 4.0)
-        with pytest.raises(aiosync.ConfigError, match="without context"):
-            await scheme.send("policy")
-
-
-@pytest.mark.asyncio
-@both
 async def test_a_context_that_has_no_such_model(make) -> None:
     owner, missing = models.linear(), "a Linear, has no model 'p'"
     scheme = make()

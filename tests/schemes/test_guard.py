@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -35,43 +33,6 @@ def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
     assert applied == [1]
     assert not guard.reading_here
     assert guard.is_free()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("kind", ["tasks", "threads"])
-async def test_reads_whose_forwards_run_in_other_threads_let_an_update_in(kind: str) -> None:
-    guard, model, loop = Guard(), torch.nn.Identity(), asyncio.get_running_loop()
-    guard.install(model)
-    done = False
-
-    def forward() -> None:
-        model(torch.zeros(1))
-        time.sleep(0.01)
-
-    async def task() -> None:
-        while not done:
-            async with asyncio.timeout(2.0), Reading(guard):
-                for _ in range(2):
-                    await loop.run_in_executor(pool, forward)
-
-    def block() -> None:
-        while not done:
-            with Reading(guard):
-                for _ in range(2):
-                    pool.submit(forward).result(2.0)
-
-    with ThreadPoolExecutor(8) as pool:
-        readers = [task() if kind == "tasks" else asyncio.to_thread(block) for _ in range(3)]
-        reading = asyncio.gather(*readers)
-        for _ in range(5):
-            await asyncio.sleep(0.05)
-            applied = asyncio.Event()
-            if not guard.submit(lambda applied=applied: loop.call_soon_threadsafe(applied.set)):
-                guard.retry()
-            async with asyncio.timeout(2.0):
-                await applied.wait()
-        done = True
-        await reading
 
 
 class _Model(nn.Module):

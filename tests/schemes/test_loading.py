@@ -129,30 +129,6 @@ async def test_what_was_transformed_shares_no_memory_with_what_comes(make) -> No
         kept.clear()
 
 
-@pytest.mark.asyncio
-async def test_a_transform_may_give_something_else_each_time() -> None:
-    engine, ints = Engine(), torch.ones(2, 2, dtype=torch.int64)
-    results = [
-        {"a": torch.ones(3)},
-        {"a": torch.ones(3), "b": ints},
-        {"a": torch.full((3,), 2.0), "b": 0 * ints},
-        {"a": torch.full((3,), 4.0), "c": torch.zeros(0), "d": torch.ones(4)[::2]},
-        {},
-    ]
-    left = iter(results)
-    scheme = aiosync.SharedMemWeightSyncScheme(guard="reading")
-    init = {"load": engine.load, "transform": lambda _: next(left).items()}
-    async with here(scheme, models.linear(), init) as (sender, receiver):
-        for number, expected in enumerate(results):
-            if number:
-                await sender.send()
-            got = {name: each.tolist() for name, each in engine.weights.items()}
-            assert got == {name: each.tolist() for name, each in expected.items()}
-        with pytest.raises(aiosync.PartialSyncError, match="StopIteration|generator"):
-            await sender.send()
-        assert receiver.version == 5
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -213,29 +189,6 @@ async def test_the_loop_goes_on_while_a_transform_works_and_the_newest_wins() ->
         assert (await handles[-1]).version == 4
         assert models.holds(receiver, 3.0)
         assert seen[-1] == 3.0
-
-
-@pytest.mark.asyncio
-async def test_closing_while_a_transform_works() -> None:
-    target = models.linear()
-    started, go_on = threading.Event(), threading.Event()
-
-    def slow(weights):
-        if not started.is_set() and go_on.is_set():
-            started.set()
-            assert threading.Event().wait(0.3) is False
-        return weights
-
-    init = {"model": target, "transform": slow}
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    async with here(scheme, models.linear(), init) as (sender, receiver):
-        go_on.set()
-        handle = sender.send_nowait()
-        await asyncio.to_thread(started.wait, 30)
-        await receiver.aclose()
-        with pytest.raises(aiosync.PartialSyncError):
-            await handle
-        assert models.filled(target, -1.0)
 
 
 class Stated(nn.Linear):

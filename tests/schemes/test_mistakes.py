@@ -6,8 +6,6 @@ import asyncio
 import copy
 import math
 import multiprocessing
-import os
-import resource
 import subprocess
 import sys
 import textwrap
@@ -164,22 +162,6 @@ async def test_a_scripted_model_takes_no_forward_hooks(make) -> None:
 
 
 # -- what nobody awaits, and what a machine lacks --------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
-def test_a_trainer_without_descriptors_is_told() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        with pytest.raises(aiosync.ConfigError):
-            scheme.init_on_sender(model=models.linear())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    scheme.init_on_sender(model=models.linear())
-    scheme.abort()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import threading
 import time
 import warnings
@@ -177,43 +176,6 @@ async def test_a_policy_that_was_compiled_and_warm_before(inner) -> None:
             compiled(torch.ones(3))
             assert refused, "nothing guards what was compiled before"
     torch.compiler.reset()
-
-
-@pytest.mark.slow
-async def test_what_was_compiled_is_thrown_away_once_at_the_most(monkeypatch) -> None:
-    """Neither by a trainer that refuses, nor by each link or scheme after the first."""
-    resets: list[int] = []
-    reset = torch.compiler.reset
-    monkeypatch.setattr(torch.compiler, "reset", lambda: (resets.append(1), reset()))
-    source, target = Slow(), nn.Sequential(Slow())
-    compiled = torch.compile(target, backend="eager")
-    make = aiosync.SharedMemWeightSyncScheme
-    sender = make()
-    sender.init_on_sender(model_id="policy", model=nn.Sequential(source))
-    with torch.no_grad():
-        compiled(torch.ones(3))
-        async with sender:
-            await sender.connect()
-            for _ in range(2):
-                stranger = copy.copy(sender)
-                stranger.init_on_receiver(model_id="other", model=target)
-                with pytest.raises(aiosync.ConfigError):
-                    await stranger.connect()
-            assert not resets
-            for version in range(1, 4):
-                async with copy.copy(sender) as receiver:
-                    receiver.init_on_receiver(model_id="policy", model=target)
-                    await receiver.connect()
-                    inside: list[int] = []
-                    target[0].meanwhile = torch.compiler.disable(
-                        lambda inside=inside, receiver=receiver: inside.append(receiver.lag)
-                    )
-                    models.fill(source, float(version))
-                    await sender.send()
-                    assert compiled(torch.ones(3)).tolist() == [2.0 * version] * 3
-                    assert inside == [0]  # the forward took it, before it began
-        assert len(resets) == 1
-    reset()
 
 
 # -- reads that go on ----------------------------------------------------------------------------

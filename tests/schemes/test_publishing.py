@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import random
 import re
 import threading
@@ -227,23 +225,6 @@ async def test_whoever_reads_for_long_keeps_nobody_waiting() -> None:
         assert all(models.holds(other, 19.0) for other in others)
 
 
-async def test_those_that_answer_and_those_that_look_are_in_one_report() -> None:
-    source, targets = models.linear(), [models.linear(), models.linear()]
-    scheme = SHM(timeout=harness.PATIENCE, per_worker_weights=True)
-    async with harness.crowd(scheme, targets, sender={"model": source}) as (sender, others):
-        for value in (2.0, 3.0):
-            models.fill(source, value)
-            await sender.send()
-        with harness.read_elsewhere(others[1]), others[1].reading():
-            pass  # its reads overlap, so it answers from now on
-        given = [models.linear(4.0), models.linear(5.0)]
-        for _ in range(20):
-            report = await sender.send(dict(enumerate(given)))
-            assert (report.acked, report.failed) == ({0, 1}, {})
-            assert models.holds(others[0], 4.0)
-            assert models.holds(others[1], 5.0)
-
-
 class Stateful(nn.Linear):
     """With an extra state where it is given one: such updates come by message."""
 
@@ -323,49 +304,6 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                 out = await asyncio.to_thread(receiver.model, torch.ones(4))
                 assert bool((out == 5 * value).all())
             assert models.holds(receiver, value)
-
-
-def _hide_proc(state: harness.State) -> bool:
-    """Have this process, and nobody else, see nothing in ``/proc``; whether it may."""
-    libc = ctypes.CDLL(None)
-    new_mounts, private, nothing = 0x20000, 1 << 18 | 1 << 14, None
-    return (
-        libc.unshare(new_mounts) == 0
-        and libc.mount(nothing, b"/", nothing, private, nothing) == 0
-        and libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, nothing) == 0
-        and not os.path.exists("/proc/self")
-    )
-
-
-async def _train(state: harness.State) -> None:
-    state.model = models.linear(1.0)
-    state.scheme.init_on_sender(model=state.model, num_workers=1)
-    await state.scheme.connect(timeout=harness.PATIENCE)
-
-
-async def _send(state: harness.State, value: float) -> set[int]:
-    models.fill(state.model, value)
-    return set((await state.scheme.send()).acked)
-
-
-@pytest.mark.slow
-@pytest.mark.one_loop
-@pytest.mark.parametrize("who", ["trainer", "worker"])
-async def test_without_proc_workers_answer(who: str) -> None:
-    scheme = SHM(timeout=harness.PATIENCE)
-    crew = {"trainer": harness.start(scheme), "worker": harness.start(scheme, models.linear)}
-    try:
-        if not await crew[who].call(_hide_proc):
-            pytest.skip("only root may mount something else there")
-        crew["worker"].post(harness.join, 0)
-        await crew["trainer"].call(_train)
-        await crew["worker"].answer()
-        for value in range(2, 12):
-            assert await crew["trainer"].call(_send, float(value)) == {0}
-            assert await crew["worker"].call(_looked_at) == {float(value)}  # no read needed
-    finally:
-        for each in crew.values():
-            each.end()
 
 
 async def test_a_link_that_ended_this_moment_is_named_by_the_next_send() -> None:

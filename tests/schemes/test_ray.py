@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    with closing(Driver(nodes=2)) as driver:
+    with closing(Driver()) as driver:
         yield driver
 
 
@@ -35,14 +35,11 @@ def driver() -> Iterator[Driver]:
     [
         (scenarios.many_updates, [False], "uvloop"),
         (scenarios.many_updates, [True], "uvloop"),
-        (scenarios.two_nodes, [False], "asyncio"),
-        (scenarios.two_nodes, [True], "asyncio"),
         (scenarios.killed, [False], "uvloop"),
         (scenarios.killed, [True], "uvloop"),
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
         (scenarios.near_and_far, [], "asyncio"),
-        (scenarios.joins_in_the_middle, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),

@@ -91,23 +91,6 @@ async def test_closed_or_taken_back_before_the_forward_ended(make: Any) -> None:
 
 
 @both
-async def test_a_context_that_has_no_model_for_a_while_keeps_its_version(make: Any) -> None:
-    source, owner = models.linear(2.0), Owner(models.linear())
-    init = {"context": owner}
-    async with harness.here(make(), None, sender={"model": source}, receiver=init) as pair:
-        sender, receiver = pair
-        policy = owner.policy
-        del owner.policy
-        models.fill(source, 3.0)
-        handle = await harness.stage(sender, receiver)
-        assert await receiver.receive(timeout=0.05) is None
-        assert (receiver.version, models.filled(policy, 2.0)) == (1, True)
-        owner.policy = policy
-        await receiver.wait_for_version(handle.version, timeout=harness.PATIENCE)
-        assert models.holds(receiver, 3.0)
-
-
-@both
 @applies
 async def test_what_waits_for_a_model_is_not_lost(make: Any, apply: Any) -> None:
     ends = harness.here(make(apply=apply), models.linear(), sender={"model": models.linear(2.0)})

@@ -20,7 +20,7 @@ from aiosync.errors import PartialSyncError
 from aiosync.tensors import LiveBytes
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Challenge, Hello, Refuse, Setup
+from aiosync.wire import Challenge, Hello, Refuse
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import free_port
@@ -273,37 +273,6 @@ async def test_weights_are_for_those_who_have_the_token() -> None:
                         message = (await thief.recv(timeout=PATIENCE)).message
                         assert isinstance(message, Challenge | Refuse)
         assert not scheme.sender_transports
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "said", [None, Hello("receiver", "policy", 1), ("there", b""), ("here", b"an\r actor\xff")]
-)
-async def test_what_follows_the_proof(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's name, before it is anybody; who does not say it is hung up on, in time."""
-    send, setups = SharedMemTransport.send, []
-
-    async def instead(self: Any, message: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(message, Setup):
-            setups.append(message)
-            if len(setups) == 1 and isinstance(said, tuple):
-                message = Setup(said[0], "called", said[1])
-            elif len(setups) == 1:
-                message = said
-        if message is not None:
-            await send(self, message, *args, **kwargs)
-
-    monkeypatch.setattr(SharedMemTransport, "send", instead)
-    scheme, _ = sending(token=TOKEN, handshake_timeout=0.3)
-    receiver = receiving(scheme)
-    named = isinstance(said, tuple) and said[0] == "here"
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        assert kind(receiver) is SharedMemTransport
-        assert len(setups) == (1 if named else 2)
-        [link] = scheme.sender_transports.values()
-        known = "an_ actor_, " if named else ""
-        assert f"{known}worker process {os.getpid()}" in repr(link)
 
 
 @pytest.mark.asyncio

@@ -6,18 +6,13 @@ What holds for every scheme (reports, require, lost workers, late ones) is in th
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 import aiosync
-from aiosync.tensors import Flattener
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -126,47 +121,6 @@ async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
 
 
 @both
-async def test_another_model_takes_the_place_of_the_first(make: Any) -> None:
-    """In the sender, as in the receiver."""
-    ends = harness.here(make(), models.linear(), sender={"model": models.linear()})
-    async with ends as (sender, receiver):
-        for name, value, expected in (
-            ("model", models.linear(2.0), 2.0),
-            ("weights", weights(3.0), 3.0),
-            ("model", models.linear(4.0), 4.0),
-        ):
-            setattr(sender, name, value)
-            assert (sender.prepare_weights(None)["weight"] == expected).all()
-            await sender.send()
-            assert models.holds(receiver, expected)
-        with pytest.raises(aiosync.ConfigError, match=r"nn\.Module"):
-            sender.model = "a name"
-        await harness.deliver(sender, receiver, 5.0)
-
-
-@both
-async def test_indices_of_other_libraries(make: Any) -> None:
-    scheme = make(per_worker_weights=True)
-    options = {"model": models.linear(1.0), "num_workers": np.int64(2)}
-    targets = [models.linear(), models.linear()]
-    async with harness.crowd(scheme, targets, sender=options) as (sender, _):
-        for ids in (1, np.int64(1), torch.tensor(1), [np.int64(1)], torch.tensor([1])):
-            assert (await sender.send(worker_ids=ids)).acked == {1}
-        assert (await sender.send({np.int64(1): weights(9.0)})).acked == {1}
-        assert (await sender.send(worker_ids=np.array([0, 1]))).acked == {0, 1}
-        before = sender.version
-        for ids in ("0", 1.0, [0.0], -1, [None], object(), [0, 3]):
-            with pytest.raises(aiosync.ConfigError, match=r"worker_ids|not registered"):
-                await sender.send(worker_ids=ids)
-        assert (await sender.send_nowait(worker_ids=())).version == before
-        assert sender.version == before  # no version is drawn that nobody would ever have
-    other = make()
-    other.init_on_receiver(model=models.linear(), worker_idx=np.int64(3))
-    assert type(other.worker_idx) is int
-    other.abort()
-
-
-@both
 async def test_sends_at_the_same_time_come_in_order(make: Any) -> None:
     options = {"model": models.medium()}
     async with harness.here(make(), models.medium(), sender=options) as (sender, receiver):
@@ -221,30 +175,6 @@ async def test_a_trainer_that_only_sends_lets_workers_come() -> None:
             while not joining.done():
                 await scheme.send()
         await joining
-
-
-async def test_closing_holds_no_loop_while_a_thread_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_into, begun = Flattener.copy_into, threading.Event()
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        begun.set()
-        time.sleep(0.5)
-        copy_into(*args, **kwargs)
-
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    async with harness.here(scheme, models.big(), sender={"model": models.big()}) as (sender, _):
-        monkeypatch.setattr(Flattener, "copy_into", slow)
-        sending = asyncio.ensure_future(sender.send())
-        await harness.until(begun.is_set)
-        closing = asyncio.ensure_future(sender.aclose())
-        longest, before = 0.0, time.perf_counter()
-        while not closing.done():
-            await asyncio.sleep(0.005)
-            now = time.perf_counter()
-            longest, before = max(longest, now - before), now
-        assert longest < 0.3
-        with contextlib.suppress(aiosync.AiosyncError):
-            await sending
 
 
 async def test_workers_under_new_indices_do_not_add_up() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +44,6 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     yield f"unix://{folder}/socket"
     assert os.listdir(folder) == []  # nobody left a socket there
     shutil.rmtree(folder)
-
-
-def known(url: str) -> str:
-    """The same address, with a port that is free now."""
-    if url != TCP:
-        return url
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def make(address: str = TCP, **options: Any) -> aiosync.TCPWeightSyncScheme:
@@ -236,23 +227,6 @@ async def test_a_trainer_that_answers_nothing_does_not_stretch_reconnect() -> No
         async with asyncio.timeout(10):
             with pytest.raises(aiosync.PeerClosed):
                 await receiver.receive(timeout=PATIENCE)
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_new_worker_does_not_push_out_one_that_follows_a_trainer(url: str) -> None:
-    async with Stage(known(url)) as stage:
-        old, late = await stage.add(), await stage.add(through=True)
-        assert (old.worker_idx, late.worker_idx) == (0, 1)
-        await old.aclose()
-        stage.proxy.upstream = NOWHERE
-        await stage.sender.aclose()
-        await stage.start_sender(7.0)
-        await stage.add()
-        await stage.add()  # both numbers are taken before the old worker is back
-        stage.proxy.upstream = stage.sender.address
-        await harness.until(lambda: models.holds(late, 7.0))
-        await harness.until(lambda: len(stage.sender.worker_versions) == 3)
 
 
 # -- transfers that are cut ----------------------------------------------------------------------

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
-import ssl
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import aiosync
-from aiosync.server import WeightServer
-from aiosync.testing import FaultProxy
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Welcome
-from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -112,30 +106,6 @@ async def test_a_link_of_no_trainer_is_closed_at_once(role) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("how", ["aclose", "abort"])
-async def test_closing_closes_the_links_that_have_said_nothing(how: str) -> None:
-    async with connected() as (_, receiver):
-        silent = await dial(receiver.address)
-        if how == "aclose":
-            await receiver.aclose()
-        else:
-            receiver.abort()
-        await ended(silent)
-
-
-@pytest.mark.asyncio
-async def test_a_new_link_takes_over_within_the_handshake() -> None:
-    async with joining() as (receiver, task):
-        silent = await dial(receiver.address, trainer_hello())
-        assert isinstance((await silent.recv(timeout=PATIENCE)).message, Hello)
-        newer = await dial(receiver.address, trainer_hello())
-        await greeted(newer)
-        await task
-        await ended(silent)
-        newer.abort()
-
-
-@pytest.mark.asyncio
 async def test_without_reconnecting_the_link_in_use_stays() -> None:
     async with connected(reconnect=0) as (sender, receiver):
         epoch = (await sender.send()).epoch
@@ -177,32 +147,6 @@ async def test_a_second_trainer_is_refused_until_the_first_one_leaves() -> None:
             await waiting  # it went on trying
             assert models.holds(receiver, 2.0)
             assert (await second.send()).acked == {0}
-
-
-@pytest.mark.asyncio
-async def test_a_trainer_whose_worker_another_one_has_says_so_in_send() -> None:
-    async with joining() as (receiver, task), FaultProxy(receiver.address) as proxy:
-        async with make(proxy.url) as first, make(receiver.address) as rival:
-            for each in (first, rival):
-                each.init_on_sender(model=models.linear())
-            await asyncio.gather(first.connect(), task)
-            proxy.upstream = "unix:///nowhere/at/all"
-            proxy.cut()
-            await rival.connect()
-            proxy.upstream = receiver.address
-            async with asyncio.timeout(PATIENCE):
-                while "another trainer has this worker" not in await failure_of(first):
-                    await asyncio.sleep(0.01)
-            await rival.aclose()
-            await harness.until(lambda: first.sender_transports)
-            assert (await first.send()).acked == {0}
-
-
-async def failure_of(sender: Any) -> str:
-    """Why the only worker does not get what is sent."""
-    with pytest.raises(aiosync.PartialSyncError) as caught:
-        await sender.send()
-    return str(caught.value)
 
 
 @pytest.mark.asyncio
@@ -296,49 +240,3 @@ def test_more_workers_than_can_be_dialled_are_refused(
     with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
         sender.init_on_sender(**init)
     sender.init_on_sender(num_workers=1)  # it has no role yet
-
-
-# -- certificate files -------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def with_own_ca(
-    folder: Path, role: str, **options: Any
-) -> AsyncIterator[tuple[Any, Path, FaultProxy]]:
-    """A connected side that dials over TLS, its file of authorities, and a proxy on the way."""
-    made, ca = certificates(), folder / "ca.pem"
-    shutil.copy(made.folder / "ca.pem", ca)
-    async with (
-        WeightServer("tcp://127.0.0.1:0", tls=made.listening) as server,
-        FaultProxy(server.url) as proxy,
-        make(proxy.url, dial="both", tls=aiosync.TLS(ca=ca), **options) as scheme,
-    ):
-        getattr(scheme, f"init_on_{role}")(model=models.linear())
-        await scheme.connect()
-        yield scheme, ca, proxy
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_a_certificate_file_may_be_incomplete_for_a_moment(
-    tmp_path: Path, role: str, monkeypatch: Any
-) -> None:
-    load, tries = ssl.SSLContext.load_verify_locations, []
-
-    def counted(*args: Any) -> None:
-        tries.append(args)
-        load(*args)
-
-    async with with_own_ca(tmp_path, role, reconnect=None) as (scheme, ca, proxy):
-        monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", counted)
-        whole = ca.read_bytes()
-        ca.write_bytes(whole[:100])
-        proxy.cut()
-        await harness.until(lambda: len(tries) > 2)
-        ca.write_bytes(whole)
-        if role == "sender":
-            await harness.until(lambda: scheme.sender_transports)
-            assert (await scheme.send()).acked == {0}
-        else:
-            await harness.until(lambda: scheme.reconnects == 1)
-            assert scheme.link_lost is None

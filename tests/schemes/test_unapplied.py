@@ -41,31 +41,6 @@ async def test_a_send_that_timed_out_or_was_refused_had_replaced_the_others(make
 
 
 @links
-async def test_who_applies_by_hand_hears_what_that_did(make: Any) -> None:
-    """Also where somebody on the loop asks for the same meanwhile."""
-    begun, go, loads = threading.Event(), threading.Event(), []
-
-    def load(_: Any) -> None:
-        loads.append(1)
-        if len(loads) > 1:
-            begun.set()
-            assert go.wait(harness.PATIENCE)
-
-    scheme, options = make(apply="manual", guard="reading"), {"model": models.linear()}
-    ends = harness.here(scheme, None, sender=options, receiver={"load": load})
-    async with ends as (sender, receiver):
-        handle = await harness.stage(sender, receiver)
-        applying = asyncio.create_task(asyncio.to_thread(receiver.apply_pending))
-        await harness.until(begun.is_set)
-        waiting = asyncio.create_task(receiver.wait_for_version(handle.version, timeout=5.0))
-        await asyncio.sleep(0.01)
-        go.set()
-        assert await applying == handle.version
-        assert await waiting == handle.version
-        await handle
-
-
-@links
 async def test_what_is_being_applied_is_not_skipped(make: Any) -> None:
     begun, go, loads = threading.Event(), threading.Event(), []
 

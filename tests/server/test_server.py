@@ -115,30 +115,6 @@ async def test_there_are_at_most_so_many_models() -> None:
 # -- who asks, and who gets everything --------------------------------------------------------
 
 
-async def test_pulls_and_subscriptions_side_by_side() -> None:
-    async with (
-        WeightServer(URL) as server,
-        trainer(server) as source,
-        worker(server) as subscriber,
-        worker(server, subscribe=False) as puller,
-    ):
-        await send(source, 1.0)
-        await subscriber.wait_for_version(1)
-        assert holds(puller, -1.0)
-        assert await puller.pull() == 1
-        assert holds(puller, 1.0)
-        for value in (2.0, 3.0, 4.0):
-            report = await send(source, value)
-        await subscriber.wait_for_version(4)
-        assert await puller.pull() == 4
-        assert holds(puller, 4.0) and holds(subscriber, 4.0)
-        pulled = await WeightClient(server.url).pull()
-        assert pulled.version == 4
-        assert pulled.epoch == report.epoch
-        assert all(bool((each == 4.0).all()) for each in pulled.mapping().values())
-        assert await puller.pull() == 4  # nothing newer: the answer is a word
-
-
 async def test_a_pull_waits_for_the_first_version() -> None:
     async with WeightServer(URL) as server:
         pull = asyncio.ensure_future(WeightClient(server.url).pull(timeout=PATIENCE))

@@ -156,31 +156,6 @@ async def _outcome(handle: aiosync.SendHandle) -> None:
         await handle
 
 
-async def test_one_receiver_goes_through_a_link_that_was_refused(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    token = "a token of this server"
-    register, installed = target.register_forward_pre_hook, []
-
-    def count(*args, **options):
-        installed.append(args)
-        return register(*args, **options)
-
-    target.register_forward_pre_hook = count  # of a guard, each of which has its own
-    scheme = aiosync.TCPWeightSyncScheme(address, token=token)
-    async with WeightFeed(scheme, model=target, max_pause=0.1) as feed:
-        async with trainer(source, address, 1, token=token):
-            await feed.ready.wait(timeout=PATIENCE)
-            assert len(installed) == 1
-        async with trainer(source, address, token="another one altogether"):
-            await until(lambda: "AuthError" in feed.status.reason)
-            assert "the link to the source was lost" in feed.status.reason
-            assert feed.status.state == "stale"
-        async with trainer(source, address, 1, token=token):
-            await until(lambda: feed.status.state == "live")
-            assert feed.status.reconnects == 1
-    assert len(installed) == 1
-
-
 async def test_a_function_loads_in_a_thread_while_the_loop_goes_on(address: str) -> None:
     source, engine = models.linear(), Engine()
     entered, go_on = threading.Event(), threading.Event()
@@ -323,23 +298,6 @@ async def test_whatever_a_function_raises_refuses_the_update(error, address: str
         await scheme.send()
         assert feed.version == 3
         assert feed.status.state == "live"
-
-
-@pytest.mark.parametrize("kind", ["weights", "transposed", "first"])
-async def test_what_is_more_than_pointers_happens_in_a_thread(kind, address: str) -> None:
-    source, target = models.medium(), models.medium()
-    block = target.block.data.t().contiguous().t() if kind == "transposed" else target.block.data
-    target.block.data = block
-    given = {"weights": {"block": block.clone()}} if kind == "weights" else {"model": target}
-    threads = []
-    async with feed_of(address, **given) as feed, trainer(source, address, 1) as scheme:
-        await feed.ready.wait(timeout=PATIENCE)
-        threads += [t.name for t in threading.enumerate() if t.name == "aiosync-apply"]
-        models.fill(source, 3.0)
-        await scheme.send()
-        held = given.get("weights", {"block": target.block})["block"]
-        assert (held == 3.0).all()
-    assert threads
 
 
 async def test_mistakes() -> None:

@@ -261,32 +261,3 @@ def test_nobody_waits_for_an_update_that_its_own_thread_holds_back(kind: str) ->
                 inside()
         sender.wait_async()
         assert receiver.receive().version == 2
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_a_forward_that_may_not_begin_ends_no_other_read(kind: type[BaseException]) -> None:
-    """torch calls the hooks after a forward also where those before it raised."""
-    inner, guard, count = Probe(), Guard(), Count()
-    outer = Probe(inside=lambda: attempt())
-    raising = False
-
-    def attempt() -> None:
-        nonlocal raising
-        raising = True
-        with pytest.raises(kind):
-            inner()
-        raising = False
-        assert not guard.submit(count)
-        assert count.runs == 0, "it was applied inside the outer forward"
-
-    class Refusing(Guard):
-        def enter(self, frame: Any = None) -> None:
-            if raising:
-                raise kind
-            super().enter(frame)
-
-    guard = Refusing()
-    guard.install(torch.nn.ModuleDict({"outer": outer, "inner": inner}))
-    outer()
-    assert count.runs == 1
-    _blocks_nothing(guard)

@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -40,27 +39,6 @@ def test_the_thread_is_there_from_connect_to_shutdown_and_shared() -> None:
 
 
 # -- calls ------------------------------------------------------------------------------------
-
-
-def test_an_error_leaves_no_cycle_behind() -> None:
-    """What a caller's frames hold goes with the exception, not at some later collection."""
-
-    class Marker:
-        pass
-
-    def fail() -> weakref.ref[Marker]:
-        marker = Marker()
-        found = weakref.ref(marker)
-        with pytest.raises(aiosync.LocalProtocolError):
-            tools.SHM().send()
-        return found
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert fail()() is None
-    finally:
-        gc.enable()
 
 
 def test_a_call_that_fails_keeps_its_cause_and_leaves_nothing() -> None:

@@ -74,13 +74,6 @@ def test_large_and_small_tensors_mixed(threads: int | None) -> None:
         check(contents(flattener, weights, pool=pool), weights, BF16)
 
 
-def test_special_values() -> None:
-    values = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, 1e-40])
-    tensor = values.repeat(6_000)  # also in the vectorised loop
-    found = contents(CastingFlattener("tensordict", BF16), {"a": tensor})["a"]
-    assert bits(found) == bits(tensor.to(BF16))
-
-
 class Rotary(nn.Module):
     """Has a buffer that is computed, and not part of the state dict, as language models do."""
 
@@ -114,20 +107,6 @@ def test_patterns_and_weights_that_are_no_module_cast_what_they_name() -> None:
     for source in (every, TensorDict(every, batch_size=[])):
         assert set(sent(CastingFlattener("tensordict", BF16), source).values()) == {BF16}
     assert set(sent(CastingFlattener("tensordict", {"*": BF16}), model).values()) == {BF16}
-
-
-def test_a_known_source_keeps_its_layout_and_sends_new_values() -> None:
-    model, flattener = nn.Linear(300, 200), CastingFlattener("tensordict", BF16)
-    first = flattener.prepare(model)
-    for value in (1.1, 2.2):
-        nn.init.constant_(model.weight, value)
-        prepared = flattener.prepare(model)
-        assert (prepared.layout, prepared.tensors) == (first.layout, first.tensors)
-        check(contents(flattener, model), dict(model.named_parameters()), BF16)
-    for name, size, same in (("weight", (200, 300), True), ("bias", (201,), False)):
-        model.register_parameter(name, nn.Parameter(torch.full(size, 3.3)))
-        assert (flattener.prepare(model).layout is first.layout) is same
-        check(contents(flattener, model), dict(model.named_parameters()), BF16)
 
 
 def test_what_needs_no_cast_is_a_plain_snapshot() -> None:

@@ -92,36 +92,6 @@ def test_a_checkpoint_is_fused_and_comes_back_bit_for_bit(random: Any, dtype: to
     assert same(made(UNFUSE, again), weights)
 
 
-def test_to_the_names_of_an_engine_and_back() -> None:
-    weights = llama()
-    engine = WeightMap(
-        drop="*.rotary_emb.inv_freq",
-        rename={"model.*": "transformer.*", "lm_head.weight": "head.weight"},
-        merge={
-            "transformer.layers.*.attn.weight": [
-                f"transformer.layers.*.self_attn.{each}_proj.weight" for each in "qkv"
-            ]
-        },
-        dtype=torch.bfloat16,
-    )
-    fused = made(engine, weights)
-    assert {tensor.dtype for tensor in fused.values()} == {torch.bfloat16}
-    assert "head.weight" in fused
-    assert fused["transformer.layers.0.attn.weight"].shape == (32, HIDDEN)
-    back = WeightMap(
-        rename={"transformer.*": "model.*", "head.weight": "lm_head.weight"},
-        split={
-            "model.layers.*.attn.weight": {
-                "model.layers.*.self_attn.q_proj.weight": 16,
-                "model.layers.*.self_attn.k_proj.weight": 8,
-                "model.layers.*.self_attn.v_proj.weight": 8,
-            }
-        },
-    )
-    cast = {k: v.bfloat16() for k, v in weights.items() if "rotary" not in k}
-    assert same(made(back, fused), cast)
-
-
 # -- properties ---------------------------------------------------------------------------------
 
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
@@ -155,12 +125,6 @@ def test_split_undoes_merge_along_every_dimension(
 
 
 names = st.text("ab.*1", min_size=1, max_size=8)
-
-
-@given(st.dictionaries(names, st.integers(0, 9), max_size=6))
-def test_a_map_without_options_changes_nothing(given_: dict[str, int]) -> None:
-    weights = {name: torch.tensor(value) for name, value in given_.items()}
-    assert [(n, id(t)) for n, t in WeightMap()(weights)] == [(n, id(t)) for n, t in weights.items()]
 
 
 @given(st.sets(st.text("ab.1", min_size=1, max_size=6), min_size=1, max_size=6))
@@ -199,22 +163,6 @@ def test_views_where_it_can_and_only_then_copies() -> None:
     assert found["r"].data_ptr() == weights["a"].data_ptr() + 8
     assert found["c"].dtype is torch.float16
     assert weights["c"].dtype is torch.float32
-
-
-def test_it_is_lazy() -> None:
-    taken = []
-
-    def source() -> Any:
-        for name in ("q", "k", "rest", "never"):
-            taken.append(name)
-            yield name, torch.ones(1)
-
-    step = WeightMap(merge={"qk": ("q", "k")}, strict=False)(source())
-    assert taken == []
-    assert next(step)[0] == "qk"
-    assert taken == ["q", "k"]
-    assert next(step)[0] == "rest"
-    assert taken == ["q", "k", "rest"]
 
 
 def test_several_names_and_none() -> None:
@@ -331,13 +279,6 @@ def test_parts_that_do_not_fit_together(other: torch.Tensor) -> None:
 def test_sizes_that_do_not_fit(sizes: Any) -> None:
     with pytest.raises(ManifestMismatch, match="has 3 elements"):
         made(WeightMap(split={"a": sizes}), {"a": torch.ones(3)})
-
-
-def test_a_dimension_that_is_not_there() -> None:
-    with pytest.raises(ManifestMismatch, match="without a dimension 1"):
-        made(WeightMap(split={"a": ({"x": 1, "y": -1}, 1)}), {"a": torch.ones(3)})
-    with pytest.raises(ManifestMismatch, match="without a dimension 0"):
-        made(WeightMap(merge={"m": ("a", "b")}), dict.fromkeys("ab", torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(

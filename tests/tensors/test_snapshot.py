@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared, Target, collect
+from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared, collect
 from tests.tensors._models import (
     Everything,
     Labelled,
@@ -240,38 +240,11 @@ def test_another_container_after_a_known_one(source: Any) -> None:
         assert contents(flattener, each) == expected(each)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_what_is_in_a_wrapper_may_be_replaced() -> None:
-    source, target = nn.DataParallel(nn.Linear(2, 2)), nn.DataParallel(nn.Linear(2, 2))
-    flattener, receiver = Flattener(), Target(target)
-    for replaced in (None, source, target):
-        if replaced is not None:
-            replaced.module = nn.Linear(2, 2)
-        prepared = flattener.prepare(source)
-        flat = FlatBuffer(prepared.layout.nbytes)
-        flattener.copy_into(prepared, flat)
-        receiver.apply_(prepared.layout, flat, prepared.values, copy=False)
-        assert torch.equal(source.module.weight, target.module.weight)
-
-
 def test_persistence_is_part_of_the_plan() -> None:
     model, flattener = Everything(1.0), Flattener("state_dict")
     assert "hidden" not in contents(flattener, model)
     model.register_buffer("hidden", model.hidden, persistent=True)
     assert "hidden" in contents(flattener, model)
-
-
-def test_a_hook_that_appears_later_is_honoured() -> None:
-    model, flattener = nn.Linear(2, 2), Flattener("state_dict")
-
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        del state["bias"]
-
-    assert list(contents(flattener, model)) == ["weight", "bias"]
-    handle = model.register_state_dict_post_hook(drop)
-    assert list(contents(flattener, model)) == ["weight"]
-    handle.remove()
-    assert list(contents(flattener, model)) == ["weight", "bias"]
 
 
 def test_ties_that_dissolve_are_seen() -> None:

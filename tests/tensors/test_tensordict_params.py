@@ -111,16 +111,6 @@ def test_a_source_sends_what_its_forward_computes_with() -> None:
     assert set(target()) == {77}
 
 
-def test_a_swap_after_the_first_update_is_seen() -> None:
-    target = Model(9.0)
-    receiver = Target(target)
-    for value in (1.0, 2.0, 3.0):
-        send(Model(value), receiver, copy=False)
-        assert set(target()) == {value}
-        _check_tables(target)
-        _meta_as_torchrl(target)
-
-
 def test_failing_puts_both_tables_back() -> None:
     source, target = Model(1.0), Model(9.0)
     source.last, target.last = Refuses(2.0, refuse=False), Refuses(1.0, refuse=True)
@@ -133,39 +123,3 @@ def test_failing_puts_both_tables_back() -> None:
     target.last.refuse = False
     send(source, target, copy=False)
     assert set(target()) == {1}
-
-
-def test_tensors_of_a_call_are_not_kept() -> None:
-    """``data.to_module()`` puts plain tensors in the parameters' places until the call ends."""
-    target = Model(9.0)
-    receiver = Target(target)
-    send(Model(1.0), receiver, copy=False)
-    with TensorDict.from_module(target).data.clone().to_module(target):
-        send(Model(2.0), receiver, copy=False)
-        assert isinstance(_params(target)["inner.weight"], nn.Parameter)
-    assert target.params["inner", "weight"].tolist() == [2, 2, 2]
-
-
-def test_what_gets_no_weights_stays_as_it_is() -> None:
-    target = Model(9.0)
-    _meta_as_torchrl(target)
-    send(nn.ModuleDict({"plain": Model(1.0).plain}), target, copy=False, strict=False)
-    assert target.plain.weight.item() == 1
-    assert target.params["inner", "weight"].is_meta
-    assert _params(target)["inner.weight"].tolist() == [9, 9, 9]
-
-
-@pytest.mark.parametrize("form", ["dotted keys", "one inside another"])
-def test_other_forms(form: str) -> None:
-    source, target = Model(1.0), Model(9.0)
-    for model in (source, target):
-        if form == "dotted keys":
-            flat = model.params.flatten_keys(".")
-            model.params = TensorDictParams(TensorDict(dict(flat.items())), no_convert=True)
-        else:
-            model.outer = TensorDictParams(TensorDict({"inside": model.params}), no_convert=True)
-    _meta_as_torchrl(target)
-    receiver = Target(target)
-    for _ in range(2):
-        send(source, receiver, copy=False)
-        assert set(target()) == {1}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import errno
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiosync
-from aiosync.transports.shared_memory import Arena
-from aiosync.wire import Fetch, encode_frame
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -49,28 +45,6 @@ async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeyp
         await harness.until(lambda: not scheme.sender_transports)
         await next_one.connect(timeout=harness.PATIENCE)
         assert (await scheme.send(timeout=harness.PATIENCE)).acked == {0}
-
-
-async def test_a_descriptor_whose_message_was_not_sent_goes_with_no_other_one() -> None:
-    arena, (mine, its) = Arena(), socket.socketpair()
-    async with aiosync.SharedMemTransport(mine, arena=arena) as link:
-        publisher = link.publisher
-        assert publisher is not None
-
-        async def announce() -> None:
-            with contextlib.closing(publisher.announcements(arena.grow(64))) as messages:
-                for message, _ in messages:
-                    await link.send(message)
-
-        announcing = asyncio.ensure_future(announce())
-        await asyncio.sleep(0)  # it waits before the first byte
-        announcing.cancel()
-        await asyncio.wait({announcing})
-        await link.send(Fetch(1))
-        data, fds, _, _ = socket.recv_fds(its, 65536, 8)
-        assert (data, fds) == (encode_frame(Fetch(1)), [])
-    its.close()
-    arena.close()
 
 
 # -- readers that leave --------------------------------------------------------------------------

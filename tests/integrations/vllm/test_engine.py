@@ -198,35 +198,6 @@ def test_incomplete_update_is_undone(server: Server) -> None:
         assert server.tokens() == tokens
 
 
-def test_failure_with_requests_in_flight(server: Server) -> None:
-    """They go on with the old version as if nothing had been tried."""
-    with trainer_of(server, check="none") as trainer:
-        trainer.send_weights(A)
-        version = server.label()
-        with Clients(server, 2, max_tokens=200) as clients:
-            with pytest.raises(aiosync.PartialSyncError):
-                trainer.send_weights({**B, "lm_head.weight": torch.ones(2, 2).bfloat16()})
-        assert not clients.errors and clients.answers
-        for answer in clients.answers:
-            assert answer["weight_versions"] == [{"version": version, "start": 0, "end": 200}]
-
-
-def test_wrong_address(server: Server) -> None:
-    """An engine that cannot reach its trainer says so in time, and goes on."""
-    tokens = server.tokens()
-    began = time.monotonic()
-    init_info = {"address": "tcp://127.0.0.1:9", "timeout": 2.0}
-    reply = server.post("init_weight_transfer_engine", {"init_info": init_info})
-    assert reply.status_code == 500 and "tcp://127.0.0.1:9" in reply.text
-    assert time.monotonic() - began < 10
-    assert server.tokens() == tokens
-    began = time.monotonic()
-    with pytest.raises(aiosync.ConnectError, match="127.0.0.1:9"):
-        trainer_of(server, connect_address="tcp://127.0.0.1:9", timeout=2.0)
-    assert time.monotonic() - began < 10
-    assert server.tokens() == tokens
-
-
 def test_dead_trainer(server: Server, tmp_path: Path) -> None:
     """A trainer is killed: updates fail in time, the engine generates, another trainer comes."""
     environment = {**os.environ, "AIOSYNC_TOKEN": TOKEN}
@@ -255,19 +226,6 @@ def test_dead_trainer(server: Server, tmp_path: Path) -> None:
         successor.send_weights(make_weights(4))
         assert not server.is_paused()
         assert server.tokens() != tokens
-
-
-def test_asked_twice(server: Server, trainer: AiosyncTrainerEngine) -> None:
-    """A trainer that did not hear that all went well asks again; an old version is refused."""
-    trainer.send_weights(A)
-    trainer.send_weights(B)
-    tokens = server.tokens()
-    trainer.activate()
-    assert server.tokens() == tokens and server.label() == "2"
-    assert server.post("start_weight_update").ok
-    reply = server.post("update_weights", {"update_info": {"version": 1, "timeout": 1.0}})
-    assert reply.status_code == 500 and "loaded is 2" in reply.text
-    assert server.tokens() == tokens
 
 
 def test_engine_lost_the_trainers_word(server: Server) -> None:
