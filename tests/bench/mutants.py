@@ -201,7 +201,7 @@ MUTANTS = [
         "protocol/versions.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if epoch == self.newest_epoch and version < self.newest:",
-        "tests/unit/test_versions.py",
+        "tests/unit/test_outbox.py",
     ),
     Mutant(
         "versions of another trainer are compared",

@@ -11,9 +11,9 @@ import pytest
 import aiosync
 from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.serving import WeightFeed
-from tests.integrations._asgi_calls import (
-    uvicorn_of,
-)
+from tests.bench import asgi_under_load
+from tests.integrations._asgi_calls import uvicorn_of
+from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.schemes._harness import until
 
@@ -128,3 +128,28 @@ async def test_under_uvicorn_with_a_trainer() -> None:
             assert not sending.done()
         assert await sending == version + 1
         assert feed.gate.running == 0
+
+
+# -- under load -----------------------------------------------------------------------------------
+
+
+@pytest.mark.apart
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_requests_while_updates_arrive_back_to_back() -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    options = ["--mib", "64", "--tensors", "16", "--rate", "100", "--seconds", "2"]
+    args = asgi_under_load.parse([*options, "--loop", "asyncio", "--blame"])
+    found = aiosync.run(asgi_under_load.measure(args, harness.context("forkserver")))
+    for name in ("without", "with"):
+        part = found[name]
+        assert part["requests"] == 200
+        assert part["examples"] == []  # of what failed and of what was mixed
+        assert part["failed"] == 0
+    assert found["with"]["mixed"] == 0
+    assert found["with"]["versions"] >= 2
+    held = found["with"]["server"]["callbacks_ms"]
+    assert held["count"] > 100
+    # Of all callbacks, aiosync's among them: processor time, as the tests share the machine.
+    assert held["busy"]["p99"] < 10.0

@@ -1,7 +1,4 @@
-"""Weights over process groups of torch.distributed into worker processes, with real Gloo.
-
-All workers are on this host, so shared memory is off; see ``test_same_host.py`` for that.
-"""
+"""Weights over process groups of torch.distributed into worker processes, with real Gloo."""
 
 from __future__ import annotations
 
@@ -69,9 +66,6 @@ async def test_only_large_updates_take_a_group(build: Any) -> None:
     assert not dist.is_initialized()
 
 
-# -- copies that go ahead of the transfer --------------------------------------------------------
-
-
 @pytest.mark.asyncio
 @pytest.mark.slow
 @pytest.mark.parametrize("inline_nbytes", [2**20, 2**30], ids=["group", "stream"])
@@ -127,9 +121,6 @@ async def test_a_forked_child_leaves_the_group_alone() -> None:
         assert models.holds(receiver, 2.0)
 
 
-# -- faults -------------------------------------------------------------------------------------
-
-
 def halt_in_mid_transfer(_worker: harness.State, how: int) -> None:
     """Once some chunks of the next payload have come, and more were asked for."""
     recv, left = dist.ProcessGroupGloo.recv, 12
@@ -166,9 +157,6 @@ async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(ho
             crew.append(harness.start(scheme, models.big))
             assert await crew[1].call(harness.join, 0) == 2
         assert await value(crew[-1]) == 2.0
-
-
-# -- rendez-vous --------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
@@ -229,9 +217,6 @@ def test_mistakes_are_said_early() -> None:
         aiosync.DistributedWeightSyncScheme("nccl")
 
 
-# -- beside other groups ------------------------------------------------------------------------
-
-
 def _run(name: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", f"tests.schemes.{name}"],
@@ -259,3 +244,22 @@ def test_a_group_that_was_given_is_used() -> None:
     assert "rank 1 has version 3" in out
     assert "rank 2 has version 3" in out
     assert "the group still works" in out
+
+
+# -- models that are sharded over several ranks ---------------------------------------------------
+
+
+@pytest.mark.slow
+def test_trainers_of_two_ranks_send_whole_tensors() -> None:
+    command = [sys.executable, "-m", "tests.schemes._fsdp_trainer"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for text in (
+        "the worker has the values of the whole model",
+        "the root was not sharded after a forward",
+        "rank 0 has seen every form",
+        "rank 1 has seen every form",
+        "alone: SyncTimeout: not all 2 ranks",
+        "alone: TransportBroken: the ranks of the mesh could not meet",
+    ):
+        assert text in done.stdout

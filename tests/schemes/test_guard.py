@@ -1,19 +1,29 @@
-"""The guard between forwards and updates, and what depends on the thread that applies."""
+"""The guard between forwards and updates, also while a model is not itself."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import aiosync
 from aiosync.schemes import Guard, Reading
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
@@ -85,9 +95,6 @@ def test_what_generates_inside_of_a_wrapper_is_guarded(kind: str) -> None:
     assert (model.guarded[0], model.guarded[-1]) == (True, False)
 
 
-# -- the guard of a receiver -------------------------------------------------------------------
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("close", [False, True], ids=["read on", "closed"])
 @pytest.mark.parametrize("make", harness.SCHEMES)
@@ -125,3 +132,260 @@ async def test_weights_are_not_changed_by_hand_inside_a_read(kind) -> None:
                 change()
         receiver.apply_weights(models.linear(7.0).state_dict())
         assert models.filled(target, 7.0)
+
+
+# -- other tensors in a model, and transforms around it -------------------------------------------
+
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+
+
+class Slow(nn.Module):
+    """Multiplies, and lets something happen in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.bias = nn.Parameter(torch.ones(3))
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        self.meanwhile()
+        return y + self.bias
+
+
+async def _arrive(sender: Any, receiver: Any, target: Slow, call: Callable[[], Any]) -> Any:
+    """Call in a thread what calls the model, and send while it is in there."""
+    inside, go_on = threading.Event(), threading.Event()
+    target.meanwhile = lambda: (inside.set(), go_on.wait(harness.PATIENCE))
+    calling = asyncio.create_task(asyncio.to_thread(call))
+    assert await asyncio.to_thread(inside.wait, harness.PATIENCE)
+    handle = await harness.stage(sender, receiver)
+    go_on.set()
+    result = await calling
+    assert (await handle).acked == {0}
+    target.meanwhile = lambda: None
+    return result
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+@pytest.mark.parametrize("way", ["functional_call", "to_module"])
+async def test_other_tensors_in_a_model_stay_as_they_are_inside_of_reading(make, way) -> None:
+    source, target = Slow(), Slow()
+    other = {name: nn.Parameter(torch.full((3,), 5.0)) for name in ("weight", "bias")}
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+
+        def call() -> torch.Tensor:
+            with receiver.reading():
+                if way == "functional_call":
+                    return torch.func.functional_call(target, other, (torch.ones(3),))
+                with TensorDict(other).to_module(target):
+                    return target(torch.ones(3))
+
+        models.fill(source, 7.0)
+        result = await _arrive(sender, receiver, target, call)
+        assert result.tolist() == [10.0] * 3
+        assert all(torch.equal(each, torch.full((3,), 5.0)) for each in other.values())
+        assert target(torch.ones(3)).tolist() == [14.0] * 3
+
+
+TRANSFORMS: dict[str, Callable[[Slow], Any]] = {
+    "jacrev": lambda target: torch.func.jacrev(target)(torch.ones(3)),
+    "grad": lambda target: torch.func.grad(lambda x: target(x).sum())(torch.ones(3)),
+    "vmap": lambda target: torch.vmap(target)(torch.ones(2, 3)),
+    "trace": lambda target: make_fx(target)(torch.ones(3)),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("apply_copy", [False, True], ids=["flip", "copy"])
+@both
+async def test_updates_wait_for_the_end_of_a_transform(make, apply_copy, transform) -> None:
+    source, target = Slow(), Slow()
+    ends = harness.here(make(apply_copy=apply_copy), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        models.fill(source, 7.0)
+        await _arrive(sender, receiver, target, lambda: transform(target))
+        assert target(torch.ones(3)).tolist() == [14.0] * 3
+        for version in range(3, 8):  # every slot is used again
+            await harness.deliver(sender, receiver, float(version))
+            assert target(torch.ones(3)).tolist() == [2.0 * version] * 3
+        async with receiver.reading():  # and on the loop
+            handle = await harness.stage(sender, receiver)
+            transform(target)
+        assert (await handle).acked == {0}
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+async def test_parts_of_a_container_are_guarded(make) -> None:
+    source, target = (nn.ModuleDict({"actor": Slow(), "critic": Slow()}) for _ in range(2))
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        actor = target["actor"]
+        models.fill(source, 7.0)
+        result = await _arrive(sender, receiver, actor, lambda: actor(torch.ones(3)))
+        assert result.tolist() == [2.0] * 3  # the old weights, all of them
+        assert actor(torch.ones(3)).tolist() == [14.0] * 3
+
+
+class _Generator(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        yield x
+
+
+class _OwnCall(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+@pytest.mark.parametrize("inside", [False, True])
+async def test_forwards_that_no_hook_guards_are_refused(make, inside) -> None:
+    model = nn.ModuleDict({"actor": _Generator()}) if inside else _Generator()
+    with pytest.raises(aiosync.ConfigError, match="guard='reading'"):
+        make().init_on_receiver(model=model)
+    for options in ({"guard": "reading"}, {"apply": "manual"}):
+        make(**options).init_on_receiver(model=model)
+
+
+class _Decorated(_OwnCall):
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Module.__call__(self, x)
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+async def test_a_call_that_may_run_no_hooks_is_told(make) -> None:
+    with pytest.warns(UserWarning, match="guard='reading'"):
+        make().init_on_receiver(model=_OwnCall())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(guard="reading").init_on_receiver(model=_OwnCall())
+        make().init_on_receiver(model=_Decorated())
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [False, True])
+async def test_a_policy_that_was_compiled_and_warm_before(inner) -> None:
+    source, target = Slow(), Slow()
+    receivers, refused = [], []
+
+    @torch.compiler.disable
+    def change() -> None:
+        for each in receivers:
+            with pytest.raises(aiosync.LocalProtocolError) as caught:
+                each.apply_weights(source.state_dict())
+            refused.append(caught.value)
+
+    target.meanwhile = change
+    compiled = torch.compile(nn.Sequential(target) if inner else target, backend="eager")
+    make = aiosync.SharedMemWeightSyncScheme
+    with torch.no_grad():
+        compiled(torch.ones(3))
+        async with harness.here(make(), target, sender={"model": source}) as (_, receiver):
+            receivers.append(receiver)
+            compiled(torch.ones(3))
+            assert refused, "nothing guards what was compiled before"
+    torch.compiler.reset()
+
+
+async def _longest_pause(stop: asyncio.Event) -> float:
+    longest, last = 0.0, time.monotonic()
+    while not stop.is_set():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_loop_goes_on_while_closing_waits_for_a_forward(make, cancelled) -> None:
+    source, target = Slow(), Slow()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+
+        def forward(wait: Callable[[], None]) -> None:
+            target.meanwhile = wait
+            results.append(target(torch.ones(3)).tolist())
+
+        results: list[list[float]] = []
+        stop = asyncio.Event()
+        with harness.read_elsewhere(receiver, forward):
+            with pytest.raises(aiosync.SyncTimeout, match="call apply_weights"):
+                receiver.apply_weights(source.state_dict())  # nor does this wait for long
+            ticking = asyncio.create_task(_longest_pause(stop))
+            limit = 0.1 if cancelled else harness.PATIENCE / 2
+            with pytest.raises(TimeoutError) if cancelled else contextlib.nullcontext():
+                async with asyncio.timeout(limit):
+                    await receiver.aclose()
+            stop.set()
+            assert await ticking < 0.5
+        assert results == [[2.0] * 3]
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send(timeout=harness.PATIENCE)
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "aiosync receiver"]
+    assert target.weight.tolist() == [1.0] * 3
+
+
+@contextlib.contextmanager
+def computing(call: Callable[[], object]) -> Iterator[None]:
+    """A thread calls meanwhile, again and again."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            call()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@both
+@pytest.mark.parametrize("kind", ["default device", "replaced", "transform"])
+async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind) -> None:
+    source, target = Slow(), Slow()
+    target.meanwhile = lambda: time.sleep(0.02)
+
+    def compute() -> None:
+        if kind == "default device":
+            torch.set_default_device("cpu")
+        call = torch.func.jacrev(target) if kind == "transform" else target
+        call(torch.ones(3))
+
+    ends = harness.here(make(), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        with computing(compute):
+            for version in range(2, 7):
+                if kind == "replaced":
+                    kept = {name: value.clone() for name, value in target.state_dict().items()}
+                    target.load_state_dict(kept, assign=True)
+                started = time.monotonic()
+                models.fill(source, float(version))
+                assert (await sender.send()).acked == {0}
+                await receiver.wait_for_version(version, timeout=harness.PATIENCE)
+                assert time.monotonic() - started < harness.PATIENCE / 10
+                assert models.filled(target, float(version))

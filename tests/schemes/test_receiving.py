@@ -1,7 +1,4 @@
-"""What a receiver makes of its model: manual apply, copies, changes of the model, no model at all.
-
-What every receiver does (waiting, versions, late models) is in the contract suite.
-"""
+"""What a receiver makes of its model: copies, changes, refusals, another model, none."""
 
 from __future__ import annotations
 
@@ -13,11 +10,13 @@ import torch
 from torch import nn
 
 import aiosync
+import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-both = pytest.mark.parametrize("make", harness.SCHEMES)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
 @both
@@ -116,3 +115,179 @@ async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterward
             await sender.send()
         target.weight = weight
         await harness.deliver(sender, receiver, 4.0)
+
+
+# -- updates that a model cannot take -------------------------------------------------------------
+
+
+answering = pytest.mark.parametrize("make", harness.ANSWERING)
+
+
+def extra(counter: Any) -> models.Extra:
+    model = models.Extra()
+    model.counter = counter
+    return model
+
+
+@answering
+async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_worker(
+    make: Any,
+) -> None:
+    targets = [models.linear(), models.linear()]
+    options = {"model": models.linear()}
+    async with harness.crowd(make(require=1), targets, sender=options) as (sender, others):
+        targets[1].double()
+        async with others[1].reading():
+            refused = await sender.send()
+        assert (refused.acked, refused.failed) == ({0}, {})
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.wait_for_version(refused.version, timeout=harness.PATIENCE)
+        assert not (await sender.send(worker_ids=0)).failed  # which is about another one
+        targets[1].float()
+        async with others[1].reading():  # of who has answered already, nothing older is told
+            report = await sender.send()
+        assert isinstance(report.failed[1], aiosync.ApplyError)
+        await sender.wait_for_version(sender.version, timeout=harness.PATIENCE)
+        assert not (await sender.send()).failed  # told once
+
+
+@answering
+async def test_waiting_for_a_version_that_was_refused_names_the_worker(make: Any) -> None:
+    targets = [models.linear(), models.linear()]
+    async with harness.crowd(make(), targets, sender={"model": models.linear()}) as (sender, _):
+        targets[1].double()
+        handle = sender.send_nowait()
+        for waiting in (sender.wait_for_version(2), handle, sender.wait_for_version(2)):
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                await waiting
+            assert (caught.value.failed.keys(), caught.value.acked) == ({1}, {0})
+        assert await sender.wait_for_version(1, timeout=harness.PATIENCE)  # which both have
+        targets[1].float()
+        newer = sender.send_nowait()
+        # What is on its way may be what is waited for: the older refusal does not count.
+        assert await sender.wait_for_version(2, timeout=harness.PATIENCE) > 2
+        await newer
+
+
+# -- another model has the guard and the weights at once, or there is an error --------------------
+
+
+copies = pytest.mark.parametrize("apply_copy", [False, True])
+applies = pytest.mark.parametrize("apply", ["auto", "manual"])
+
+
+class Owner:
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+
+@both
+@copies
+async def test_another_context(make: Any, apply_copy: bool) -> None:
+    options = {"model": models.linear(2.0)}
+    owners = [Owner(models.linear()) for _ in range(3)]
+    init = {"context": owners[0]}
+    ends = harness.here(make(apply_copy=apply_copy), None, sender=options, receiver=init)
+    async with ends as (sender, receiver):
+        receiver.context = owners[1]
+        assert receiver.model is owners[1].policy
+        assert models.holds(receiver, 2.0)
+        with pytest.raises(aiosync.ApplyError):
+            receiver.context = Owner(models.wide())
+        assert receiver.context is owners[1]
+        # Replaced without a word: the next update goes there.
+        old, owners[1].policy = owners[1].policy, owners[2].policy
+        await harness.deliver(sender, receiver, 3.0)
+        assert models.filled(old, 2.0)
+
+
+@both
+@applies
+async def test_while_a_forward_runs_in_another_thread(make: Any, apply: Any) -> None:
+    source, old, new = models.linear(2.0), models.linear(), models.linear()
+    ends = harness.here(make(apply=apply), old, sender={"model": source})
+    async with ends as (sender, receiver):
+        seen = []
+
+        def forward(wait: Any) -> None:
+            with old.register_forward_pre_hook(wait):
+                seen.append(old(torch.zeros(4)).tolist())
+
+        with harness.read_elsewhere(receiver, forward):
+            with pytest.raises(aiosync.ApplyError):
+                await asyncio.to_thread(setattr, receiver, "model", models.wide())
+            assert receiver.model is old
+            receiver.model = new
+            handles = [await harness.stage(sender, receiver)]  # comes while it waits
+            models.fill(source, 3.0)
+            handles.append(sender.send_nowait())
+            await sender.wait_staged(3, timeout=harness.PATIENCE)
+        assert seen == [[2.0, 2.0]]
+        if apply == "manual":
+            await harness.until(lambda: receiver.version == 1)
+            assert receiver.apply_pending() == 3
+        for handle in handles:
+            await handle
+        assert receiver.version == 3
+        assert models.holds(receiver, 3.0)
+        assert models.filled(old, 2.0)
+
+
+@both
+async def test_closed_or_taken_back_before_the_forward_ended(make: Any) -> None:
+    source, old, new = models.linear(), models.linear(), models.linear()
+    async with harness.here(make(), old, sender={"model": source}) as (sender, receiver):
+        with harness.read_elsewhere(receiver):
+            receiver.model = new
+            receiver.model = old
+        await harness.deliver(sender, receiver, 2.0)
+        with harness.read_elsewhere(receiver):
+            receiver.model = new
+            receiver.abort()
+        assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
+
+
+@both
+@applies
+async def test_what_waits_for_a_model_is_not_lost(make: Any, apply: Any) -> None:
+    ends = harness.here(make(apply=apply), models.linear(), sender={"model": models.linear(2.0)})
+    async with ends as (sender, receiver):
+        with harness.read_elsewhere(receiver):
+            handle = await harness.stage(sender, receiver)
+            receiver.model = None
+        await harness.until(lambda: receiver.version == 0)
+        if apply == "manual":
+            assert receiver.apply_pending() is None
+        assert receiver.staged_version == 2
+        receiver.model = models.linear()
+        if apply == "manual":
+            assert receiver.apply_pending() == 2
+        assert models.holds(receiver, 2.0)
+        assert (await handle).acked == {0}
+
+
+@both
+async def test_a_model_that_is_refused_is_nobodys_target(make: Any) -> None:
+    """While updates come and forwards run in threads."""
+    ends = harness.here(make(), models.linear(), sender={"model": models.linear(1.0)})
+    async with ends as (sender, receiver):
+        done = False
+
+        async def compute() -> None:
+            while not done:
+                await asyncio.to_thread(receiver.model, torch.ones(4))
+
+        async def send() -> None:
+            while not done:
+                assert (await sender.send(timeout=harness.PATIENCE)).acked == {0}
+
+        working = asyncio.gather(compute(), compute(), send())
+        for _ in range(50):
+            receiver.model = fitting = models.linear()
+            with pytest.raises(aiosync.ApplyError):
+                receiver.model = models.wide()
+            assert receiver.model is fitting
+            await asyncio.sleep(0)
+        done = True
+        await working
+        assert models.holds(receiver, 1.0)

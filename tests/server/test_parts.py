@@ -1,4 +1,4 @@
-"""Versions of a part of the names, with ``strict=False``."""
+"""Versions of a part of the names, with ``strict=False``, and how a server puts them together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import aiosync
 from aiosync.server import WeightClient, WeightServer
 from tests.schemes._harness import PATIENCE
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer, worker
-
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 BOTH = {"weight": 2.0, "bias": 3.0}
 
@@ -33,6 +32,8 @@ def model_of(receiver: Any) -> dict[str, float]:
         return held(receiver.it.state_dict())
 
 
+@pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("stored", [False, True])
 async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stored: bool) -> None:
     async with WeightServer(URL, store=tmp_path if stored else None) as server:
@@ -54,6 +55,8 @@ async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stor
         assert held(pulled.mapping()) == BOTH
 
 
+@pytest.mark.asyncio
+@pytest.mark.one_loop
 async def test_parts_without_a_whole(tmp_path: Path) -> None:
     async with WeightServer(URL, store=tmp_path) as server:
         async with trainer(server, strict=False) as scheme:
@@ -66,3 +69,44 @@ async def test_parts_without_a_whole(tmp_path: Path) -> None:
     async with WeightServer(URL, store=tmp_path) as server:
         pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
         assert held(pulled.mapping()) == {"weight": 12.0, "bias": 2.0}
+
+
+# -- put together ---------------------------------------------------------------------------------
+
+
+PAIR = torch.tensor([1.0, 1.0])
+TIED = {"a": PAIR, "b": PAIR, "c": torch.tensor([5.0])}
+
+
+def vectors(**values: list[float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([TIED, vectors(b=[2.0, 2.0])], {"a": [2, 2], "b": [2, 2], "c": [5]}),
+        ([TIED, vectors(c=[6.0])], {"a": [1, 1], "b": [1, 1], "c": [6]}),
+        ([vectors(a=[], b=[1.0]), vectors(b=[2.0])], {"a": [], "b": [2]}),
+        (
+            [vectors(a=[1.0]), vectors(b=[2.0]), vectors(b=[3.0]), vectors(c=[4.0], a=[5.0])],
+            {"a": [5], "b": [3], "c": [4]},
+        ),
+        (
+            [TIED, vectors(d=[1.0]), vectors(a=[3.0, 3.0], d=[2.0])],
+            {"a": [3, 3], "b": [3, 3], "c": [5], "d": [2]},
+        ),
+    ],
+)
+async def test_a_client_gets_the_newest_of_each_name(parts: list[Any], expected: Any) -> None:
+    async with WeightServer("tcp://127.0.0.1:0") as server:
+        trainer = aiosync.TCPWeightSyncScheme(server.url, strict=False, dial="both", timeout=30.0)
+        trainer.init_on_sender("policy", weights=parts[0])
+        async with trainer:
+            await trainer.connect()
+            for each in parts:
+                await trainer.send(each)
+            pulled = await WeightClient(server.url).pull(timeout=30.0)
+    assert {name: tensor.tolist() for name, tensor in pulled.mapping().items()} == expected

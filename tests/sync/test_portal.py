@@ -1,4 +1,4 @@
-"""The thread behind the facade: when it runs, who shares it, and how calls end."""
+"""The thread behind the facade: when it runs, who shares it, how calls and interpreters end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import sys
 import threading
 import traceback
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import aiosync
 import aiosync.sync
+from tests.schemes import _models as models
 from tests.sync import _tools as tools
 
 
@@ -36,9 +38,6 @@ def test_the_thread_is_there_from_connect_to_shutdown_and_shared() -> None:
         first.shutdown()
         assert not thread.is_alive()
     assert tools.portal_threads() == []
-
-
-# -- calls ------------------------------------------------------------------------------------
 
 
 def test_a_call_that_fails_keeps_its_cause_and_leaves_nothing() -> None:
@@ -85,9 +84,6 @@ def test_what_would_block_a_running_loop_is_refused() -> None:
         asyncio.run(main())
         sender.send_async()
         assert receiver.wait_for_version(2) == 2
-
-
-# -- shutting down ----------------------------------------------------------------------------
 
 
 def test_shutdown_from_several_threads_at_once_wakes_a_blocked_receive() -> None:
@@ -155,3 +151,103 @@ def test_a_call_inside_of_a_send_is_refused(call: str) -> None:
             sender.send()
         nested = False
         assert sender.send().acked == {0}
+
+
+# -- under trio -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [aiosync.SharedMemWeightSyncScheme, aiosync.NoWeightSyncScheme], ids=["shm", "none"]
+)
+def test_connect_without_an_asyncio_loop_says_what_to_use(make) -> None:
+    scheme = make()
+    scheme.init_on_sender(model_id="policy", model=models.linear())
+    connecting = scheme.connect()
+    with pytest.raises(aiosync.LocalProtocolError, match="asyncio event loop"):
+        connecting.send(None)  # as trio steps it: no asyncio loop runs
+    scheme.abort()
+
+
+class _NotFoundError(RuntimeError):
+    pass
+
+
+def _not_async() -> str:
+    raise _NotFoundError
+
+
+def test_a_blocking_call_inside_trio_is_refused(monkeypatch) -> None:
+    sniffio = SimpleNamespace(
+        current_async_library=lambda: "trio", AsyncLibraryNotFoundError=_NotFoundError
+    )
+    monkeypatch.setitem(sys.modules, "sniffio", sniffio)
+    with aiosync.sync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", model=models.linear())
+        with pytest.raises(aiosync.LocalProtocolError, match="trio"):
+            scheme.connect()
+        sniffio.current_async_library = _not_async  # in a thread of its own
+        scheme.connect()
+
+
+# -- an interpreter that ends without shutdown() --------------------------------------------------
+
+
+_START = """
+import atexit, sys, threading
+if {loop!r} == "asyncio":
+    sys.modules["uvloop"] = None
+import aiosync.sync
+from tests.sync import _tools as tools
+
+{before}
+sender, receiver = tools.roles(tools.{make}, tools.filled(1.0), tools.filled(0.0))
+tools.join(sender, receiver)
+sender.send()
+{after}
+print("end")
+"""
+
+
+def _check(fresh: tools.Fresh, text: str, *, resource_warnings: bool = False) -> str:
+    done = fresh.script(text, resource_warnings=resource_warnings)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done
+    for noise in tools.NOISE:
+        assert noise not in done.stderr, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "make"), [("uvloop", "SHM"), ("asyncio", "PIPE")])
+def test_exit_without_shutdown(loop: str, make: str, fresh: tools.Fresh) -> None:
+    text = _START.format(loop=loop, make=make, before="", after="")
+    assert _check(fresh, text) == ""
+    warned = _check(fresh, text, resource_warnings=True)
+    assert warned.count("was never closed") == 2
+    assert warned.count("ResourceWarning: <") == 2, warned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shutdown_from_atexit(when: str, fresh: tools.Fresh) -> None:
+    """Registered before the portal's own clean-up it runs after that, and the other way round."""
+    lines = {"before": "", "after": ""}
+    lines[when] = "atexit.register(lambda: (receiver.shutdown(), sender.shutdown()))"
+    text = _START.format(loop="uvloop", make="SHM", **lines)
+    stderr = _check(fresh, text, resource_warnings=True)
+    assert stderr.count("was never closed") == (2 if when == "before" else 0)
+
+
+@pytest.mark.slow
+def test_exit_while_another_thread_waits(fresh: tools.Fresh) -> None:
+    after = """
+def wait():
+    try:
+        while True:  # the update that was sent may be there already
+            receiver.receive()
+    except aiosync.TransportClosed:
+        pass
+
+waiting = tools.in_thread(wait)
+tools.until(lambda: tools.is_asleep(waiting))
+"""
+    _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))

@@ -1,7 +1,9 @@
-"""What of a model is found, under which names, and what is refused."""
+"""What of a model is found, under which names, what is gathered, and what is refused."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -11,9 +13,10 @@ from tensordict import TensorDict, TensorDictParams
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from aiosync.errors import ConfigError
-from aiosync.tensors import collect
-from tests.tensors._models import Everything, Stateful, Tied
+import aiosync
+from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors import Flattener, Target, collect, gather_weights, sharded_names
+from tests.tensors._models import Everything, Stateful, Tied, all_bits, packed
 
 
 def names(source: Any, extract_as: Any = "tensordict") -> list[str]:
@@ -198,3 +201,137 @@ def test_a_module_inside_itself_is_refused() -> None:
 def test_nothing_to_send() -> None:
     assert collect(nn.ReLU()).leaves == ()
     assert collect({}).leaves == ()
+
+
+# -- modules whose state_dict has other names than their attributes -------------------------------
+
+
+class Renaming(nn.Module):
+    """A state_dict hook gives one parameter another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_state_dict_post_hook(Renaming.rename)
+
+    def rename(self, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "kernel"] = state.pop(prefix + "weight")
+
+
+class Saving(nn.Module):
+    """Keeps a tensor that only its state_dict shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.scale = torch.ones(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+
+def test_names_that_a_hook_makes_are_sent_and_not_known_by_targets() -> None:
+    source, target = Renaming(), Renaming()
+    layout, flat, values = packed(source, "state_dict")
+    before = all_bits(target)
+    with pytest.raises(ManifestMismatch) as caught:
+        Target(target).apply_(layout, flat, values, copy=True)
+    assert (caught.value.missing, caught.value.unexpected) == (("weight",), ("kernel",))
+    assert all_bits(target) == before
+    plain = {"kernel": torch.zeros(3)}
+    Target(plain).apply_(layout, flat, values, copy=True)
+    assert torch.equal(plain["kernel"], source.weight)
+    Target(target).apply_(*packed(source, "tensordict"), copy=True)
+    assert all_bits(target) == all_bits(source)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        collect,
+        Flattener().prepare,
+        aiosync.WeightStrategy().extract_weights,
+        aiosync.gather_weights,
+    ],
+)
+def test_what_only_a_state_dict_has_is_refused_by_name(way: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'0\.scale'; give .*load="):
+        way(nn.Sequential(Saving()))
+
+
+def test_it_can_be_sent_but_a_module_does_not_take_it() -> None:
+    source, target = Saving(), Saving()
+    layout, flat, values = packed(source, "state_dict")
+    with pytest.raises(ManifestMismatch) as caught:
+        Target(target).apply_(layout, flat, values, copy=True)
+    assert caught.value.unexpected == ("scale",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_module_is_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
+    with pytest.raises(ConfigError, match=r"'0\._packed_params\._packed_params'"):
+        collect(model)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Renaming,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+        lambda: nn.LSTM(2, 2),
+        lambda: nn.DataParallel(nn.Linear(2, 2)),
+        lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
+        torch.ao.quantization.FakeQuantize,
+        lambda: TensorDictParams(TensorDict({"a": torch.ones(2)})),
+        lambda: TensorDictModule(nn.Linear(2, 2), in_keys=["a"], out_keys=["b"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_other_modules_are_not_refused(build: Any) -> None:
+    assert collect(nn.Sequential(build())).leaves
+
+
+# -- gathering where there is nothing to gather ---------------------------------------------------
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+def test_a_module_gives_its_live_tensors(extract_as: Any) -> None:
+    model = Everything(1.0, {"text": "x"})
+    found = gather_weights(model, extract_as=extract_as)
+    names = {leaf.name for leaf in collect(model, extract_as=extract_as).leaves}
+    assert {name for name, value in found.items() if isinstance(value, torch.Tensor)} == names
+    assert found["body.0.weight"].data_ptr() == model.body[0].weight.data_ptr()
+    assert not found["body.0.weight"].requires_grad
+    assert found["_extra_state"] == {"text": "x"}
+    assert found["child._extra_state"] == {"text": "x"}
+
+
+def test_what_it_gives_can_be_sent_and_stays_tied() -> None:
+    found = gather_weights(Tied())
+    assert found["embed.weight"] is found["head.weight"]
+    [leaf] = collect(found).leaves
+    assert leaf.aliases == ("head.weight",)
+    model = Everything(1.0, {"text": "x"})
+    assert collect(gather_weights(model)).values == collect(model).values
+
+
+@pytest.mark.parametrize("source", [3, None, [torch.ones(1)]])
+def test_what_cannot_be_gathered(source: Any) -> None:
+    with pytest.raises(ConfigError, match="has no weights"):
+        gather_weights(source)
+    assert sharded_names(source) == []
+    with pytest.raises(ConfigError, match="extract_as"):
+        gather_weights(nn.Linear(1, 1), extract_as="other")  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.slow
+def test_nothing_of_torch_distributed_is_loaded_for_it() -> None:
+    code = (
+        "import sys, torch; from aiosync.tensors import *; "
+        "gather_weights(torch.nn.Linear(2, 2)); sharded_names(torch.nn.Linear(2, 2)); "
+        "assert 'torch.distributed.tensor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,18 +1,30 @@
-"""Layouts, flat buffers, and when a buffer may be given new content."""
+"""Layouts, flat buffers, when a buffer may be given new content, and how it is copied."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import sys
+import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors import FlatBuffer, Layout, Target, collect, torch_dtype
+from aiosync.tensors import (
+    CopyPool,
+    FlatBuffer,
+    Flattener,
+    Layout,
+    LiveBytes,
+    Target,
+    collect,
+    torch_dtype,
+)
 from aiosync.tensors.buffer import in_flat_memory
 from aiosync.wire import ALIGNMENT, DTYPE_NBYTES, Manifest
 from tests.tensors._models import bits, filled, packed
@@ -82,9 +94,6 @@ def test_views_do_not_depend_on_where_they_were_made() -> None:
     assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)]
 
 
-# -- exclusive ------------------------------------------------------------------------------
-
-
 def flipped() -> tuple[nn.Linear, FlatBuffer, Layout]:
     model = nn.Linear(3, 3)
     layout, flat, _ = packed(nn.Linear(3, 3))
@@ -142,3 +151,116 @@ def test_detach_gives_memory_back() -> None:
     assert bits(model.weight) == before
     assert model.weight is parameter
     assert not in_flat_memory(parameter)
+
+
+# -- payloads as they lie in the tensors ----------------------------------------------------------
+
+
+KIB = 1024
+
+
+def _prepared(tensors: dict[str, torch.Tensor]) -> tuple[Flattener, object]:
+    flattener = Flattener("tensordict")
+    return flattener, flattener.prepare(tensors)
+
+
+SIZES = [(300 * KIB + 4,), (7,), (512, 1024), (0,), (), (300 * KIB, 2)]
+
+
+@pytest.mark.parametrize("step", [64, 4096 + 64, 2**20, 2**24])
+def test_the_pieces_are_the_copy(step: int) -> None:
+    tensors = {f"t{i}": torch.rand(size) for i, size in enumerate(SIZES)}
+    flattener, prepared = _prepared(tensors)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    flattener.copy_into(prepared, flat)
+    live = LiveBytes.of(prepared.layout, prepared.tensors)
+    assert live is not None
+    found = b""
+    if step < 4096:  # every border, but not every byte of the rest
+        borders = [leaf.offset for leaf in prepared.layout.manifest.leaves]
+        for border in borders:
+            start, stop = max(0, border - step), min(border + step, flat.nbytes)
+            assert b"".join(live.views(start, stop)) == bytes(flat.memoryview()[start:stop])
+        return
+    for start in range(0, flat.nbytes, step):
+        found += b"".join(live.views(start, min(start + step, flat.nbytes)))
+    assert found == bytes(flat.memoryview())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {f"t{i}": torch.zeros(16) for i in range(100)},  # many small ones: a copy is quicker
+        {"t": torch.zeros(1024, 1024).t()[:, :512]},  # not one block
+        {"t": torch.zeros(2**20, dtype=torch.complex64).conj()},
+    ],
+    ids=["small", "strided", "conjugated"],
+)
+def test_where_a_copy_is_better_there_is_none(tensors: dict[str, torch.Tensor]) -> None:
+    _, prepared = _prepared(tensors)
+    assert LiveBytes.of(prepared.layout, prepared.tensors) is None
+
+
+# -- the pool of threads for large copies ---------------------------------------------------------
+
+
+LARGE = 40 * 2**20
+
+
+def blocks(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+    source = np.arange(nbytes // 8, dtype=np.uint64).view(np.uint8)
+    return np.zeros(source.size, np.uint8), source
+
+
+def ours() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("aiosync-copy")]
+
+
+def test_threads_start_with_a_large_copy_and_end_with_close() -> None:
+    pool = CopyPool(3)
+    pool.copy([blocks(64)])
+    assert ours() == []
+    pool.copy([blocks(LARGE)])
+    assert ours()[0] == "aiosync-copy_0"
+    assert len(ours()) <= 2  # the first may be free again before there is a second
+    pool.close()
+    pool.close()
+    assert ours() == []
+
+
+def test_the_reason_of_a_failure_reaches_the_caller() -> None:
+    target, source = blocks(LARGE)
+    target.flags.writeable = False
+    with closing(CopyPool(2)) as pool:
+        with pytest.raises(ValueError, match="read-only"):
+            pool.copy([(target, source)])
+        target, source = blocks(LARGE)
+        pool.copy([(target, source)])
+        assert np.array_equal(target, source)
+
+
+def test_callers_in_several_threads() -> None:
+    pairs = [blocks(LARGE) for _ in range(4)]
+    with closing(CopyPool(2)) as pool:
+        callers = [threading.Thread(target=pool.copy, args=([pair],)) for pair in pairs]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert all(np.array_equal(target, source) for target, source in pairs)
+
+
+def test_works_in_a_forked_child() -> None:
+    with closing(CopyPool(2)) as pool:
+        pool.copy([blocks(LARGE)])
+        pid = os.fork()
+        if pid == 0:
+            target, source = blocks(LARGE)
+            code = 1
+            try:
+                pool.copy([(target, source)])
+                pool.close()
+                code = 0 if np.array_equal(target, source) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,22 +1,20 @@
-"""Chunks: cutting, placing, damage and resuming; and whole transfers over links that are lost."""
+"""Chunks and checksums: the plan, what arrives, what is refused, fixed values."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
+import tracemalloc
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiosync.errors import (
-    AiosyncError,
-    RemoteProtocolError,
-    TransportBroken,
-)
+from aiosync.errors import AiosyncError, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly, ChunkPlan
-from aiosync.wire import Update, checksum, state_checksum
+from aiosync.wire import CHECKSUM_NBYTES, Update, checksum, state_checksum
 
 EPOCH, VERSION = 7, 3
 DIGEST = bytes(range(16))
@@ -71,9 +69,6 @@ def payload_of(nbytes: int) -> bytes:
     return bytes(index * 31 % 251 for index in range(nbytes))
 
 
-# -- the plan -----------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 5000), st.integers(1, 20))
 def test_spans_tile_the_payload(nbytes: int, units: int) -> None:
     plan = ChunkPlan(nbytes, 64 * units)
@@ -87,9 +82,6 @@ def test_spans_tile_the_payload(nbytes: int, units: int) -> None:
         assert plan.index_at(stop) == (index + 1 if nbytes else 0)
         if start + 1 < stop:
             assert plan.index_at(start + 1) == 0
-
-
-# -- arriving -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100])
@@ -185,9 +177,6 @@ def test_the_whole_is_checked_too() -> None:
     assert target.memory == sender.payload
 
 
-# -- another link -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("first", "chunk_nbytes", "fits"),
     [
@@ -235,3 +224,53 @@ def test_a_transfer_over_links_that_are_lost(nbytes: int, units: int, draw: st.D
             assert target.good_nbytes >= good
         target.resume()
     assert target.memory == sender.payload
+
+
+# -- checksums ------------------------------------------------------------------------------------
+
+
+def test_the_values_are_those_of_the_specification() -> None:
+    assert checksum(b"").hex() == "99aa06d3014798d86001c324468d497f"
+    assert checksum(b"abc").hex() == "06b05ab6733a618578af5f94892f3950"
+    joined = DIGEST + checksum(b"abc") + checksum(b"")
+    assert state_checksum(DIGEST, [checksum(b"abc"), checksum(b"")]) == checksum(joined)
+
+
+def test_any_contiguous_memory_is_looked_at_as_bytes() -> None:
+    items = array.array("d", [1.0, -2.0])
+    expected = checksum(items.tobytes())
+    assert checksum(items) == checksum(memoryview(items)) == expected
+    assert checksum(bytearray(items.tobytes())) == expected
+    assert checksum(memoryview(items.tobytes()).cast("B", (4, 4))) == expected
+
+
+@given(st.binary(min_size=1, max_size=2000), st.data())
+def test_a_flipped_bit_is_noticed(data: bytes, draw: st.DataObject) -> None:
+    position = draw.draw(st.integers(0, len(data) * 8 - 1))
+    damaged = bytearray(data)
+    damaged[position // 8] ^= 1 << position % 8
+    assert len(checksum(data)) == CHECKSUM_NBYTES
+    assert checksum(damaged) != checksum(data)
+
+
+@pytest.mark.parametrize(
+    ("digest", "order"),
+    [(bytes(16), (0, 1, 2)), (DIGEST, (1, 0, 2)), (DIGEST, (0, 1)), (DIGEST, (0, 1, 2, 2))],
+)
+def test_a_state_is_a_layout_and_chunks_in_order(digest: bytes, order: tuple[int, ...]) -> None:
+    sums = [checksum(bytes([index])) for index in range(3)]
+    state = state_checksum(DIGEST, sums)
+    assert len(state) == CHECKSUM_NBYTES
+    assert state_checksum(DIGEST, iter(sums)) == state
+    assert state_checksum(digest, [sums[index] for index in order]) != state
+
+
+def test_nothing_is_copied() -> None:
+    data = bytearray(2**20)
+    tracemalloc.start()
+    try:
+        checksum(memoryview(data))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**16

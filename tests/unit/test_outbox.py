@@ -1,28 +1,138 @@
-"""Outbox: coalescing, the window, acknowledgements; and Outbox and Inbox over a lossless link."""
+"""Versions, what is on its way, and who has it: the protocol without I/O."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiosync.errors import (
+    AiosyncError,
     ApplyError,
+    ConfigError,
     LocalProtocolError,
+    PartialSyncError,
     PeerClosed,
     StaleVersion,
     TransportBroken,
 )
-from aiosync.protocol import MAX_IN_FLIGHT, Inbox, Outbox, Outcome
+from aiosync.protocol import (
+    MAX_IN_FLIGHT,
+    MAX_VERSION,
+    Inbox,
+    Outbox,
+    Outcome,
+    SendTracker,
+    VersionClock,
+    new_epoch,
+)
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
+
+# -- what is newer, what is stale, what was applied -----------------------------------------------
+
+
+def test_epochs_are_in_range_and_differ() -> None:
+    epochs = {new_epoch() for _ in range(200)}
+    assert len(epochs) == 200
+    assert all(1 <= epoch <= MAX_VERSION for epoch in epochs)
+    assert VersionClock().epoch != VersionClock().epoch
+
+
+@pytest.mark.parametrize("epoch", [0, -1, 2**63, True, 1.0, "1"])
+def test_an_illegal_epoch_is_refused(epoch: int) -> None:
+    with pytest.raises(ConfigError, match="epoch"):
+        VersionClock(epoch)
+
+
+def test_versions_are_counted() -> None:
+    clock = VersionClock(1)
+    assert clock.current == 0
+    assert [clock.next() for _ in range(3)] == [1, 2, 3]
+    assert clock.current == 3
+
+
+Steps = list[tuple[str, int, int]]
+OFFERED: Steps = [("offer", 9, 3)]
+DONE: Steps = [*OFFERED, ("applied", 9, 3)]
+OTHER: Steps = [*DONE, ("offer", 2, 1)]  # of another trainer
+LATE: Steps = [*OFFERED, ("offer", 8, 1), ("applied", 9, 3)]  # it was being applied meanwhile
+TWO: Steps = [("offer", 9, 1), ("offer", 9, 2), ("applied", 9, 1)]
+BACK: Steps = [*OTHER, ("applied", 2, 1), ("offer", 9, 1), ("applied", 9, 1)]  # from its start
+
+
+def played(steps: Steps) -> Inbox:
+    inbox = Inbox()
+    for method, epoch, version in steps:
+        getattr(inbox, method)(epoch, version)
+    return inbox
+
+
+@pytest.mark.parametrize(
+    ("steps", "applied", "newest", "lag"),
+    [
+        ([], (None, 0), (None, 0), 0),
+        (OFFERED, (None, 0), (9, 3), 3),
+        (DONE, (9, 3), (9, 3), 0),
+        ([*DONE, ("offer", 9, 5)], (9, 3), (9, 5), 2),
+        (OTHER, (9, 3), (2, 1), 1),
+        ([*OTHER, ("applied", 2, 1)], (2, 1), (2, 1), 0),
+        ([*OFFERED, ("offer", 9, 5), ("applied", 9, 5)], (9, 5), (9, 5), 0),
+        (TWO, (9, 1), (9, 2), 1),
+        ([*TWO, ("applied", 9, 2)], (9, 2), (9, 2), 0),
+        (LATE, (9, 3), (8, 1), 1),
+        ([*LATE, ("applied", 8, 1)], (8, 1), (8, 1), 0),
+        (BACK, (9, 1), (9, 1), 0),
+    ],
+)
+def test_what_is_applied_and_what_is_newest(
+    steps: Steps, applied: tuple[int | None, int], newest: tuple[int | None, int], lag: int
+) -> None:
+    inbox = played(steps)
+    assert (inbox.epoch, inbox.version) == applied
+    assert (inbox.newest_epoch, inbox.newest) == newest
+    assert inbox.lag == lag
+    assert repr(inbox) == f"Inbox(epoch={applied[0]}, version={applied[1]}, newest={newest[1]})"
+
+
+@pytest.mark.parametrize("steps", [OFFERED, DONE])
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_version_seen_or_older_is_stale(steps: Steps, version: int) -> None:
+    inbox = played(steps)
+    with pytest.raises(StaleVersion, match=f"version {version} .* not newer than version 3"):
+        inbox.offer(9, version)
+    assert repr(inbox) == repr(played(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "mistake", "text"),
+    [
+        ([], ("applied", 9, 1), "not offered"),
+        (OFFERED, ("applied", 9, 4), "not offered"),
+        ([*TWO, ("applied", 9, 2)], ("applied", 9, 1), "cannot be applied over"),
+        (DONE, ("applied", 9, 3), "cannot be applied over"),
+    ],
+)
+def test_mistakes_change_nothing(steps: Steps, mistake: tuple[str, int, int], text: str) -> None:
+    inbox = played(steps)
+    with pytest.raises(LocalProtocolError, match=text):
+        getattr(inbox, mistake[0])(*mistake[1:])
+    assert repr(inbox) == repr(played(steps))
+
+
+def test_what_was_applied_may_be_forgotten() -> None:
+    inbox = played(DONE)
+    inbox.forget()
+    assert (inbox.epoch, inbox.version, inbox.lag) == (None, 0, 3)
+    with pytest.raises(StaleVersion):
+        inbox.offer(9, 3)
+
+
+# -- what is offered to one worker ----------------------------------------------------------------
+
 
 EPOCH = 42
 RECEIVED, APPLIED, NACK = AckStatus.RECEIVED, AckStatus.APPLIED, AckStatus.NACK
@@ -296,3 +406,62 @@ class Link(RuleBasedStateMachine):
 
 TestLink = pytest.mark.slow(Link.TestCase)
 TestLink.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# -- who has it, and whether that is enough -------------------------------------------------------
+
+
+V = 7
+HAS_IT = Outcome(V)
+HAS_NEWER = Outcome(V, by=9)
+
+
+def failed(error: AiosyncError | None = None) -> Outcome:
+    return Outcome(V, error=error or ApplyError("no"))
+
+
+@pytest.mark.parametrize(
+    ("require", "workers", "needed"),
+    [
+        ("all", 4, 4),
+        ("all", 0, 0),
+        (2, 4, 2),
+        (5, 4, 5),
+        (0.5, 4, 2),
+        (0.5, 5, 3),
+        (0.51, 4, 3),
+        (1.0, 7, 7),
+        (0.001, 4, 1),
+        (0.1, 30, 3),  # 0.1 * 30 is more than 3 in floating point
+        (0.7, 10, 7),
+        (0.5, 0, 0),
+    ],
+)
+def test_needed(require: Any, workers: int, needed: int) -> None:
+    assert SendTracker(V, range(workers), require).needed == needed
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.sampled_from([HAS_IT, HAS_NEWER, failed()]), max_size=12),
+    st.one_of(st.just("all"), st.integers(1, 12), st.floats(0.01, 1.0)),
+)
+def test_the_result_follows_the_count(outcomes: list[Outcome], require: Any) -> None:
+    total = len(outcomes)
+    tracker = SendTracker(V, range(total), require)
+    for worker_idx, outcome in enumerate(outcomes):
+        assert len(tracker.waiting) == total - worker_idx
+        assert tracker.resolve(worker_idx, outcome)
+    assert tracker.settled
+    have = sum(outcome.error is None for outcome in outcomes)
+    needed = total if require == "all" else require
+    if isinstance(needed, float):
+        needed = needed * total - 1e-6
+    if have >= needed:
+        report = tracker.result()
+        found = len(report.acked) + len(report.skipped), len(report.failed)
+    else:
+        with pytest.raises(PartialSyncError) as info:
+            tracker.result()
+        found = len(info.value.acked), len(info.value.failed)
+    assert found == (have, total - have)
