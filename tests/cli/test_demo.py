@@ -33,22 +33,6 @@ def run(*args: str, timeout: float = 50.0) -> subprocess.CompletedProcess[str]:
     )
 
 
-def on_a_terminal(*args: str) -> str:
-    """Run it with a terminal for its output; return what it wrote."""
-    leader, terminal = os.openpty()
-    with subprocess.Popen(
-        command(*args), stdout=terminal, env={**os.environ, "TERM": "xterm"}
-    ) as it:
-        os.close(terminal)
-        text = b""
-        with contextlib.suppress(OSError):  # EIO: the other end is closed
-            while block := os.read(leader, 65536):
-                text += block
-    os.close(leader)
-    assert it.returncode in (0, 1)
-    return text.decode()
-
-
 def demo_args(transport: str, sync: bool) -> list[str]:
     return ["demo", "--transport", transport, *(["--sync"] if sync else [])]
 
@@ -136,12 +120,6 @@ def test_the_return_rises(transport: str, sync: bool, tmp_path: Path) -> None:
     # It says how it goes, line by line, on what is no terminal.
     assert re.search(r"return +[0-9.]+  version \d+  worker 0: version \d+ lag \d", done.stderr)
     assert "Solved" in done.stderr or "The return rose" in done.stderr
-
-
-@pytest.mark.heavy
-def test_a_terminal_gets_a_table() -> None:
-    shown = on_a_terminal("demo", "--seconds", "2")
-    assert "worker_idx" in shown and "episodes" in shown and "\x1b" in shown
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ from tests.server._tools import URL, described, trainer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.one_loop
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

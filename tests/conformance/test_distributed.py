@@ -19,6 +19,8 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from tests.conformance.test_transports import Pair, cut_stream, tcp_ends
 
+pytestmark = pytest.mark.one_loop
+
 
 @asynccontextmanager
 async def pair(sender: Limits | None = None, receiver: Limits | None = None) -> AsyncIterator[Pair]:

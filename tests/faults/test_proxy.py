@@ -210,22 +210,6 @@ async def test_cut_and_reset_now(kind: str, how: str, tmp_path: Path) -> None:
         assert await read_all(pair.server) == (b"", expected)
 
 
-async def test_each_connection_has_the_plan_of_its_number(tmp_path: Path) -> None:
-    plans = {0: Plan(forward=Faults(cut_at=1)), 2: Plan(forward=Faults(corrupt_at=0))}
-    listener, url = listen("tcp", tmp_path)
-    arrived = []
-    with listener:
-        async with FaultProxy(url) as proxy:
-            proxy.plan = plans.get
-            for _ in range(3):
-                with await dial(proxy.url) as dialer:
-                    await send(dialer, b"ab", end=True)
-                    server, _ = await asyncio.get_running_loop().sock_accept(listener)
-                    with server:
-                        arrived.append((await read_all(server))[0])
-    assert arrived == [b"a", b"ab", bytes([ord("a") ^ 0xFF]) + b"b"]
-
-
 # -- the end -----------------------------------------------------------------------------------
 
 

@@ -27,6 +27,9 @@ from tests.integrations._asgi_calls import (
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
 
+pytestmark = pytest.mark.one_loop
+
+
 asynchronous = pytest.mark.asyncio
 EPOCH = 0xABC
 

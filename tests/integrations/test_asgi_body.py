@@ -17,6 +17,9 @@ from tests.integrations._asgi_calls import (
 )
 from tests.schemes._harness import PATIENCE, until
 
+pytestmark = pytest.mark.one_loop
+
+
 asynchronous = pytest.mark.asyncio
 GONE = {"type": "http.disconnect"}
 

@@ -22,6 +22,8 @@ from tests.schemes._ray_driver import Driver
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
+pytestmark = pytest.mark.one_loop
+
 
 # -- in a cluster ------------------------------------------------------------------------------
 

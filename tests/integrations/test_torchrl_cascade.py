@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrl.collectors import BaseCollector
 
-from tests.integrations._worlds import Values, set_value
+from tests.integrations._worlds import Values
 
 PATIENCE = 20.0
 
@@ -72,18 +72,6 @@ def passing(between: Between, trained: Values, first: float) -> Iterator[tuple[A
     finally:
         receiver.shutdown()
         sender.shutdown()
-
-
-def test_what_the_workers_have_is_not_passed_on() -> None:
-    between, trained = Between(), Values(1.0)
-    with passing(between, trained, 1.0) as (sender, raised):
-        assert not raised
-        assert between.passed == []
-        sender.send()
-        assert between.passed == [1.0], "an update of the user's counts, the same or not"
-        set_value(trained, 2.0)
-        sender.send()
-        assert between.passed == [1.0, 2.0]
 
 
 def test_the_same_right_after_the_first_weights_is_not_passed_on_twice() -> None:

@@ -51,20 +51,6 @@ def test_every_batch_is_played_with_the_version_before(scheme: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("scheme", ["shm", "process"])
-def test_it_compares_with_the_schemes_of_torchrl(scheme: str) -> None:
-    seen, _ = updates("--updates", "2", "--fork", "--torchrl", "--scheme", scheme)
-    assert [update for update, _, _ in seen] == [1, 2]
-
-
-@pytest.mark.heavy
-def test_there_is_nothing_to_compare_tcp_with() -> None:
-    done = run("--torchrl", "--scheme", "tcp")
-    assert done.returncode == 2
-    assert "TorchRL has no scheme like tcp" in done.stderr
-
-
-@pytest.mark.heavy
 @pytest.mark.timeout(200)
 def test_it_solves_cartpole() -> None:
     seen, out = updates(seconds=180.0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PATIENCE = harness.PATIENCE
 TOKEN = "a secret of the test"
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 
 def large() -> nn.Module:

@@ -21,6 +21,9 @@ from aiosync.transports import DistributedTransport, SharedMemTransport
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
+
 PATIENCE = harness.PATIENCE
 
 
@@ -50,7 +53,6 @@ def state(worker: harness.State) -> tuple[bool, list[str]]:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.one_loop
 @pytest.mark.parametrize("build", [models.medium, models.linear])
 async def test_only_large_updates_take_a_group(build: Any) -> None:
     """And nobody ever makes a default group."""
@@ -96,7 +98,6 @@ async def test_what_changes_after_send_does_not_travel(inline_nbytes: int) -> No
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.one_loop
 async def test_a_forked_child_leaves_the_group_alone() -> None:
     source, target = models.medium(), models.medium()
     scheme = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, shared_memory=False)
@@ -137,7 +138,6 @@ def halt_in_mid_transfer(_worker: harness.State, how: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.one_loop
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(how: int) -> None:
     """It gets what it missed when it goes on, or another in its place."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,8 @@ from tests.schemes import _models as models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.one_loop
 
 
 def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
@@ -170,7 +171,6 @@ async def _arrive(sender: Any, receiver: Any, target: Slow, call: Callable[[], A
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @pytest.mark.parametrize("way", ["functional_call", "to_module"])
 async def test_other_tensors_in_a_model_stay_as_they_are_inside_of_reading(make, way) -> None:
@@ -201,7 +201,6 @@ TRANSFORMS: dict[str, Callable[[Slow], Any]] = {
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("apply_copy", [False, True], ids=["flip", "copy"])
 @both
@@ -222,7 +221,6 @@ async def test_updates_wait_for_the_end_of_a_transform(make, apply_copy, transfo
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 async def test_parts_of_a_container_are_guarded(make) -> None:
     source, target = (nn.ModuleDict({"actor": Slow(), "critic": Slow()}) for _ in range(2))
@@ -239,16 +237,7 @@ class _Generator(nn.Module):
         yield x
 
 
-class _OwnCall(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @pytest.mark.parametrize("inside", [False, True])
 async def test_forwards_that_no_hook_guards_are_refused(make, inside) -> None:
@@ -259,26 +248,7 @@ async def test_forwards_that_no_hook_guards_are_refused(make, inside) -> None:
         make(**options).init_on_receiver(model=model)
 
 
-class _Decorated(_OwnCall):
-    @torch.no_grad()
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Module.__call__(self, x)
-
-
 @pytest.mark.asyncio
-@pytest.mark.one_loop
-@both
-async def test_a_call_that_may_run_no_hooks_is_told(make) -> None:
-    with pytest.warns(UserWarning, match="guard='reading'"):
-        make().init_on_receiver(model=_OwnCall())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(guard="reading").init_on_receiver(model=_OwnCall())
-        make().init_on_receiver(model=_Decorated())
-
-
-@pytest.mark.asyncio
-@pytest.mark.one_loop
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [False, True])
 async def test_a_policy_that_was_compiled_and_warm_before(inner) -> None:
@@ -314,7 +284,6 @@ async def _longest_pause(stop: asyncio.Event) -> float:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_the_loop_goes_on_while_closing_waits_for_a_forward(make, cancelled) -> None:
@@ -363,7 +332,6 @@ def computing(call: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @pytest.mark.parametrize("kind", ["default device", "replaced", "transform"])
 async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind) -> None:

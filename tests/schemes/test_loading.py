@@ -18,6 +18,8 @@ import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
 
 def _free_address() -> str:
     with socket.socket() as sock:
@@ -253,7 +255,6 @@ def taking(make: Any, owner: Told, *names: str) -> Any:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @kinds
 async def test_they_are_called_in_order_and_before_the_trainer_is_told(make, kind) -> None:
@@ -268,7 +269,6 @@ async def test_they_are_called_in_order_and_before_the_trainer_is_told(make, kin
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @kinds
 @pytest.mark.parametrize("name", ["before_apply", "applied", "relay"])
@@ -296,7 +296,6 @@ async def test_what_they_raise_is_a_refusal(make, kind, name) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @both
 @kinds
 async def test_a_model_that_is_refused_does_not_join(make, kind) -> None:
@@ -314,21 +313,6 @@ async def test_a_model_that_is_refused_does_not_join(make, kind) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
-@both
-@kinds
-async def test_applied_is_called_in_forwards_of_workers_that_look_by_themselves(make, kind) -> None:
-    owner = Told(kind)
-    async with taking(make, owner, "applied") as (sender, receiver):
-        for k in range(2, 8):
-            await sender.send(models.linear(float(k)))
-            receiver.model(torch.ones(1, 4))
-            assert owner.told[-1] == ("applied", k)
-            assert models.holds(receiver, float(k))
-
-
-@pytest.mark.asyncio
-@pytest.mark.one_loop
 async def test_mistakes() -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
     with pytest.raises(aiosync.ConfigError, match="relay must be callable, got int"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from typing import Any
@@ -70,19 +69,6 @@ async def test_a_part_that_is_refused_or_too_large_holds_up_nobody(make: Any, ba
             await refused
         assert (await good).acked == {0}
         assert held(receiver) == (5.0, 9.0)
-
-
-async def test_a_link_that_was_lost_is_made_up_for() -> None:
-    scheme = aiosync.TCPWeightSyncScheme(strict=False)
-    async with harness.here(scheme, build(), sender={"model": build()}) as (sender, receiver):
-        async with receiver.reading():
-            handles = [sender.send_nowait(part(base=5.0)), sender.send_nowait(part(adapter=7.0))]
-            sender.sender_transports[0].abort()
-            results = await asyncio.gather(*handles, return_exceptions=True)
-            assert [type(each) for each in results] == [aiosync.PartialSyncError] * 2
-            await harness.until(lambda: receiver.reconnects == 1)
-        await receiver.wait_for_version(handles[1].version, timeout=harness.PATIENCE)
-        assert held(receiver) == (5.0, 7.0)
 
 
 # -- who comes later -------------------------------------------------------------------------------

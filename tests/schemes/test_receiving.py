@@ -123,12 +123,6 @@ async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterward
 answering = pytest.mark.parametrize("make", harness.ANSWERING)
 
 
-def extra(counter: Any) -> models.Extra:
-    model = models.Extra()
-    model.counter = counter
-    return model
-
-
 @answering
 async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_worker(
     make: Any,
@@ -172,33 +166,7 @@ async def test_waiting_for_a_version_that_was_refused_names_the_worker(make: Any
 # -- another model has the guard and the weights at once, or there is an error --------------------
 
 
-copies = pytest.mark.parametrize("apply_copy", [False, True])
 applies = pytest.mark.parametrize("apply", ["auto", "manual"])
-
-
-class Owner:
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-
-
-@both
-@copies
-async def test_another_context(make: Any, apply_copy: bool) -> None:
-    options = {"model": models.linear(2.0)}
-    owners = [Owner(models.linear()) for _ in range(3)]
-    init = {"context": owners[0]}
-    ends = harness.here(make(apply_copy=apply_copy), None, sender=options, receiver=init)
-    async with ends as (sender, receiver):
-        receiver.context = owners[1]
-        assert receiver.model is owners[1].policy
-        assert models.holds(receiver, 2.0)
-        with pytest.raises(aiosync.ApplyError):
-            receiver.context = Owner(models.wide())
-        assert receiver.context is owners[1]
-        # Replaced without a word: the next update goes there.
-        old, owners[1].policy = owners[1].policy, owners[2].policy
-        await harness.deliver(sender, receiver, 3.0)
-        assert models.filled(old, 2.0)
 
 
 @both

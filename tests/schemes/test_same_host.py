@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 PATIENCE = harness.PATIENCE
 TOKEN = "a secret of the test"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
+    pytest.mark.one_loop,
+]
 
 
 def sending(
@@ -181,7 +184,6 @@ def slots_nbytes() -> int:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.one_loop
 async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,7 +221,6 @@ async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 async def test_a_trainer_without_descriptors_lets_workers_in_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -277,34 +278,6 @@ async def test_weights_are_for_those_who_have_the_token() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.one_loop
-async def test_a_sandbox_that_forbids_shared_memory() -> None:
-    """In a process of its own, as each looks once."""
-    worker = harness.start(None)
-    try:
-        assert await worker.call(in_a_sandbox) is DistributedTransport
-    finally:
-        worker.end()
-
-
-async def in_a_sandbox(_worker: harness.State) -> type:
-    def forbidden(*_: object) -> int:
-        raise PermissionError("memfd_create")
-
-    os.memfd_create = forbidden
-    scheme, source = sending()
-    receiver = receiving(scheme)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(), receiver.connect())
-        models.fill(source, 2.0)
-        await scheme.send()
-        assert models.holds(receiver, 2.0)
-        return kind(receiver)
-
-
-@pytest.mark.asyncio
-@pytest.mark.slow
-@pytest.mark.one_loop
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_fork_keeps_its_weights_whatever_became_of_the_link(
     lost: bool, tmp_path: Path

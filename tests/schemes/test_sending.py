@@ -53,23 +53,6 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
                 setattr(sender, name, value)
 
 
-@both
-@pytest.mark.parametrize("mapped", [True, False])
-async def test_what_was_sent_to_a_worker_while_it_was_away(make: Any, mapped: bool) -> None:
-    """It finds that when it comes again: to send it failed, but nothing newer was sent."""
-    options = {"model": models.linear()}
-    ends = harness.here(make(per_worker_weights=True), models.linear(), sender=options)
-    async with ends as (sender, worker):
-        await worker.aclose()
-        await harness.until(lambda: not sender.worker_versions)
-        for value in (6.0, 7.0):
-            sent = {0: weights(value)} if mapped else weights(value)
-            with pytest.raises(aiosync.PartialSyncError):
-                await sender.send(sent, worker_ids=0)
-        async with await harness.came_again(sender, 0) as late:
-            assert (values([late]), late.version) == ([7.0], sender.version)
-
-
 # -- sending ----------------------------------------------------------------------------------
 
 

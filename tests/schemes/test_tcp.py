@@ -148,30 +148,6 @@ async def test_nothing_is_sent_again_to_who_has_it(url: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_acknowledgement_that_was_lost_does_no_harm(url: str) -> None:
-    async with Stage(url, mebibyte) as stage:
-        trial = await stage.add(0, through=True)
-        await harness.until(lambda: stage.sender.worker_versions == {0: 1})
-        upto = stage.proxy.bytes_forward  # the handshake, and the acknowledgement of one version
-        await trial.aclose()
-        await stage.gone()
-        stage.proxy.plan = Plan(forward=Faults(stall_at=upto))
-        receiver = await stage.add(0, through=True)
-        await harness.until(lambda: stage.sender.worker_versions == {0: 1})
-        handle = stage.send_nowait(2.0)
-        await receiver.wait_for_version(2)
-        assert stage.sender.worker_versions == {0: 1}
-        stage.proxy.plan, before = None, stage.proxy.bytes_back
-        stage.proxy.cut()
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await handle
-        assert isinstance(caught.value.failed[0], aiosync.TransportError)
-        await stage.back(receiver)
-        assert stage.sender.worker_versions == {0: 2}
-        assert stage.proxy.bytes_back - before < SMALL
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("applied", ["while it is away", "on the next link"])
 async def test_a_staged_update_outlives_its_link(url: str, applied: str) -> None:
     async with Stage(url) as stage:

@@ -20,6 +20,9 @@ from tests.schemes import _models as models
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.one_loop
+
+
 PATIENCE = harness.PATIENCE
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,18 +62,6 @@ async def test_a_call_that_gave_up_applies_nothing(make, call, error) -> None:
             await asyncio.sleep(0.01)
             assert (receiver.version, receiver.staged_version) == (1, 2)
         assert receiver.apply_pending() == 2
-
-
-@both
-async def test_a_subscriber_asks_while_two_versions_are_on_their_way(make) -> None:
-    async with harness.here(make(), models.linear(), sender={"model": models.linear()}) as pair:
-        sender, receiver = pair
-        for _ in range(5):
-            pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
-            await asyncio.sleep(0)  # it has asked
-            handles = [sender.send_nowait(), sender.send_nowait()]
-            assert await pulling >= handles[0].version
-            await handles[1]
 
 
 # -- cancelled, or closed meanwhile ---------------------------------------------------------------
@@ -151,53 +138,6 @@ async def test_a_send_that_timed_out_or_was_refused_had_replaced_the_others(make
         with pytest.raises(aiosync.PartialSyncError):
             await bad
         assert (await good).skipped == {0: bad.version}
-
-
-@links
-async def test_what_is_being_applied_is_not_skipped(make: Any) -> None:
-    begun, go, loads = threading.Event(), threading.Event(), []
-
-    def load(_: Any) -> None:
-        loads.append(1)
-        if len(loads) > 1:  # the initial weights are taken at once
-            begun.set()
-            assert go.wait(harness.PATIENCE)
-
-    scheme, options = make(apply="manual", guard="reading"), {"model": models.linear()}
-    ends = harness.here(scheme, None, sender=options, receiver={"load": load})
-    async with ends as (sender, receiver):
-        first = await harness.stage(sender, receiver)
-        applying = asyncio.create_task(asyncio.to_thread(receiver.apply_pending))
-        try:
-            await harness.until(begun.is_set)
-            second, third = sender.send_nowait(), sender.send_nowait()
-            assert (await second).skipped == {0: third.version}
-            assert not first.done() and not third.done()
-        finally:
-            go.set()
-        assert await applying == first.version
-        assert (await first).acked == {0}
-        await receiver.wait_staged(third.version, timeout=harness.PATIENCE)
-        assert receiver.apply_pending() == third.version
-        assert (await third).acked == {0}
-
-
-async def test_a_lost_link_in_between() -> None:
-    scheme, options = aiosync.TCPWeightSyncScheme(apply="manual"), {"model": models.linear()}
-    async with harness.here(scheme, models.linear(), sender=options) as (sender, receiver):
-        first = await harness.stage(sender, receiver)
-        second = await harness.stage(sender, receiver)
-        assert (await first).skipped == {0: second.version}
-        receiver.receiver_transport.abort()
-        with pytest.raises(aiosync.PartialSyncError):
-            await second  # as far as the trainer knows
-        await harness.until(lambda: 0 in sender.worker_versions)
-        # It has it already: the trainer offers it again, and hears that it waits.
-        third = await harness.stage(sender, receiver)
-        fourth = await harness.stage(sender, receiver)
-        assert (await third).skipped == {0: fourth.version}
-        assert receiver.apply_pending() == fourth.version
-        assert (await fourth).acked == {0}
 
 
 # -- nobody waits for ever when somebody cancels the background tasks -----------------------------

@@ -13,6 +13,9 @@ import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
+pytestmark = pytest.mark.one_loop
+
+
 BF16 = torch.bfloat16
 SCHEMES = [*harness.SCHEMES, aiosync.TCPWeightSyncScheme]
 every = pytest.mark.parametrize("make", SCHEMES)

@@ -19,7 +19,7 @@ from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import Tied, batch_norm, fill, holds, linear, medium
 from tests.server._tools import URL, described, send, trainer, worker
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 class Counter(nn.Module):

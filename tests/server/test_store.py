@@ -92,11 +92,6 @@ def test_an_update_comes_back_bit_for_bit(store: WeightStore) -> None:
     assert second.shape == ()
 
 
-def test_a_model_that_was_never_saved_is_none(store: WeightStore) -> None:
-    assert store.load("policy") is None
-    assert store.model_ids() == []
-
-
 def test_a_file_of_the_release_with_wire_version_1_still_opens(store: WeightStore) -> None:
     store.save("policy", small())
     shutil.copyfile(Path(__file__).parent / "stores" / "wire-1.safetensors", the_file(store))

@@ -20,7 +20,7 @@ from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes.test_loading import Engine
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 @pytest.fixture
@@ -260,7 +260,6 @@ async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_loaded(addr
 
 
 @pytest.mark.slow
-@pytest.mark.one_loop
 async def test_a_function_that_does_not_return_holds_up_nobody_who_closes(address: str) -> None:
     source, engine = models.linear(), Engine()
     entered, go_on = threading.Event(), threading.Event()

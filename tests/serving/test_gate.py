@@ -11,7 +11,7 @@ import pytest
 import aiosync
 from aiosync.serving import AdmissionGate
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 both_modes = pytest.mark.parametrize("mode", ["between_requests", "immediate"])
 

@@ -115,20 +115,6 @@ def test_wait_async_tells_every_failure_and_the_loop_none(
     assert not caplog.records
 
 
-def test_wait_async_raises_a_failure_also_when_newer_sends_succeed() -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    with tools.pair(tools.SHM, source, target) as (sender, receiver):
-        version = sender.send_async({"weight": torch.zeros(3, 3)})
-        tools.fill(source, 2.0)
-        for _ in range(3):
-            assert receiver.wait_for_version(sender.send_async())
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            sender.wait_async()
-        assert caught.value.version == version
-        assert sender.send_async() == version + 4
-        assert sender.wait_async().acked == {0}
-
-
 def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

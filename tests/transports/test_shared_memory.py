@@ -15,7 +15,7 @@ import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 def _refused(*_args: Any, **_kwargs: Any) -> int:

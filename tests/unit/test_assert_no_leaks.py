@@ -88,29 +88,6 @@ def test_what_is_left_is_seen_and_only_where_it_is_looked_for(leave, kind, named
     assert set(caught.value.leaks) <= {kind, "fds"}
 
 
-@linux
-def test_shared_memory_of_another_process_is_no_leak() -> None:
-    path = Path("/dev/shm", NAME)
-    script = (
-        "import mmap, sys\n"
-        "file = open(sys.argv[1], 'w+b')\n"
-        "file.truncate(4096)\n"
-        "mapping = mmap.mmap(file.fileno(), 4096)\n"
-        "input('mapped')\n"
-    )
-    with assert_no_leaks(kinds=("shm", "mappings"), grace=0.0):
-        other = subprocess.Popen(
-            [sys.executable, "-uc", script, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert other.stdout is not None
-        assert other.stdout.read(6) == b"mapped"
-        assert path.exists()
-    other.communicate(b"\n")
-    path.unlink()
-
-
 @pytest.mark.asyncio
 async def test_task() -> None:
     with pytest.raises(LeakError, match="tasks: "):

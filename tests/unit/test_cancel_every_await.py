@@ -10,7 +10,7 @@ import pytest
 
 from aiosync.testing import CancelOutcome, cancel_at_every_await
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 async def test_every_point_is_cancelled_once_in_each_moment() -> None:
