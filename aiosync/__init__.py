@@ -7,6 +7,7 @@ twin of this interface is :mod:`aiosync.sync`. What needs torch is imported when
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from aiosync._exports import lazily
@@ -88,6 +89,8 @@ else:
         "aiosync.tensors",
         "aiosync.schemes",
     )
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # nothing is shown by itself
 
 __all__ = [
     "TLS",

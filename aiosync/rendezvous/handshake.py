@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from aiosync.errors import (
     AiosyncError,
+    AuthError,
     ConfigError,
     ConnectError,
     ConnectTimeout,
@@ -37,13 +38,15 @@ async def admit(
     reserve: Callable[[int, Hello], int],
     hello: Hello | None = None,
     given: bool = False,
+    note: Callable[[], str] = str,
 ) -> tuple[Hello, int]:
     """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
 
     ``given``: nobody dialled, so the worker's process may not even have been started, and there
     is no hurry. ``holder`` tells which other live process has an index, or ``None``. ``reserve``
     is told the index and the Hello before the answer leaves, so that the next worker, who may ask
-    meanwhile, gets another one; it returns the version that this worker is sent first, or 0.
+    meanwhile, gets another one; it returns the version that this worker is sent first, or 0: then
+    the worker is told the ``note``.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -52,6 +55,7 @@ async def admit(
         ConnectError: The worker was refused, with the reason it was told; or a side that was
             dialled refused this one.
         ConfigError: It did so because the two are set up differently.
+        AuthError: It did so because this one may not.
         AiosyncError: The link failed.
     """
     limit = None if given else HANDSHAKE_SECONDS
@@ -75,7 +79,8 @@ async def admit(
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
-    welcome = Welcome(epoch, reserve(idx, message), idx, num_workers)
+    first = reserve(idx, message)
+    welcome = Welcome(epoch, first, idx, num_workers, "" if first else note())
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
     return message, idx
 
@@ -118,7 +123,7 @@ class Refused(ConnectError):
 
 
 def _refusal(what: str, message: Refuse) -> AiosyncError:
-    kind = ConfigError if message.error_type == "ConfigError" else Refused
+    kind = {"ConfigError": ConfigError, "AuthError": AuthError}.get(message.error_type, Refused)
     return kind(f"{what}: {message.error_text}")
 
 

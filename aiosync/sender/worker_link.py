@@ -65,6 +65,7 @@ class WorkerLink:
         transport: As given.
         epoch: Of the sender now.
         pid: The worker's process, as it said.
+        strategy: Name of its strategy.
         has_target: Whether the worker had something to apply updates to.
         subscribes: Whether it gets every update, and not only what it asks for.
         wanted: The least version that it asked for, until that is answered.
@@ -91,6 +92,7 @@ class WorkerLink:
         self.transport: Transport = transport
         self.epoch: int = epoch
         self.pid: int = hello.pid
+        self.strategy: str = hello.strategy
         self.has_target: bool = hello.has_target
         self.subscribes: bool = hello.subscribe
         self.wanted: int | None = None

@@ -25,6 +25,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import Outcome, VersionClock
+from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.history import History
@@ -101,6 +102,7 @@ class WorkerRegistry:
         history: What workers get that join later.
         changed: Wakes those who wait for anything of this.
         on_empty: Called when the last worker's link was lost.
+        note: What a worker is told while there is nothing to send.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class WorkerRegistry:
         self.history: History = History(num_workers, parts=parts)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
+        self.note: Callable[[], str] = str
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
     # -- who is there --------------------------------------------------------------------------
@@ -211,12 +214,13 @@ class WorkerRegistry:
                 reserve=lambda idx, hello: self._reserve(transport, idx, hello),
                 hello=hello,
                 given=given,
+                note=self.note,
             )
         except AiosyncError as exc:
             # The worker was told why; connect() repeats it if it waits for that worker in vain.
             self.arriving.pop(transport, None)
             self.not_let_in(str(exc))
-            if expected_idx is not None and (given or isinstance(exc, ConfigError)):
+            if expected_idx is not None and (given or is_final(exc)):
                 self.not_reached(expected_idx, exc)  # for good
             elif expected_idx is not None:
                 record = self.record(expected_idx)

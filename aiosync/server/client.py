@@ -7,6 +7,7 @@ are pulled.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import ssl
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightClient"]
 
+_log = logging.getLogger(__name__)
+
 _ATTEMPT_SECONDS = 10.0
+_QUIET_SECONDS = 5.0  # before a log line says what is waited for
+_REPEAT_SECONDS = 30.0
 
 
 class WeightClient:
@@ -142,9 +147,10 @@ class WeightClient:
         """Get the newest version of a model, from a weight server or from a trainer.
 
         Where the newest holds a part of the names, the others come with it, as they are newest.
-        Waits for a first version. The first attempt to connect has to succeed; after that a lost
-        link is replaced until the time is up, and the transfer goes on where it stopped. What the
-        other side makes of it may be illegal: then the transfer begins anew.
+        Waits for a first version, and logs a warning after 5 s. The first attempt to connect has
+        to succeed; after that a lost link is replaced until the time is up, and the transfer goes
+        on where it stopped. What the other side makes of it may be illegal: then the transfer
+        begins anew.
 
         Args:
             model_id: Which model.
@@ -169,12 +175,25 @@ class WeightClient:
         validate_timeout(timeout)
         least = max(1, min_version)
         pull = Pull(self._dialer, as_model_id(model_id), least, progress, self._limits)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        warning: asyncio.TimerHandle
+
+        def warn() -> None:
+            nonlocal warning
+            waited = loop.time() - started
+            left = "" if timeout is None else f"; waits for {timeout - waited:.0f} s more"
+            _log.warning("%s%s", pull.describe(round(waited)), left)
+            warning = loop.call_later(_REPEAT_SECONDS, warn)
+
+        warning = loop.call_later(_QUIET_SECONDS, warn)
         try:
             async with asyncio.timeout(timeout):
                 return await pull.run()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):
                 raise
-            raise RecvTimeout(pull.describe(str(self._address), timeout or 0.0)) from exc
+            raise RecvTimeout(pull.describe(timeout or 0.0)) from exc
         finally:
+            warning.cancel()
             pull.close()

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 def merged(parts: Sequence[Part], limits: Limits) -> Part:
-    """The newest of each name, in memory of its own unless the last part holds them all.
+    """The newest of each name, in memory of its own.
 
     Names that an older part ties stay tied, and get what is newest under any of them: so would
     a worker that applies one part after the other.
@@ -47,30 +47,27 @@ def merged(parts: Sequence[Part], limits: Limits) -> Part:
     Raises:
         ConfigError: Together they are beyond the limits.
     """
-    *older, newest = parts
-    chosen = [_leaves(newest)]
-    found = {name: leaf for leaf in chosen[0] for name in leaf.names}
-    gone = newest.names  # what something newer holds
-    values = dict(newest.values)
-    for part in reversed(older):
+    leaves = list[_Leaf]()
+    found: dict[str, _Leaf] = {}
+    gone: set[str] = set()  # what something newer holds
+    values: dict[str, Any] = {}
+    for part in reversed(parts):
         dropped = part.values.keys() & gone
         inside = inner_names({key: part.values[key] for key in dropped})
         values = {key: part.values[key] for key in part.values.keys() - dropped} | values
         kept = list[_Leaf]()
-        for leaf in _leaves(part):
-            tied = next((found[name] for name in leaf.names if name in found), None)
-            rest = [name for name in leaf.names if name not in gone | inside]
-            if tied is not None:
-                tied.names += rest
-            elif rest:
-                leaf.names, tied = rest, leaf
+        for spec in part.layout.manifest.leaves:
+            names = (spec.name, *spec.aliases)
+            leaf = next((found[name] for name in names if name in found), None)
+            rest = [name for name in names if name not in gone | inside]
+            if leaf is None and rest:
+                leaf = _Leaf(part, spec, rest)
                 kept.append(leaf)
-            found |= dict.fromkeys(rest, leaf if tied is None else tied)
-        chosen.append(kept)
+            elif leaf is not None:
+                leaf.names += rest
+            found |= {name: leaf for name in rest if leaf is not None}
+        leaves = kept + leaves
         gone |= part.names
-    if not any(chosen[1:]) and _is_whole(newest, chosen[0], values):
-        return newest
-    leaves = [leaf for kept in reversed(chosen) for leaf in kept]
     layout = Layout(plan_manifest(map(_Leaf.entry, leaves), limits))
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
@@ -95,12 +92,3 @@ class _Leaf:
     def source(self) -> memoryview:
         start = self.spec.offset
         return self.part.buffer.memoryview()[start : start + self.spec.nbytes]
-
-
-def _leaves(part: Part) -> list[_Leaf]:
-    return [_Leaf(part, spec, [spec.name, *spec.aliases]) for spec in part.layout.manifest.leaves]
-
-
-def _is_whole(part: Part, leaves: list[_Leaf], values: Mapping[str, Any]) -> bool:
-    names = {name for leaf in leaves for name in leaf.names}
-    return names | values.keys() == part.names

@@ -7,6 +7,7 @@ Must not import the command line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -121,8 +122,7 @@ class Pull:
         self._updates = UpdateReader()
         self._lost: AiosyncError | None = None
         self._partial: tuple[int, int, int] | None = None  # announced over this link as here
-        self._promised: tuple[int, int] | None = None  # the newest, which comes after others
-        self._parts: list[Staged] = []  # that hold what the newest lacks
+        self._parts: list[Staged] = []  # that hold what the newest lacks, and then that
         self._here: int | None = None  # verified bytes of what arrives
         self._total = 0  # bytes of it
         self._moved = False  # something arrived over this link
@@ -148,17 +148,31 @@ class Pull:
         """Over one link."""
         self._moved = False
         self._partial = self._updates.partial
+        promised = (0, 0)  # the newest, which comes after others
         try:
             link = self._link = await self._dialer.dial(again=self._welcome is not None)
             self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
             self._updates.use_link(link)
             await link.send(Fetch(self._least))
-            staged = None
-            while not self._is_complete(staged):
-                staged = self._take(await link.recv(into=self._updates.lender))
+            while True:
+                received = await link.recv(into=self._updates.lender)
+                message, staged = received.message, None
+                if isinstance(message, Current):
+                    promised = message.epoch, message.version
+                else:
+                    staged = self._take(received)
                 if staged is not None:
-                    await self._keep(link, staged)
-            return await self._finish()
+                    if self._parts and self._parts[-1].epoch != staged.epoch:
+                        self._parts.clear()  # of another trainer
+                    self._parts.append(staged)
+                    ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
+                    with contextlib.suppress(AiosyncError):  # it is here; the other's statistics
+                        await link.send(ack, timeout=HANDSHAKE_SECONDS)
+                last = self._parts[-1] if self._parts else None
+                if last is not None and (
+                    last.version >= promised[1] if last.epoch == promised[0] else staged is not None
+                ):
+                    return await self._finish(last)
         except AiosyncError as exc:
             self._lost = exc
             self.close()
@@ -170,7 +184,6 @@ class Pull:
     def _hello(self) -> Hello:
         partial = self._partial or (None, None, 0)
         has = self._parts[-1] if self._parts else None
-        self._promised = None
         return Hello(
             role="receiver",
             model_id=self._model_id,
@@ -186,11 +199,8 @@ class Pull:
         )
 
     def _take(self, received: Received) -> Staged | None:
-        """A message; the update that it completes, if it does."""
+        """A manifest, or a part of an update; the update that it completes, if it does."""
         message = received.message
-        if isinstance(message, Current):
-            self._promised = (message.epoch, message.version)
-            return None
         if isinstance(message, ManifestMessage):
             self._total = message.manifest.nbytes
         staged = self._updates.read(received)
@@ -205,25 +215,9 @@ class Pull:
                 self._progress(self._here, self._total)
         return staged
 
-    async def _keep(self, link: TCPTransport, staged: Staged) -> None:
-        if self._parts and self._parts[-1].epoch != staged.epoch:
-            self._parts.clear()  # of another trainer
-        self._parts.append(staged)
-        try:
-            ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
-            await link.send(ack, timeout=HANDSHAKE_SECONDS)
-        except AiosyncError:
-            link.abort()  # it is here; only the statistics of the other side lack it
-
-    def _is_complete(self, arrived: Staged | None) -> bool:
-        last, promised = self._parts[-1] if self._parts else None, self._promised
-        if last is not None and promised is not None and last.epoch == promised[0]:
-            return last.version >= promised[1]
-        return arrived is not None
-
-    async def _finish(self) -> PulledWeights:
+    async def _finish(self, newest: Staged) -> PulledWeights:
         parts = [Part(each.layout, each.flat, each.values) for each in self._parts]
-        newest, (layout, buffer, values) = self._parts[-1], parts[0]
+        layout, buffer, values = parts[0]
         if len(parts) > 1:
             layout, buffer, values = await asyncio.to_thread(merged, parts, self._limits)
         return PulledWeights(
@@ -237,21 +231,20 @@ class Pull:
         if self._link is not None:
             self._link.abort()
 
-    def describe(self, url: str, seconds: float) -> str:
+    def describe(self, seconds: float) -> str:
         """Why there is nothing after ``seconds``."""
-        what = f"model {self._model_id!r}"
+        url, what = self._dialer.address, f"model {self._model_id!r}"
+        within = f"within {seconds:g} s"
         if self._lost is not None and not self._moved:
-            return f"{url} was lost ({self._lost}) and not reached again within {seconds:g} s"
+            return f"{url} was lost ({self._lost}) and not reached again {within}"
         if self._here is not None:
-            return f"{self._here} bytes of {what} arrived from {url} within {seconds:g} s; not all"
+            return f"{self._here} of {self._total} bytes of {what} arrived from {url} {within}"
         if self._welcome is None:
-            return f"{url} did not answer within {seconds:g} s"
+            return f"{url} did not answer {within}"
         if self._welcome.version == 0:
-            return (
-                f"{url} has no version of {what} yet, and got none within {seconds:g} s: is a "
-                "trainer running, or the model_id another one?"
-            )
+            advice = self._welcome.note or "is a trainer running, or the model_id another one?"
+            return f"{url} has no version of {what} yet, and got none {within}; {advice}"
         return (
-            f"{url} has no version {self._least} of {what}, and got none within {seconds:g} s; "
+            f"{url} has no version {self._least} of {what}, and got none {within}; "
             f"it had version {self._welcome.version}"
         )

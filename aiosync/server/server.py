@@ -7,6 +7,7 @@ not import the command line.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import ssl
 import time
@@ -18,7 +19,9 @@ from aiosync._tasks import TaskOwner
 from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
+    AuthError,
     ConfigError,
+    ConnectError,
     LocalProtocolError,
     RemoteProtocolError,
     TransportClosed,
@@ -40,6 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightServer"]
 
+_log = logging.getLogger(__name__)
+
+_MAX_LISTED = 10
+_MAX_NOTE = 700  # characters
+
 
 class WeightServer:
     """Serves the newest version of any number of models.
@@ -51,6 +59,8 @@ class WeightServer:
     Args:
         url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
         token: A secret that peers prove that they have; it is never sent.
+        pull_token: Another one, for peers that may pull, subscribe and ask for the status, and
+            not push. ``None``: everybody who has the ``token`` may do everything.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that listens.
         model_ids: Models that are served; ``None`` for any.
         store: Directory for the newest version of each model; read at the start. A version is
@@ -62,7 +72,7 @@ class WeightServer:
             dropped; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Links at a time.
-        max_models: Models at a time, where any are served.
+        max_models: Models that trainers bring, at a time, where any are served.
 
     Raises:
         ConfigError: An option is wrong, the address cannot be bound, or others could connect
@@ -75,6 +85,7 @@ class WeightServer:
         url: str,
         *,
         token: str | bytes | None = None,
+        pull_token: str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
         model_ids: Sequence[str] | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -97,16 +108,16 @@ class WeightServer:
         self._executor: ThreadPoolExecutor | None = None
         self._listener = StreamListener(
             url,
-            credentials=Credentials(token=token, tls=tls),
+            credentials=Credentials(token=token, pull_token=pull_token, tls=tls),
             limits=limits,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
         )
         self._models: dict[str, ServedModel] = {}
-        self._tasks: TaskOwner | None = None
-        self._ended: asyncio.Event | None = None
+        self._tasks = TaskOwner(self._on_crash)
+        self._ended = asyncio.Event()
         self._crash: BaseException | None = None
-        self._closed = False
+        self._started = self._closed = False
         self._started_at = time.monotonic()
 
     @property
@@ -115,7 +126,7 @@ class WeightServer:
         return self._listener.url
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "not started" if self._tasks is None else "serving"
+        state = "closed" if self._closed else "serving" if self._started else "not started"
         return f"<WeightServer at {self.url}: {state}, {len(self._models)} models>"
 
     # -- life ----------------------------------------------------------------------------------
@@ -127,11 +138,9 @@ class WeightServer:
             StoreError: A file of the store is damaged; nothing is served.
             LocalProtocolError: Called twice, or after :meth:`aclose`.
         """
-        if self._closed or self._tasks is not None:
+        if self._closed or self._started:
             raise LocalProtocolError("a WeightServer can be started only once")
-        self._tasks = TaskOwner(self._on_crash)
-        self._ended = asyncio.Event()
-        self._started_at = time.monotonic()
+        self._started, self._started_at = True, time.monotonic()
         try:
             await self._load()
         except BaseException:  # raised again: the caller sees it
@@ -149,7 +158,7 @@ class WeightServer:
                 continue
             stored = await loop.run_in_executor(self._executor, self._store.load, model_id)
             if stored is not None:
-                self._new_model(model_id, stored.strategy).restore(stored)
+                self._new_model(model_id).restore(stored)
 
     async def wait_closed(self) -> None:
         """Wait until the server has closed.
@@ -158,7 +167,7 @@ class WeightServer:
             LocalProtocolError: It was not started.
             BaseException: What ended a background task of the server: a bug.
         """
-        if self._ended is None:
+        if not self._started:
             raise LocalProtocolError("the server was not started: await server.start()")
         await self._ended.wait()
         if self._crash is not None:
@@ -176,14 +185,12 @@ class WeightServer:
             for model in self._models.values():
                 await model.drain()
         finally:
-            if self._tasks is not None:
-                for model in self._models.values():
-                    await model.aclose()
-                await self._tasks.aclose()
+            for model in self._models.values():
+                await model.aclose()
+            await self._tasks.aclose()
             if self._executor is not None:
                 self._executor.shutdown(wait=True)
-            if self._ended is not None:
-                self._ended.set()
+            self._ended.set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -199,13 +206,11 @@ class WeightServer:
 
     def _on_crash(self, error: BaseException) -> None:
         self._crash = self._crash or error
-        if self._ended is not None:
-            self._ended.set()
+        self._ended.set()
 
     # -- links ---------------------------------------------------------------------------------
 
     def _on_link(self, link: TCPTransport) -> None:
-        assert self._tasks is not None
         task = self._tasks.start(self._serve(link), "aiosync link of the server")
         # A task that never ran cannot close its link.
         task.add_done_callback(lambda task: link.abort() if task.cancelled() else None)
@@ -224,12 +229,14 @@ class WeightServer:
                 return
             if hello.role not in ("sender", "receiver"):
                 raise RemoteProtocolError("unknown role in Hello")
+            pushes = hello.role == "sender"
             try:
-                model = self._model_for(hello)
-            except ConfigError as exc:
-                await link.send(Refuse("ConfigError", str(exc)), timeout=HANDSHAKE_SECONDS)
+                model = self._model_for(hello, link, pushes)
+            except (ConfigError, ConnectError) as exc:
+                refuse = Refuse(type(exc).__name__, str(exc))
+                await link.send(refuse, timeout=HANDSHAKE_SECONDS)
                 raise
-            if hello.role == "sender":
+            if pushes:
                 link.channel.says_why = True  # its user can do something about it
                 await model.receive_from(link, hello)
             else:
@@ -241,38 +248,54 @@ class WeightServer:
             link.abort()
             raise
 
-    def _model_for(self, hello: Hello) -> ServedModel:
-        model = self._models.get(hello.model_id)
-        if model is not None:
-            return model
-        if self._model_ids is not None and hello.model_id not in self._model_ids:
+    def _model_for(self, hello: Hello, link: TCPTransport, pushes: bool) -> ServedModel:
+        """The model that a peer may push, or get.
+
+        Raises:
+            AuthError: It may not push.
+            ConfigError: The model is not served.
+            ConnectError: Another trainer pushes it.
+        """
+        model_id = hello.model_id
+        if pushes and link.channel.read_only:
+            text = f"the token of {link.channel.name} may pull and subscribe, not push {model_id!r}"
+            _log.warning("refused: %s", text)
+            raise AuthError(f"{text}: give trainers the token=, and the pull_token= to workers")
+        if self._model_ids is not None and model_id not in self._model_ids:
             known = ", ".join(sorted(self._model_ids))
-            raise ConfigError(
-                f"this server does not serve model {hello.model_id!r}; it serves: {known}"
-            )
-        if len(self._models) >= self._max_models:
-            self._forget_unused()
-        if len(self._models) >= self._max_models:
-            raise ConfigError(f"this server has {self._max_models} models and accepts no more")
-        return self._new_model(hello.model_id, hello.strategy)
+            raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
+        model = self._models.get(model_id)
+        if model is None or (pushes and not model.is_brought):
+            # Those that workers ask for, under a wrong name perhaps, keep no other out.
+            if sum(each.is_brought for each in self._models.values()) >= self._max_models:
+                raise ConfigError(
+                    f"this server has {self._max_models} models and accepts no more; {self._note()}"
+                )
+        if model is None:
+            for unused in [name for name, each in self._models.items() if each.is_unused]:
+                self._models.pop(unused).workers.end()
+            model = self._new_model(model_id)
+        if pushes:
+            model.check_trainer(hello)
+        return model
 
-    def _forget_unused(self) -> None:
-        """Drop models that workers asked for, under a wrong name perhaps, and left again."""
-        for model_id, model in list(self._models.items()):
-            if model.is_unused:
-                del self._models[model_id]
-                model.workers.end()
-
-    def _new_model(self, model_id: str, strategy: str) -> ServedModel:
+    def _new_model(self, model_id: str) -> ServedModel:
         model = self._models[model_id] = ServedModel(
             model_id,
-            strategy,
             streaming=self._streaming,
             store=self._store,
             executor=self._executor,
             on_crash=self._on_crash,
+            note=self._note,
         )
         return model
+
+    def _note(self) -> str:
+        """What there is, for those who ask for something else."""
+        found = [repr(name) for name, model in sorted(self._models.items()) if model.version]
+        more = f" and {len(found) - _MAX_LISTED} others" if found[_MAX_LISTED:] else ""
+        listed = ", ".join(found[:_MAX_LISTED]) or "none yet"
+        return f"models that it has weights of: {listed[:_MAX_NOTE]}{more}"
 
     # -- what is going on ----------------------------------------------------------------------
 

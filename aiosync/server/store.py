@@ -11,16 +11,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
-import logging
 import os
 import re
 import secrets
 import stat
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, TypeAlias
 
@@ -32,13 +30,11 @@ from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
 
-__all__ = ["DTYPES", "SaveProgress", "StoreError", "StoredUpdate", "WeightStore"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["DTYPES", "SaveProgress", "StoreError", "StoredUpdate", "WeightStore", "replacing"]
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = re.compile(r"\.aiosync-[0-9a-f]{16}\.tmp")
-_MAX_STEM = 200
+_MAX_STEM = 240
 """Characters of a file name without its ending; the usual file systems allow 255 bytes."""
 
 SaveProgress: TypeAlias = Callable[[int, int], None]
@@ -147,7 +143,7 @@ class WeightStore:
         """Replace the file of a model; returns when the new one is safely on disk.
 
         Args:
-            model_id: Any text; the name of the file is derived from it.
+            model_id: Any text that is not too long: the name of the file is derived from it.
             update: The version. Its buffer is read, and must not change during the call.
             progress: Called from this thread about every 16 MiB, and after the last byte.
                 What it raises ends the save and is raised here; an ``OSError`` becomes a
@@ -155,8 +151,8 @@ class WeightStore:
 
         Raises:
             ConfigError: The update cannot be stored; nothing was written.
-            StoreError: The disk refused it: full, read-only, broken. The old file stays, except
-                if the message says that the directory could not be synced.
+            StoreError: The disk refused it: full, read-only, broken. The old file stays, unless
+                only the directory could not be synced.
         """
         path = self._path(model_id)
         layout = update.layout
@@ -167,24 +163,10 @@ class WeightStore:
         checksum = _checksum_of(layout.manifest, update.buffer.memoryview())
         header = _encode_header(model_id, update, checksum)
         try:
-            temporary, fd = self._new_temporary()
-            try:
-                with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
-                    _write(file, header, update, progress)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(temporary, path)
-            finally:
-                with contextlib.suppress(FileNotFoundError):  # it has become the file
-                    os.unlink(temporary)
+            with replacing(path, 0o600) as (file, _):
+                _write(file, header, update, progress)
         except OSError as exc:
             raise StoreError(f"{path}: cannot be saved: {exc}") from exc
-        try:
-            _sync_directory(self.directory)
-        except OSError as exc:
-            raise StoreError(
-                f"{path}: saved, but the directory could not be synced: {exc}"
-            ) from exc
 
     def load(self, model_id: str) -> StoredUpdate | None:
         """Return the version that was saved last, in new memory; ``None`` if there is none.
@@ -209,8 +191,7 @@ class WeightStore:
     def model_ids(self) -> list[str]:
         """Return the ids of the models that have a file, in order.
 
-        Only long ids need a look into their files; one that cannot be read is logged and left
-        out. A listed file may still turn out to be damaged when it is loaded.
+        A listed file may still turn out to be damaged when it is loaded.
 
         Raises:
             StoreError: The directory cannot be read.
@@ -221,42 +202,15 @@ class WeightStore:
             raise StoreError(f"{self.directory}: cannot be read: {exc}") from exc
         found = []
         for name in names:
-            if not name.endswith(_SUFFIX):
-                continue
-            model_id = _decode_stem(name.removesuffix(_SUFFIX))
-            if "~" in name:
-                model_id = self._id_inside(name)
-            if model_id is not None and _file_name(model_id) == name:
-                found.append(model_id)
+            stem = name.removesuffix(_SUFFIX)
+            model_id = "" if stem == "%" else urllib.parse.unquote(stem)
+            with contextlib.suppress(ConfigError):  # somebody else's
+                if _file_name(model_id) == name:
+                    found.append(model_id)
         return sorted(found)
 
     def _path(self, model_id: str) -> str:
         return os.path.join(self.directory, _file_name(model_id))
-
-    def _id_inside(self, name: str) -> str | None:
-        path = os.path.join(self.directory, name)
-        try:
-            file = _open(path)
-            if file is None:
-                return None
-            with file:
-                model_id = _metadata_of(_read_header(file)).get("aiosync.model_id")
-            _file_name(model_id)
-        except (OSError, StoreError, ConfigError) as exc:
-            _log.warning("skipping %s: %s", path, exc)
-            return None
-        return model_id
-
-    def _new_temporary(self) -> tuple[str, int]:
-        """Create a file that says by its lock that somebody is writing it."""
-        while True:
-            path = os.path.join(self.directory, f".aiosync-{secrets.token_hex(8)}.tmp")
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # no locks here: then processes must not share
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:
-                return path, fd
-            os.close(fd)  # another process took it for stale before it was locked
 
     def _remove_stale(self) -> None:
         for name in os.listdir(self.directory):
@@ -287,19 +241,8 @@ def _file_name(model_id: Any) -> str:
     if stem.startswith("."):
         stem = "%2E" + stem[1:]
     if len(stem) > _MAX_STEM:
-        digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
-        stem = f"{stem[: _MAX_STEM - 33]}~{digest}"
+        raise ConfigError(f"the model id {model_id[:40]!r}... is too long to be stored")
     return stem + _SUFFIX
-
-
-def _decode_stem(stem: str) -> str | None:
-    """Return the id that a short name stands for; ``None`` for a long or foreign name."""
-    if "~" in stem:
-        return None
-    try:
-        return "" if stem == "%" else urllib.parse.unquote(stem, errors="strict")
-    except UnicodeDecodeError:
-        return None
 
 
 def _make_private(directory: str) -> None:
@@ -312,11 +255,60 @@ def _make_private(directory: str) -> None:
             os.mkdir(path, 0o700)
         if not os.path.isdir(path):
             raise NotADirectoryError(f"{path} is not a directory")
-        _sync_directory(os.path.dirname(path))
+        _sync(os.path.dirname(path))
 
 
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+# -- files that are replaced ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, str]]:
+    """Write a file that takes the place of another in one step, where the block does not raise.
+
+    Args:
+        path: Of that.
+        mode: What it may have; ``None`` for what the other has, or as the umask has it.
+
+    Yields:
+        The file, and where it lies until then, beside the other and not more readable; it may be
+        replaced itself.
+
+    Raises:
+        OSError: The disk refused it. Only where the folder could not be synced the file is there.
+    """
+    folder = os.path.dirname(path)
+    if mode is None and os.path.exists(path):
+        mode = os.stat(path).st_mode & 0o777
+    temporary, fd = _new_temporary(folder, 0o666 if mode is None else 0o600)
+    try:
+        with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
+            if mode is None:
+                mode = os.fstat(fd).st_mode & 0o777
+            yield file, temporary
+            file.flush()
+            os.chmod(temporary, mode)
+            _sync(temporary)
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has become the file
+            os.unlink(temporary)
+    _sync(folder)
+
+
+def _new_temporary(folder: str, mode: int) -> tuple[str, int]:
+    """Create a file that says by its lock that somebody is writing it."""
+    while True:
+        path = os.path.join(folder, f".aiosync-{secrets.token_hex(8)}.tmp")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with contextlib.suppress(OSError):  # no locks here: then processes must not share
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return path, fd
+        os.close(fd)  # another process took it for stale before it was locked
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -153,19 +153,27 @@ class Credentials:
 
     Attributes:
         token: Must be the same on both ends; it never travels. Use at least 16 random bytes.
+        pull_token: What those who dial may have instead, if they are to get weights only.
         tls: Encrypts the link: certificates as files, or an ``ssl.SSLContext``, which cannot be
             pickled.
 
     Raises:
-        ConfigError: The token is empty, or something is of another type.
+        ConfigError: A token is empty, there is no ``token`` beside the ``pull_token`` or it is the
+            same, or something is of another type.
     """
 
     token: Secret | str | bytes | None = field(default=None, repr=False)
+    pull_token: Secret | str | bytes | None = field(default=None, repr=False)
     tls: TLS | ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        if self.token is not None and not isinstance(self.token, Secret):
-            object.__setattr__(self, "token", Secret(self.token))
+        for name, given in (("token", self.token), ("pull_token", self.pull_token)):
+            if given is not None and not isinstance(given, Secret):
+                object.__setattr__(self, name, Secret(given))
+        if self.pull_token is not None and self.token in (None, self.pull_token):
+            raise ConfigError(
+                "pull_token needs another token beside it: token=, of those who may push as well"
+            )
         if self.tls is not None and not isinstance(self.tls, TLS | ssl.SSLContext):
             raise ConfigError(
                 f"tls must be aiosync.TLS(...) or an ssl.SSLContext, not {type(self.tls).__name__}"
@@ -179,6 +187,11 @@ class Credentials:
     def token_bytes(self) -> bytes | None:
         """The token, for the handshake."""
         return self.token.value if isinstance(self.token, Secret) else None
+
+    @property
+    def pull_token_bytes(self) -> bytes | None:
+        """The token of those who get weights only."""
+        return self.pull_token.value if isinstance(self.pull_token, Secret) else None
 
     def listening_context(self) -> ssl.SSLContext | None:
         """TLS for the side that listens, or ``None``.
@@ -206,4 +219,4 @@ class Credentials:
                 "an ssl.SSLContext cannot be passed to another process: pass "
                 "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
             )
-        return [self.token, self.tls]
+        return [self.token, self.pull_token, self.tls]

@@ -74,6 +74,8 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
 async def prove_as_listener(transport: FramedTransport, credentials: Credentials) -> None:
     """The same, on the side that listens: who does not fit is told so.
 
+    Notes on the channel who may not push.
+
     Args:
         transport: The link, with :data:`STRANGER_LIMITS`.
         credentials: With the token, if any.
@@ -83,7 +85,7 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
         ConnectError: The dialer went away.
         RemoteProtocolError: It does not speak aiosync.
     """
-    auth = ListenerAuth(credentials.token_bytes)
+    auth = ListenerAuth(credentials.token_bytes, credentials.pull_token_bytes)
     try:
         # At once, before anything is read: a peer that speaks TLS finds out from it.
         challenge = auth.challenge()
@@ -94,6 +96,7 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
             raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
         answer = (await transport.recv()).message
         await transport.send(auth.verify(answer))
+        transport.channel.read_only = auth.read_only
     except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
         raise ConnectError(f"{transport.channel.name} disconnected during the handshake") from exc
     except AiosyncError as exc:

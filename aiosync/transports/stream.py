@@ -186,6 +186,7 @@ class FramedTransport(Transport):
         ended: No operation can succeed any more.
         error: What ended the link, or ``None`` while it works. Sticky.
         says_why: Tells the peer in a Refuse what it did wrong.
+        read_only: The peer proved itself with the secret of those who may not push.
         pidfd: Descriptor that is readable once the peer's process has ended, or -1.
         written_nbytes: Bytes that the stream took so far; grows while a write makes progress.
     """
@@ -198,6 +199,7 @@ class FramedTransport(Transport):
         self.ended: bool = False
         self.error: LinkError | None = None
         self.says_why: bool = False
+        self.read_only: bool = False
         self.pidfd: int = -1
         self.written_nbytes: int = 0
         self._loop = asyncio.get_running_loop()

@@ -37,16 +37,22 @@ class ListenerAuth:
 
     Args:
         token: What both sides have to know; ``None`` lets in who has none either.
+        pull_token: What a dialer may know instead, that is to get weights only.
+
+    Attributes:
+        read_only: Whether the dialer proved that it has the ``pull_token``.
 
     Raises:
-        ConfigError: The token is no bytes, or empty.
+        ConfigError: A token is no bytes, or empty.
     """
 
-    __slots__ = ("_nonce", "_token")
+    __slots__ = ("_nonce", "_pull_token", "_token", "read_only")
 
-    def __init__(self, token: bytes | None) -> None:
+    def __init__(self, token: bytes | None, pull_token: bytes | None = None) -> None:
         self._token = _checked(token)
+        self._pull_token = _checked(pull_token)
         self._nonce: bytes | None = None
+        self.read_only: bool = False
 
     def challenge(self) -> Challenge:
         """Make the first message of the link."""
@@ -76,10 +82,12 @@ class ListenerAuth:
             return Proof(nonce, b"")
         # With one nonce for both sides the dialer would have drawn nothing itself.
         fresh = not hmac.compare_digest(message.nonce, nonce)
-        expected = _mac(self._token, _DIALER, nonce, message.nonce)
-        if not hmac.compare_digest(message.mac, expected) or not fresh:
-            raise AuthError("the dialer does not have the token of the listener")
-        return Proof(nonce, _mac(self._token, _LISTENER, nonce, message.nonce))
+        for token in (self._token, self._pull_token):
+            expected = _mac(token, _DIALER, nonce, message.nonce)
+            if token is not None and hmac.compare_digest(message.mac, expected) and fresh:
+                self.read_only = token is not self._token
+                return Proof(nonce, _mac(token, _LISTENER, nonce, message.nonce))
+        raise AuthError("the dialer does not have the token of the listener")
 
 
 class DialerAuth:

@@ -107,12 +107,14 @@ class Welcome:
         version: Its current version; 0 when nothing was sent yet.
         worker_idx: Index that the receiver has from now on.
         num_workers: How many workers the sender expects; ``None`` when it does not know.
+        note: What a human may want to know while nothing was sent yet.
     """
 
     epoch: int
     version: int
     worker_idx: int
     num_workers: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +398,13 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
     ),
     Welcome: (
         4,
-        {"epoch": _EPOCH, "version": _COUNT, "worker_idx": _INDEX, "num_workers": _INDEX},
+        {
+            "epoch": _EPOCH,
+            "version": _COUNT,
+            "worker_idx": _INDEX,
+            "num_workers": _INDEX,
+            "note": (str, 0, MAX_ERROR_TEXT_NBYTES),
+        },
     ),
     Refuse: (5, _ERRORS),
     ManifestMessage: (6, {"manifest": (bytes, 0, _INT)}),

@@ -123,7 +123,23 @@ async def test_without_a_version_it_says_so() -> None:
             await send(source, 1.0)
             with pytest.raises(RecvTimeout, match=r"has no version 5 .* it had version 1"):
                 await client.pull(min_version=5, timeout=0.5)
+            listed = r"no version of model 'polisy' yet, .* that it has weights of: 'policy'"
+            with pytest.raises(RecvTimeout, match=listed):
+                await client.pull("polisy", timeout=0.5)
         await until(lambda: not described(server)["workers"])
+
+
+@pytest.mark.slow
+async def test_a_pull_that_waits_says_after_5_s_for_what(caplog: pytest.LogCaptureFixture) -> None:
+    async with WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        with pytest.raises(RecvTimeout):
+            await WeightClient(server.url).pull("polisy", timeout=5.5)
+    (record,) = [each for each in caplog.records if each.name.startswith("aiosync.")]
+    text = record.getMessage()
+    assert record.levelname == "WARNING"
+    assert f"{server.url} has no version of model 'polisy' yet, and got none within 5 s" in text
+    assert "weights of: 'policy'" in text and "waits for 0 s more" in text
 
 
 async def test_a_server_that_went_away_is_waited_for_until_the_time_is_up() -> None:

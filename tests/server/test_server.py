@@ -19,6 +19,7 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
     PartialSyncError,
+    PeerClosed,
 )
 from aiosync.server import WeightClient, WeightServer, WeightStore
 from aiosync.wire import encode_values
@@ -104,12 +105,82 @@ async def test_there_are_at_most_so_many_models() -> None:
     async with (
         WeightServer(URL, max_models=2) as server,
         trainer(server, "a") as source,
-        worker(server, "b"),
+        trainer(server, "b"),
     ):
         await send(source, 1.0)
-        with pytest.raises(ConfigError, match="has 2 models and accepts no more"):
+        with pytest.raises(ConfigError, match="has 2 models and accepts no more; .* of: 'a'"):
             async with worker(server, "c"):
                 pass
+        with pytest.raises(PartialSyncError, match="has 2 models and accepts no more"):
+            async with trainer(server, "c"):
+                pass
+
+
+async def test_models_that_workers_ask_for_keep_no_trainer_out() -> None:
+    async with WeightServer(URL, max_models=2) as server, contextlib.AsyncExitStack() as stack:
+        for number in range(5):
+            asking = worker(server, f"nothing {number}", "state_dict")
+            await stack.enter_async_context(asking)
+        async with trainer(server) as source, worker(server) as scheme:
+            await send(source, 1.0)
+            await scheme.wait_for_version(1)
+        await stack.aclose()
+        async with worker(server, "other"):  # those that nobody asks for any more are forgotten
+            names = {each["model_id"] for each in server.status()["models"]}
+            assert {"policy", "other"} <= names and len(names) <= 3
+
+
+async def test_a_worker_that_comes_first_does_not_choose_the_strategy() -> None:
+    async with (
+        WeightServer(URL) as server,
+        worker(server, strategy="state_dict", reconnect=0.3) as wrong,
+        worker(server) as right,
+    ):
+        async with trainer(server, strategy="tensordict") as source:
+            await send(source, 1.0)
+            await right.wait_for_version(1)
+            assert holds(right, 1.0)
+            with pytest.raises(PeerClosed, match="the sender's strategy is 'tensordict'"):
+                await wrong.wait_for_version(1)
+
+
+# -- who may only read ------------------------------------------------------------------------
+
+TOKEN, PULL_TOKEN = "a secret of the trainers", "a secret of the workers"
+
+
+async def test_the_pull_token_reads_and_does_not_push(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        WeightServer(URL, token=TOKEN, pull_token=PULL_TOKEN) as server,
+        trainer(server, token=TOKEN) as source,
+        worker(server, token=PULL_TOKEN) as scheme,
+        worker(server, token=TOKEN),
+    ):
+        await send(source, 1.0)
+        await scheme.wait_for_version(1)
+        reader = WeightClient(server.url, token=PULL_TOKEN)
+        assert (await reader.pull()).version == 1
+        with pytest.raises(PartialSyncError) as caught:
+            async with trainer(server, "other", token=PULL_TOKEN):
+                pass
+        error = caught.value.failed[0]
+        assert isinstance(error, aiosync.AuthError)
+        assert "may pull and subscribe, not push 'other'" in str(error)
+        assert "may pull and subscribe, not push 'other'" in caplog.text
+        with pytest.raises(aiosync.AuthError):
+            await WeightClient(server.url, token="neither").status()
+        told = await reader.status()
+        assert told["ended"]["AuthError"] == 1
+        assert told["refused"] == {"AuthError": 1}
+        assert [each["model_id"] for each in told["models"]] == ["policy"]
+        for secret in (TOKEN, PULL_TOKEN):
+            assert secret not in json.dumps(told) + caplog.text + repr(server)
+
+
+@pytest.mark.parametrize("token", [None, PULL_TOKEN])
+async def test_a_pull_token_needs_another_token_beside_it(token: str | None) -> None:
+    with pytest.raises(ConfigError, match="pull_token needs another token beside it"):
+        WeightServer(URL, token=token, pull_token=PULL_TOKEN)
 
 
 # -- who asks, and who gets everything --------------------------------------------------------
@@ -238,13 +309,13 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
             handles.append(source.send_nowait(source.it))
             await until(lambda number=number: described(server)["updates"] == number)  # type: ignore[misc]
         assert slow.versions == [1]
-        assert not any(handle.done() for handle in handles)
+        assert [handle.done() for handle in handles] == [False, True, True, True, True, False]
         assert described(server)["version"] == 0  # what is not on disk yet may be refused
         slow.go()
         reports = [await handle for handle in handles]
         assert slow.versions == [1, 6]
         assert reports[0].acked and reports[5].acked
-        assert [dict(report.skipped) for report in reports[1:5]] == [{0: 6}] * 4
+        assert [dict(report.skipped) for report in reports[1:5]] == [{0: n} for n in (3, 4, 5, 6)]
         stored = WeightStore(tmp_path).load("policy")
         assert stored is not None and stored.version == 6
         await scheme.wait_for_version(6)

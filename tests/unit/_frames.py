@@ -61,6 +61,7 @@ SAMPLES: list[Message] = [
     Hello("sender", "größe", 2**32 - 1, 2**31 - 1, "s", True, BIG, BIG),
     Welcome(1, 0, 0),
     Welcome(BIG, BIG, 2**31 - 1, 8),
+    Welcome(1, 0, 0, None, "weights of: größe"),
     Refuse("ConfigError", "no such model"),
     Refuse("", ""),
     ManifestMessage(Manifest((), 0)),

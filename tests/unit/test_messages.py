@@ -117,7 +117,7 @@ def test_the_fixed_places_of_an_update_are_as_specified() -> None:
 def test_every_field_of_every_message_is_encoded() -> None:
     full = [
         Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True, True),
-        Welcome(1, 2, 3, 4),
+        Welcome(1, 2, 3, 4, "note"),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
         Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x" * 16, b"y" * 16),
@@ -159,6 +159,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("welcome", "epoch", [0, -1, 2**63, 1.0, True]),
     ("welcome", "version", [-1, 2**63]),
     ("welcome", "worker_idx", [-1, 2**31, None]),
+    ("welcome", "note", [1, None, b"x", "x" * 3073]),
     ("welcome", "num_workers", [-1, 2**31, None]),
     ("refuse", "error_type", [1, None, b"x", "x" * 257]),
     ("refuse", "error_text", [1, "x" * 3073, "ä" * 1537]),
