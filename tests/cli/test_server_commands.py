@@ -134,34 +134,6 @@ def test_push_pull_and_status_as_processes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ending", [".safetensors", ".pt", ".ckpt"])
-def test_a_round_trip_with_a_token_over_a_unix_socket(
-    servers: dict[str, Served],
-    token_file: str,
-    weights: tuple[str, dict[str, torch.Tensor]],
-    tmp_path: Path,
-    ending: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path, tensors = weights
-    url = servers["token"].url
-    copy = tmp_path / f"copy{ending}"
-    copy.write_text("old")
-    options = ["--token-file", token_file, "--model-id", f"m{ending}"]
-    assert aiosync.cli.main(["push", path, url, *options]) == 0
-    assert aiosync.cli.main(["pull", url, str(copy), *options, "--min-version", "1"]) == 0
-    assert_same(copy, tensors)
-    assert os.listdir(tmp_path) in ([copy.name, "weights.pt"], ["weights.pt", copy.name])
-    assert aiosync.cli.main(["status", url, "--token-file", token_file]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert SECRET not in shown.out
-    (row,) = [line for line in shown.out.splitlines() if f"m{ending}" in line and "│" in line]
-    assert re.match(rf"│ *m{ending} *│ any *│ *1 │ *240\.\d kB │ *4 │", row)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_round_trip_with_tls(
     servers: dict[str, Served],
     weights: tuple[str, dict[str, torch.Tensor]],

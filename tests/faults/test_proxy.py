@@ -197,19 +197,6 @@ async def test_a_stall_holds_the_source_up_until_resume(
         await sending
 
 
-@by_kind
-@pytest.mark.parametrize("how", ["cut", "reset"])
-async def test_cut_and_reset_now(kind: str, how: str, tmp_path: Path) -> None:
-    async with relayed(kind, tmp_path) as pair:
-        await send(pair.dialer, b"ping")
-        assert await read_exactly(pair.server, 4) == b"ping"
-        pair.proxy.stall()  # an end is not held up
-        getattr(pair.proxy, how)()
-        expected = "reset" if how == "reset" and kind == "tcp" else "end"
-        assert await read_all(pair.dialer) == (b"", expected)
-        assert await read_all(pair.server) == (b"", expected)
-
-
 # -- the end -----------------------------------------------------------------------------------
 
 

@@ -287,19 +287,3 @@ class Block(nn.Module):
     def __init__(self, nbytes: int) -> None:
         super().__init__()
         self.block = nn.Parameter(torch.full((nbytes // 4,), -1.0))
-
-
-@pytest.mark.parametrize("at", [0, 40, 200, 260])
-@pytest.mark.asyncio
-async def test_connect_goes_on_after_a_link_that_was_lost_in_the_handshake(at: int) -> None:
-    model, target = small(), small()
-    fill(model, 1.0)
-    async with aiosync.TCPWeightSyncScheme() as sender:
-        sender.init_on_sender(model=model)
-        async with FaultProxy(sender.address) as proxy:
-            proxy.plan = lambda number: Plan(back=Faults(cut_at=at)) if number < 2 else None
-            async with aiosync.TCPWeightSyncScheme(proxy.url) as receiver:
-                receiver.init_on_receiver(model=target)
-                await sender.connect()
-                await receiver.connect(timeout=PATIENCE)
-                assert (stamp(target), proxy.connections) == (1.0, 3)

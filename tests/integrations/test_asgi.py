@@ -147,18 +147,6 @@ async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
 
 
 @asynchronous
-async def test_nobody_is_answered_before_the_first_version() -> None:
-    feed = feed_at()
-    answer = await call(WeightsMiddleware(never, feed, timeout=0.01), method="HEAD")
-    assert (answer.status, answer.body) == (503, b"")
-    assert "x-weight-version" not in answer.headers
-    waiting = asyncio.ensure_future(call(WeightsMiddleware(hello, feed)))
-    await until(lambda: feed.gate.waiting == 1)
-    await switch(feed, 1)
-    assert (await waiting).status == 200
-
-
-@asynchronous
 async def test_the_epoch_that_is_asked_for() -> None:
     app = WeightsMiddleware(hello, await switched(3, EPOCH), timeout=0.01)
     assert (await call(app, **ask(epoch="abc"))).status == 200

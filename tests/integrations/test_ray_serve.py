@@ -13,7 +13,6 @@ pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
-from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
 from tests.integrations._ray_serve_apps import TOKEN, Constant, Trainer, trainer
 from tests.schemes import _harness as harness
@@ -124,17 +123,6 @@ async def test_an_answer_names_its_version() -> None:
 
 
 @pytest.mark.asyncio
-async def test_answers_of_several_versions_name_them() -> None:
-    gate = AdmissionGate(mode="immediate")
-    async with trainer() as it, following(it, gate=gate) as replica:
-        answers = []
-        async for answer in replica.steps(2):
-            answers.append((answer.value, answer.version, answer.versions))
-            await it.push()
-        assert answers == [(1.0, 1, (1,)), (2.0, 1, (1, 2))]
-
-
-@pytest.mark.asyncio
 async def test_no_switch_while_a_thread_computes_though_its_caller_gave_up() -> None:
     async with trainer() as it, following(it) as replica:
         asking = asyncio.create_task(replica.compute())
@@ -218,25 +206,6 @@ async def test_stale_is_healthy_unless_there_is_a_limit(
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # once each
         assert "answers with version 1, which is stale" in caplog.text
         assert (await patient.act(1)).value == 1.0
-
-
-@pytest.mark.asyncio
-async def test_the_users_own_end_comes_first() -> None:
-    seen = []
-
-    class Ending(Replica):
-        async def __del__(self) -> None:
-            if seen:
-                return  # the garbage collector's
-            seen.append(self.weight_feed.status.state)
-
-    async with trainer() as it:
-        replica = Ending()
-        await replica.follow_weights(it.scheme.address, model=replica.model)
-        await replica.end()
-        assert seen == ["live"]
-        assert replica.weight_feed.status.state == "closed"
-        type(replica).__del__ = lambda self: None  # type: ignore[assignment]
 
 
 def test_what_cannot_be_admitted() -> None:

@@ -74,17 +74,6 @@ def passing(between: Between, trained: Values, first: float) -> Iterator[tuple[A
         sender.shutdown()
 
 
-def test_the_same_right_after_the_first_weights_is_not_passed_on_twice() -> None:
-    between, trained = Between(), Values(1.0)
-    with passing(between, trained, 0.0) as (sender, raised):
-        assert not raised
-        assert between.passed == [1.0]
-        sender.send()
-        assert between.passed == [1.0]
-        sender.send()
-        assert between.passed == [1.0, 1.0]
-
-
 def test_errors_on_the_way_reach_the_trainer_and_are_made_up_for() -> None:
     between, trained = Between(), Values(1.0)
     between.busy = True

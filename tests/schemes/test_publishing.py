@@ -302,16 +302,3 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                 out = await asyncio.to_thread(receiver.model, torch.ones(4))
                 assert bool((out == 5 * value).all())
             assert models.holds(receiver, value)
-
-
-async def test_a_link_that_ended_this_moment_is_named_by_the_next_send() -> None:
-    sender, model = SHM(timeout=harness.PATIENCE), models.linear()
-    targets = [models.linear(), models.linear()]
-    async with harness.crowd(sender, targets, sender={"model": model}):
-        for _ in range(3):
-            assert (await sender.send()).acked == {0, 1}
-        sender.sender_transports[1].abort()
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await sender.send()
-        assert caught.value.failed.keys() == {1}
-        assert (await sender.send()).acked == {0}

@@ -248,26 +248,6 @@ async def _switch(gate: AdmissionGate) -> None:
         pass
 
 
-async def test_a_task_that_outlives_its_request_is_let_in_anew() -> None:
-    gate = AdmissionGate(initial_version=1)
-    log: list = []
-    go_on = asyncio.Event()
-
-    async def later() -> None:
-        await go_on.wait()
-        await entered(gate, log, "later")
-
-    async with gate.request():
-        task = asyncio.create_task(later())
-        await turns()
-    async with gate.swap():
-        go_on.set()
-        await turns()
-        assert log == []
-    await task
-    assert log == [("later", 2)]
-
-
 async def test_immediate_switches_between_batches() -> None:
     gate = AdmissionGate(mode="immediate", initial_version=1)
     request = gate.request()

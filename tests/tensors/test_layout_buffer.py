@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,10 @@ from aiosync.tensors import (
     Layout,
     LiveBytes,
     Target,
-    collect,
     torch_dtype,
 )
 from aiosync.tensors.buffer import in_flat_memory
-from aiosync.wire import ALIGNMENT, DTYPE_NBYTES, Manifest
+from aiosync.wire import DTYPE_NBYTES, Manifest
 from tests.tensors._models import bits, filled, packed
 
 if TYPE_CHECKING:
@@ -50,15 +48,6 @@ def test_every_dtype_and_shape_survives(name: str) -> None:
         assert bits(view) == bits(tensor)
 
 
-def test_layout_is_aligned_and_equal_for_equal_models() -> None:
-    layout = Layout.plan(collect(nn.Linear(3, 5)))
-    assert layout.nbytes % ALIGNMENT == 0
-    assert [leaf.offset % ALIGNMENT for leaf in layout.manifest.leaves] == [0, 0]
-    assert layout.digest == Layout.plan(collect(nn.Linear(3, 5))).digest
-    assert layout.digest != Layout.plan(collect(nn.Linear(5, 3))).digest
-    assert layout.padding() == [(60, 64), (84, 128)]
-
-
 def test_wrap_uses_the_memory_and_lets_it_go() -> None:
     layout, source, _ = packed({"a": torch.arange(4.0)})
     with mmap.mmap(-1, 4096) as block:
@@ -71,19 +60,6 @@ def test_wrap_uses_the_memory_and_lets_it_go() -> None:
         with memoryview(block) as view, view[8:] as part:
             with pytest.raises(ConfigError, match="multiple of 64"):
                 FlatBuffer.wrap(part)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
-def test_read_only_memory_is_fine_for_reading() -> None:
-    layout, source, _ = packed({"a": torch.arange(4.0)})
-    with os.fdopen(os.memfd_create("test"), "wb", buffering=0) as file:
-        file.write(bytes(source.memoryview()))
-        with mmap.mmap(file.fileno(), layout.nbytes, prot=mmap.PROT_READ) as block:
-            flat, model = FlatBuffer.wrap(block), nn.ParameterDict({"a": torch.zeros(4)})
-            Target(model).apply_(layout, flat, {}, copy=False)
-            assert model["a"].tolist() == [0, 1, 2, 3]
-            assert flat.memoryview().readonly
-            del flat, model
 
 
 def test_views_do_not_depend_on_where_they_were_made() -> None:
@@ -237,17 +213,6 @@ def test_the_reason_of_a_failure_reaches_the_caller() -> None:
         target, source = blocks(LARGE)
         pool.copy([(target, source)])
         assert np.array_equal(target, source)
-
-
-def test_callers_in_several_threads() -> None:
-    pairs = [blocks(LARGE) for _ in range(4)]
-    with closing(CopyPool(2)) as pool:
-        callers = [threading.Thread(target=pool.copy, args=([pair],)) for pair in pairs]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-    assert all(np.array_equal(target, source) for target, source in pairs)
 
 
 def test_works_in_a_forked_child() -> None:

@@ -127,14 +127,6 @@ def test_split_undoes_merge_along_every_dimension(
 names = st.text("ab.*1", min_size=1, max_size=8)
 
 
-@given(st.sets(st.text("ab.1", min_size=1, max_size=6), min_size=1, max_size=6))
-def test_renaming_there_and_back(given_: set[str]) -> None:
-    weights = {name: torch.tensor(1.0) for name in given_}
-    there = made(WeightMap(rename={"*": "model.*.x"}), weights)
-    assert set(there) == {f"model.{name}.x" for name in given_}
-    assert same(made(WeightMap(rename={"model.*.x": "*"}), there), weights)
-
-
 # -- the steps one by one -----------------------------------------------------------------------
 
 
@@ -195,21 +187,6 @@ def test_a_function_renames() -> None:
     mapping = pickle.loads(pickle.dumps(WeightMap(rename=upper)))
     found = made(mapping, dict.fromkeys(["a", "no", "two"], torch.ones(1)))
     assert list(found) == ["A", "TWO", "two"]
-
-
-def test_pickled_maps_do_the_same_and_maps_can_be_used_again() -> None:
-    again = pickle.loads(pickle.dumps(FUSE))
-    for _ in range(2):
-        assert same(made(again, llama()), made(FUSE, llama()))
-    assert repr(again) == "<WeightMap 2 merge>"
-
-
-def test_the_dtype_is_cast_once_for_a_large_merge() -> None:
-    parts = {each: torch.randn(300, 401) for each in "qkv"}
-    found = made(WeightMap(merge={"qkv": tuple("qkv")}, dtype=torch.bfloat16), parts)
-    assert torch.equal(found["qkv"], torch.cat(list(parts.values())).bfloat16())
-    beside = made(WeightMap(merge={"qkv": (tuple("qkv"), 1)}, dtype=torch.float16), parts)
-    assert torch.equal(beside["qkv"], torch.cat(list(parts.values()), 1).half())
 
 
 def test_integers_are_not_cast() -> None:

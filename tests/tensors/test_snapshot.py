@@ -240,13 +240,6 @@ def test_another_container_after_a_known_one(source: Any) -> None:
         assert contents(flattener, each) == expected(each)
 
 
-def test_persistence_is_part_of_the_plan() -> None:
-    model, flattener = Everything(1.0), Flattener("state_dict")
-    assert "hidden" not in contents(flattener, model)
-    model.register_buffer("hidden", model.hidden, persistent=True)
-    assert "hidden" in contents(flattener, model)
-
-
 def test_ties_that_dissolve_are_seen() -> None:
     model, flattener = Tied(), Flattener()
     assert contents(flattener, model).keys() == {"embed.weight"}
@@ -260,23 +253,6 @@ def test_ties_that_dissolve_are_seen() -> None:
     tensor = torch.ones(3)
     for tensors in ({"a": tensor, "b": tensor}, {"a": tensor, "b": torch.zeros(3)}):
         assert contents(flattener, tensors) == expected(tensors)
-
-
-@pytest.mark.parametrize("of_module", [False, True], ids=["mapping", "module"])
-@pytest.mark.parametrize("negative", [False, True])
-@pytest.mark.parametrize("size", [4, 200_000])
-def test_a_conjugate_or_negative_view_of_known_memory_is_seen(
-    size: int, negative: bool, of_module: bool
-) -> None:
-    flattener, module = Flattener(), nn.ParameterDict({"w": torch.zeros(1)})
-    plain = torch.randn(size, dtype=torch.complex64)
-    view = plain.conj()
-    if negative:
-        plain, view = plain.imag, view.imag
-    for tensor in (plain, plain, view, view, plain):
-        module["w"].data = tensor
-        got = contents(flattener, module if of_module else {"w": tensor})["w"]
-        assert got == bits(tensor.resolve_conj().resolve_neg())
 
 
 def test_values_are_taken_when_prepared() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -58,26 +56,6 @@ async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None
     await cancel_at_every_await(wait_for_it, look)
     assert outcomes == {False: True, True: False}
     assert futures[2].result() == "it"
-
-
-async def test_each_run_is_set_up_and_cleaned_up() -> None:
-    log: list[str] = []
-
-    @asynccontextmanager
-    async def around() -> AsyncIterator[None]:
-        log.append("in")
-        yield
-        log.append("out")
-
-    async def operation() -> None:
-        log.append("run")
-        await asyncio.sleep(0)
-
-    async def check(outcome: CancelOutcome[None]) -> None:
-        log.append("check")
-
-    await cancel_at_every_await(operation, check, around=around)
-    assert log == ["in", "run", "check", "out"] * 4
 
 
 async def test_an_operation_that_never_waits_is_an_error() -> None:

@@ -153,31 +153,7 @@ def test_an_illegal_frame_fails_for_good(
     assert decoder.next_event() is event
 
 
-@pytest.mark.parametrize("header_nbytes", [1000, 1001])
-@pytest.mark.parametrize("payload_nbytes", [5000, 5001])
-def test_limits_are_checked_before_the_frame_is_complete(
-    header_nbytes: int, payload_nbytes: int
-) -> None:
-    limits = Limits(max_header_nbytes=1000, max_payload_nbytes=5000)
-    prefix = raw_frame(b"", payload_nbytes, header_nbytes=header_nbytes, crc=0)
-    event = fed(prefix, limits).next_event()
-    if (header_nbytes, payload_nbytes) == (1000, 5000):
-        assert event is None
-    else:
-        assert isinstance(event.error, FrameTooLarge)
-
-
 # -- backpressure and lending ---------------------------------------------------------------------
-
-
-def test_no_room_while_a_payload_waits_for_buffers_and_the_read_ahead_is_full() -> None:
-    decoder, lent = waiting(200_000), bytearray(200_000)
-    decoder.feed(b"p" * len(decoder.get_buffer()))
-    with pytest.raises(LocalProtocolError, match="room for 0"):
-        decoder.feed(b"p")
-    decoder.lend([lent])
-    assert lent.count(b"p") == READ_AHEAD_NBYTES
-    assert len(decoder.get_buffer()) == 200_000 - READ_AHEAD_NBYTES
 
 
 def waiting(nbytes: int = 4) -> FrameDecoder:

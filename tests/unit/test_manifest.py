@@ -13,7 +13,6 @@ from aiosync.errors import ConfigError, RemoteProtocolError
 from aiosync.types import Limits
 from aiosync.wire import (
     ALIGNMENT,
-    DTYPE_NBYTES,
     MAX_ALIASES,
     LeafSpec,
     Manifest,
@@ -82,15 +81,6 @@ def test_round_trip(manifest: Manifest) -> None:
         assert end <= leaf.offset < end + ALIGNMENT
         end = leaf.offset + leaf.nbytes
     assert end <= decoded.nbytes < end + ALIGNMENT
-
-
-@pytest.mark.slow
-def test_sizes_of_dtypes_match_torch() -> None:
-    torch = pytest.importorskip("torch")
-    for name, nbytes in DTYPE_NBYTES.items():
-        dtype = getattr(torch, name, None)
-        if dtype is not None:
-            assert dtype.itemsize == nbytes, name
 
 
 # -- planning -------------------------------------------------------------------------------------

@@ -300,13 +300,6 @@ def test_error_texts_are_clipped_on_a_character() -> None:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def test_values_are_copied_and_tuples_become_lists() -> None:
-    inner = [1, (2, 3)]
-    copied = encode_values({"a": inner, "b": {"c": inner}})
-    inner.append(4)
-    assert copied == {"a": [1, [2, 3]], "b": {"c": [1, [2, 3]]}}
-
-
 class Colour(enum.IntEnum):
     RED = 1
 
