@@ -1,8 +1,8 @@
 """One end of a pipe that carries whole updates of named models; for blocking callers a link.
 
-A pipe begins with the process that is at each end. Then a ``Setup`` message names the model, a
-manifest its tensors, and updates and acknowledgements follow, in the wire format: nothing is
-pickled. Endpoints belong to the portal's loop. Must not import schemes.
+A pipe begins with the process that is at each end. Then manifests, updates and acknowledgements
+follow, in the wire format: nothing is pickled. Endpoints belong to the portal's loop. Must not
+import schemes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from aiosync import transports as aio
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
-    AiosyncError,
     ConfigError,
     ConnectError,
     LocalProtocolError,
     PeerClosed,
+    RecvTimeout,
     RemoteProtocolError,
     SendTimeout,
     TransportClosed,
 )
 from aiosync.protocol import VersionClock
-from aiosync.receiver.updates import Buffers, Staged, UpdateReader
+from aiosync.receiver.updates import Buffers, UpdateReader
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
@@ -47,11 +47,11 @@ from aiosync.transports.base import Received, make_ack
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update, encode_frame
 
-__all__ = ["Arrived", "Copier", "Endpoint", "Link", "Snapshot", "naming", "rebuild"]
+__all__ = ["Copier", "Endpoint", "Link", "Weights"]
 
 _T = TypeVar("_T")
 
-_MODEL, _PROCESS = "model", "process"  # what a Setup names
+_PROCESS = "process"  # what a Setup names
 _MAX_WAITING = 8  # updates that nobody has asked for yet, or that the link has not taken yet
 _KEPT_ACKS = 256
 _ANSWER_SECONDS = 2.0  # that an answer may take to leave
@@ -59,39 +59,75 @@ _EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 
 
-def naming(model_id: str, form: str) -> Setup:
-    """What says which model the updates behind it are of.
+@dataclass(slots=True, eq=False)
+class Weights:
+    """A copy of weights that travels, or that has arrived."""
 
-    Args:
-        model_id: Name of the model.
-        form: ``"tensordict"`` or ``"state_dict"``: what its weights are to be again.
-    """
-    return Setup(_MODEL, model_id, form.encode())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """A copy of weights as they travel."""
-
-    form: str
+    form: str  # what they are to be again: "tensordict" or "state_dict"
     layout: Layout
     flat: FlatBuffer
     values: Mapping[str, Any]
+    give_back: Callable[[], None]  # their memory, once nothing views it
+    model_id: str = ""
+    epoch: int = 0
+    version: int = 0
 
     @property
     def payload(self) -> memoryview:
         """The bytes of the tensors."""
         return self.flat.memoryview()[: self.layout.nbytes]
 
+    def update(self, model_id: str, epoch: int, version: int) -> Update:
+        """The message that they travel with, behind their manifest."""
+        named = {"model_id": model_id, "form": self.form, "values": self.values}
+        return Update(epoch, version, self.layout.digest, values=named)
+
+    @classmethod
+    def arrived(
+        cls,
+        message: Mapping[str, Any],
+        epoch: int,
+        version: int,
+        layout: Layout,
+        flat: FlatBuffer,
+        give_back: Callable[[], None] = lambda: None,
+    ) -> Weights:
+        """What came with the values of such a message.
+
+        Raises:
+            RemoteProtocolError: It is none.
+        """
+        if message.keys() != {"model_id", "form", "values"}:
+            raise RemoteProtocolError("the peer sent an update that is not of this generation")
+        form, values, model_id = message["form"], message["values"], message["model_id"]
+        return cls(form, layout, flat, values, give_back, model_id, epoch, version)
+
+    def rebuild(self) -> Any:
+        """A nested TensorDict, or a state dict with dotted names, as views of the memory."""
+        tensors: dict[str, Any] = {}
+        views = self.flat.views(self.layout)
+        for leaf, view in zip(self.layout.manifest.leaves, views, strict=True):
+            tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), view))
+        if self.form == "state_dict":
+            return {**tensors, **self.values}
+        from tensordict import TensorDict  # not before it is needed
+
+        weights = TensorDict({}, batch_size=[])
+        for name, tensor in tensors.items():
+            weights.set(tuple(name.split(".")), tensor)
+        for name, value in self.values.items():
+            weights.set_non_tensor(tuple(name.split(".")), value)
+        return weights
+
 
 class Copier:
-    """Takes snapshots, in memory that is used again."""
+    """Takes copies, in memory that is used again."""
 
     def __init__(self) -> None:
         self._flattener = Flattener()
         self._buffers = Buffers()
 
-    def copy(self, weights: Any) -> Snapshot:
+    def copy(self, weights: Any) -> Weights:
         """Copy a TensorDict, a state dict or a module.
 
         Raises:
@@ -101,39 +137,8 @@ class Copier:
         flat = self._buffers.take(prepared.layout.nbytes)
         self._flattener.copy_into(prepared, flat)
         form = "tensordict" if is_tensordict(weights) else "state_dict"
-        return Snapshot(form, prepared.layout, flat, copy.deepcopy(prepared.values))
-
-    def free(self, snapshot: Snapshot) -> None:
-        """No link reads a snapshot any more."""
-        self._buffers.put_back(snapshot.flat)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
-    """An update that arrived, in memory of its own."""
-
-    model_id: str
-    form: str
-    epoch: int
-    version: int
-    layout: Layout
-    flat: FlatBuffer
-    values: Mapping[str, Any]
-    give_back: Callable[[], None]  # once no tensor views it
-
-    @property
-    def weights(self) -> Any:
-        """A nested TensorDict, or a state dict with dotted names, as the sender had it."""
-        return rebuild(self.layout, self.flat, self.values, self.form)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Post:
-    """An update that has not left."""
-
-    model_id: str
-    version: int
-    snapshot: Snapshot
+        values, give_back = copy.deepcopy(prepared.values), self._buffers.put_back
+        return Weights(form, prepared.layout, flat, values, functools.partial(give_back, flat))
 
 
 class Endpoint:
@@ -150,6 +155,7 @@ class Endpoint:
     Attributes:
         error: What ended the link; ``None`` while it has not.
         heard: The other end was used.
+        arrived: Updates that are here.
         tasks: Owner of what runs for as long as the link.
     """
 
@@ -160,23 +166,20 @@ class Endpoint:
         self._transport = aio.MPTransport(sock, name="the other end of the pipe")
         self._patient = patient
         self._settles = settles
+        self._changed = changed
         self._clock = VersionClock()
-        self._told: tuple[str, str] | None = None
-        self._digest: bytes | None = None
-        self._named: tuple[str, str] | None = None
+        self._digest: bytes | None = None  # of the manifest that the other end has
         self._updates = UpdateReader(self._transport)
-        self._arrived: deque[Arrived] = deque()
         self._acks: dict[int, Ack] = {}
-        self._owed: set[int] = set()  # versions that were not acknowledged
-        self._out: deque[_Post | Ack] = deque()
-        self._leaving: _Post | Ack | None = None
-        self._written = 0
+        self._answered = 0
+        self._turn = asyncio.Lock()  # to write
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._quiet: float | None = None  # seconds after which a peer that has ended sends no more
+        self.arrived: deque[Weights] = deque()
         self.error: BaseException | None = None
         self.heard: bool = False
-        self._changed = changed
         self.tasks: TaskOwner = TaskOwner(self._fail)
         self.tasks.start(self._read(), "aiosync legacy read")
-        self.tasks.start(self._write(), "aiosync legacy write")
         self.tasks.start(self._watch_creator(), "aiosync legacy watch")
 
     def _fail(self, error: BaseException) -> None:
@@ -187,60 +190,84 @@ class Endpoint:
             self._updates.close()
         self._changed.notify()
 
-    def check(self) -> None:
-        """Raise what ended the link, if it has ended."""
-        if self.error is not None:
-            raise again(self.error) if isinstance(self.error, LinkError) else self.error
-
-    def notify(self) -> None:
-        """Something has changed that :meth:`until` waits for."""
-        self._changed.notify()
-
     async def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
         """Wait for something to change; False when it took too long.
 
         Raises:
             AiosyncError: The link ended before.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not condition():
-                    self.check()
+                    if self.error is not None:
+                        known = isinstance(self.error, LinkError)
+                        raise again(self.error) if known else self.error
                     await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+                return True
+        return False
+
+    def notify(self) -> None:
+        """Something has changed that :meth:`until` waits for."""
+        self._changed.notify()
 
     async def _watch_creator(self) -> None:
         # Whoever was forked meanwhile has a copy of the other end, which does not end then. Who
-        # is there says so at once; before that, it is as a rule the one that made the pipe.
+        # is there says so first; before that, it is as a rule the one that made the pipe.
         creator = _creator_of(self._sock)
-        while creator and not self.heard and self.error is None:
+        while creator and not await self.until(lambda: self.heard, _LOOK_SECONDS):
             if is_gone(creator):
                 self._fail(PeerClosed(f"process {creator}, which made the pipe, has ended"))
-            with contextlib.suppress(AiosyncError):
-                await self.until(lambda: self.heard, _LOOK_SECONDS)
 
     # -- sending -------------------------------------------------------------------------------
 
-    async def post(self, model_id: str, snapshot: Snapshot, timeout: float | None) -> int:
-        """Send a snapshot in the background; returns its version.
+    async def post(self, model_id: str, weights: Weights, timeout: float | None) -> int:
+        """Send a copy in the background; returns its version.
 
         Raises:
             SendTimeout: Others have not left, and do not within ``timeout`` seconds.
         """
-        self.check()
-        if self._patient:
-            old = [e for e in self._out if isinstance(e, _Post) and e is not self._leaving]
-            self._out = deque(each for each in self._out if each not in old)
-            self._owed.difference_update(each.version for each in old)
-        elif not await self.until(lambda: len(self._out) < _MAX_WAITING, timeout):
+
+        def is_room() -> bool:
+            return self.error is None and (self._patient or len(self._leaving) < _MAX_WAITING)
+
+        if not await self.until(is_room, timeout):
             raise SendTimeout(f"the other end of the pipe took nothing for {timeout or 0:g} s")
         version = self._clock.next()
-        self._owed.add(version)
-        self._out.append(_Post(model_id, version, snapshot))
+        self._leave(self._write(model_id, weights, version))
         self.notify()
         return version
+
+    def _leave(self, writing: Coroutine[Any, Any, None]) -> None:
+        task = self.tasks.start(writing, "aiosync legacy write")
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        self.notify()
+
+    async def _write(self, model_id: str, weights: Weights, version: int) -> None:
+        def is_overtaken() -> bool:
+            return self._patient and version < self._clock.current
+
+        await self.until(lambda: self.heard or not self._patient or is_overtaken())
+        async with self._turn:
+            if is_overtaken():
+                return
+            if self._digest != weights.layout.digest:
+                self._digest = weights.layout.digest
+                await self._transport.send(ManifestMessage(weights.layout.manifest))
+            update = weights.update(model_id, self._clock.epoch, version)
+            await self._transport.send(update, [weights.payload])
+
+    async def _write_ack(self, weights: Weights, error: BaseException | None = None) -> None:
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        async with self._turn:
+            await self._transport.send(make_ack(weights.epoch, weights.version, status, error))
+
+    async def _all_left(self, timeout: float) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=timeout)
 
     async def wait_for_ack(self, version: int, timeout: float | None) -> Ack:
         """What the peer says about a version.
@@ -256,155 +283,88 @@ class Endpoint:
             )
         return self._acks.pop(version)
 
-    async def _write(self) -> None:
-        with contextlib.suppress(AiosyncError):  # the link has ended, and the reader says so
-            while True:
-                await self.until(lambda: self._out and (self.heard or not self._patient))
-                leaving = self._leaving = self._out[0]
-                if isinstance(leaving, Ack):
-                    await self._transport.send(leaving)
-                else:
-                    await self._write_update(leaving)
-                self._out.popleft()
-                self._written += 1
-                self.notify()
-
-    async def _write_update(self, post: _Post) -> None:
-        snapshot, send = post.snapshot, self._transport.send
-        if self._told != (post.model_id, snapshot.form):
-            self._told = (post.model_id, snapshot.form)
-            await send(naming(*self._told))
-        if self._digest != snapshot.layout.digest:
-            self._digest = snapshot.layout.digest
-            await send(ManifestMessage(snapshot.layout.manifest))
-        update = Update(self._clock.epoch, post.version, self._digest, values=snapshot.values)
-        await send(update, [snapshot.payload])
-
-    async def until_answered(self, seconds: float) -> None:
-        """Wait for answers to all that was sent, as long as there are processes to give them."""
-        give_up = asyncio.get_running_loop().time() + seconds
-        # Those that the interpreter waits for when it ends; it kills the others.
-        while self._owed and any(not child.daemon for child in active_children()):
-            left = give_up - asyncio.get_running_loop().time()
-            if left <= 0 or await self.until(lambda: not self._owed, min(left, 0.1)):
-                return
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the newest update was not answered, and may be."""
+        return self.error is None and self._answered < self._clock.current
 
     # -- receiving -----------------------------------------------------------------------------
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether an update is here."""
-        return bool(self._arrived)
-
-    async def peek(self, timeout: float | None) -> Arrived | None:
+    async def peek(self, timeout: float | None) -> Weights | None:
         """The oldest update that is here, which stays; ``None`` when none comes in time."""
-        return self._arrived[0] if await self.until(lambda: self._arrived, timeout) else None
+        return self.arrived[0] if await self.until(lambda: self.arrived, timeout) else None
 
-    async def take(self, timeout: float | None) -> Arrived | None:
+    async def take(self, timeout: float | None) -> Weights | None:
         """The same, and it is gone."""
-        arrived = await self.peek(timeout)
-        if arrived is not None:
-            self._arrived.popleft()
+        weights = await self.peek(timeout)
+        if weights is not None:
+            self.arrived.popleft()
             self.notify()
             if self._settles:
-                await self._until_written(_ANSWER_SECONDS)  # this process may end with it
-        return arrived
+                await self._all_left(_ANSWER_SECONDS)  # this process may end with it
+        return weights
 
-    async def acknowledge(self, arrived: Arrived, error: BaseException | None = None) -> None:
+    async def acknowledge(self, weights: Weights, error: BaseException | None = None) -> None:
         """Say that an update was applied, or why it was not, and keep it no longer.
 
         Returns when it has left, so that this process may end; after two seconds in any case.
         """
-        if arrived in self._arrived:
-            self._arrived.remove(arrived)
-        status = AckStatus.APPLIED if error is None else AckStatus.NACK
-        ack = make_ack(arrived.epoch, arrived.version, status, error)
-        with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
-            if not self._out and self._transport.send_nowait(ack):
-                return
-        self._out.append(ack)
+        if weights in self.arrived:
+            self.arrived.remove(weights)
+        self._leave(self._write_ack(weights, error))
         self.notify()
-        await self._until_written(_ANSWER_SECONDS)
+        await self._all_left(_ANSWER_SECONDS)
 
     async def _read(self) -> None:
-        try:
-            while True:
-                # Of the newest only, there is one for each model, and none may hold up another.
-                await self.until(lambda: self._settles or len(self._arrived) < _MAX_WAITING)
-                self._on_message(await self._transport.recv(into=self._updates.lender))
-                self.notify()
-        except AiosyncError as exc:
-            self._fail(exc)
+        lender, transport = self._updates.lender, self._transport
+        while True:
+            # Of the newest only, there is one for each model, and none may hold up another.
+            await self.until(lambda: self._settles or len(self.arrived) < _MAX_WAITING)
+            try:
+                self._on_message(await transport.recv(into=lender, timeout=self._quiet))
+            except RecvTimeout:
+                raise PeerClosed("the process at the other end of the pipe has ended") from None
+            self.notify()
 
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Setup) and message.kind == _PROCESS and message.key.isdecimal():
             self.heard = True
-            with contextlib.suppress(ConnectError):  # it is gone, and what it wrote still counts
+            try:
                 self._transport.watch_process(int(message.key))
-        elif isinstance(message, Setup) and message.kind == _MODEL:
-            self._named = (message.key, message.value.decode(errors="replace"))
-        elif isinstance(message, ManifestMessage | Update):
-            staged = self._updates.read(received)
-            if staged is not None:
-                self._on_update(staged)
+            except ConnectError:  # it is gone, and what it wrote still counts
+                self._quiet = _LOOK_SECONDS
         elif isinstance(message, Ack):
-            self._owed.discard(message.version)
+            self._answered = max(self._answered, message.version)
             self._acks[message.version] = message
             while len(self._acks) > _KEPT_ACKS:
                 del self._acks[next(iter(self._acks))]
         else:
-            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
+            staged = self._updates.read(received)
+            if staged is not None:
+                at = (staged.epoch, staged.version, staged.layout, staged.flat, staged.give_back)
+                self._on_update(Weights.arrived(staged.values, *at))
 
-    def _on_update(self, staged: Staged) -> None:
-        if self._named is None:
-            raise RemoteProtocolError("an update came for a model that was never named")
-        (model_id, form), epoch, version = self._named, staged.epoch, staged.version
-        at = (staged.layout, staged.flat)
-        arrived = Arrived(model_id, form, epoch, version, *at, staged.values, staged.give_back)
+    def _on_update(self, weights: Weights) -> None:
         if self._settles:
-            self._arrived = deque(each for each in self._arrived if each.model_id != model_id)
-            self._out.append(make_ack(epoch, version, AckStatus.APPLIED, None))
-        self._arrived.append(arrived)
+            named = weights.model_id
+            self.arrived = deque(each for each in self.arrived if each.model_id != named)
+            self._leave(self._write_ack(weights))
+        self.arrived.append(weights)
 
     # -- closing -------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
         if self.heard or not self._patient:
-            await self._until_written(1.0)
+            await self._all_left(1.0)
         self.abort()
         await self.tasks.aclose()
-
-    async def _until_written(self, timeout: float) -> None:
-        last = self._written + len(self._out)  # what comes behind it is not waited for
-        with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
-            await self.until(lambda: self._written >= last, timeout)
 
     def abort(self) -> None:
         """Close at once."""
         self._fail(TransportClosed("this transport was closed"))
         self.tasks.abort()
-
-
-def rebuild(layout: Layout, flat: FlatBuffer, values: Mapping[str, Any], form: str) -> Any:
-    """The weights of an update as views of ``flat``, in the form that they were sent in."""
-    tensors: dict[str, Any] = {}
-    for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True):
-        for name in (leaf.name, *leaf.aliases):
-            tensors[name] = view
-    if form == "state_dict":
-        return {**tensors, **values}
-    if form != "tensordict":
-        raise RemoteProtocolError(f"weights of an unknown form: {form!r}")
-    from tensordict import TensorDict  # not before it is needed
-
-    weights = TensorDict({}, batch_size=[])
-    for name, tensor in tensors.items():
-        weights.set(tuple(name.split(".")), tensor)
-    for name, value in values.items():
-        weights.set_non_tensor(tuple(name.split(".")), value)
-    return weights
 
 
 # -- for blocking callers -------------------------------------------------------------------------
@@ -441,29 +401,33 @@ class Link:
     def __init__(
         self, pipe: Any, *, settles: bool = False, changed: Notifier | None = None
     ) -> None:
-        self._sock: socket.socket | None = _take_socket(pipe)
+        self._sock = _take_socket(pipe)
         self._settles = settles
         self._changed = Notifier() if changed is None else changed
-        self._pid = os.getpid()  # of its user, later on
-        self._greeted = False
+        self._pid = 0  # of its user
         self._lease: Lease | None = None
         self._tenant = _Tenant()
         self._closed = False
         self.patient: bool = False
 
     @property
+    def endpoint(self) -> Endpoint | None:
+        """What is below, once it was used; to be looked at."""
+        return self._tenant.endpoint
+
+    @property
     def inherited(self) -> bool:
         """Whether it was used by the process that this one was forked from."""
-        return self._greeted and self._pid != os.getpid()
+        return self._pid not in (0, os.getpid())
 
     def greet(self) -> None:
         """Say which process is at this end. Never waits; idempotent.
 
         Where the other end is gone nothing is said: what it wrote before is to be read.
         """
-        if self._sock is not None and not self._greeted:
-            self._greeted, self._pid = True, os.getpid()
-            greeting = encode_frame(Setup(_PROCESS, str(os.getpid())))
+        if not self._pid:
+            self._pid = os.getpid()
+            greeting = encode_frame(Setup(_PROCESS, str(self._pid)))
             flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
             with contextlib.suppress(OSError):
                 self._sock.send(greeting, flags)
@@ -476,25 +440,20 @@ class Link:
         if self.inherited:
             raise LocalProtocolError(f"{what}(): this transport was used before the process forked")
         self.greet()
-        if self._lease is None or not self._lease.valid:
+        if self._lease is None:
             self._lease = lease(self._tenant)
             _hook()
             _links.add(self)
 
         async def run() -> _T:
-            if self._tenant.endpoint is None:
-                assert self._sock is not None
+            endpoint = self._tenant.endpoint
+            if endpoint is None:
                 options = {"patient": self.patient, "settles": self._settles}
-                self._tenant.endpoint = Endpoint(self._sock, changed=self._changed, **options)
-                self._sock = None
-            return await function(self._tenant.endpoint)
+                endpoint = Endpoint(self._sock, changed=self._changed, **options)
+                self._tenant.endpoint = endpoint
+            return await function(endpoint)
 
         return self._lease.call(run())
-
-    @property
-    def heard(self) -> bool:
-        """Whether the other end was used; looks, and does not wait."""
-        return self._tenant.endpoint is not None and self._tenant.endpoint.heard
 
     @property
     def is_up(self) -> bool:
@@ -511,31 +470,26 @@ class Link:
     @property
     def is_ready(self) -> bool:
         """Whether an update, or the end of the link, is there; looks, and does not wait."""
-        endpoint = self._tenant.endpoint
-        return endpoint is not None and (endpoint.has_arrived or endpoint.error is not None)
+        endpoint = self.endpoint
+        return endpoint is not None and (bool(endpoint.arrived) or endpoint.error is not None)
 
-    def finish(self, seconds: float) -> None:
-        """Before the program ends: let child processes that start up get what was sent to them."""
-        if self.patient and self._lease is not None and self._lease.valid:
-            with contextlib.suppress(AiosyncError):  # nobody would see it
-                self.call("finish", lambda endpoint: endpoint.until_answered(seconds))
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether a worker that may come late has not answered the newest update."""
+        return self.patient and self.endpoint is not None and self.endpoint.awaits_answer
 
     def close(self) -> None:
         """Close the link. Idempotent; in a forked child the parent's goes on."""
-        self._closed = True
-        held, self._lease = self._lease, None
-        if self._sock is not None:
+        held, self._lease, self._closed = self._lease, None, True
+        try:
+            if held is not None and held.valid and self.endpoint is not None:
+                held.call(self.endpoint.aclose())
+        finally:
+            if held is not None:
+                held.release()
             if not self.inherited:
                 _say_goodbye(self._sock)
             self._sock.close()
-            self._sock = None
-        if held is None or not held.valid:
-            return
-        try:
-            if self._tenant.endpoint is not None:
-                held.call(self._tenant.endpoint.aclose())
-        finally:
-            held.release()
 
     def abort(self) -> None:
         """The same at once, for destructors and signal handlers."""
@@ -543,9 +497,8 @@ class Link:
         held: Lease | None = getattr(self, "_lease", None)
         if held is not None:
             held.abort()
-        sock: socket.socket | None = getattr(self, "_sock", None)
-        if sock is not None:
-            sock.close()
+        elif hasattr(self, "_sock"):
+            self._sock.close()
 
     __del__ = abort
 
@@ -556,13 +509,19 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 @functools.cache
 def _hook() -> None:
     """Call it with the portal running: its own end has to come later."""
-    atexit.register(_finish_all)
+    atexit.register(_let_children_attach)
 
 
-def _finish_all() -> None:
+def _let_children_attach() -> None:
+    """Before the program ends: child processes that start up get what was sent to them.
+
+    Those that are no daemons: the interpreter waits for them when it ends, and kills the others.
+    """
     give_up = time.monotonic() + _EXIT_SECONDS
-    for link in list(_links):
-        link.finish(give_up - time.monotonic())
+    while any(link.awaits_answer for link in list(_links)) and time.monotonic() < give_up:
+        if all(child.daemon for child in active_children()):
+            return
+        time.sleep(0.05)
 
 
 # -- pipes ----------------------------------------------------------------------------------------

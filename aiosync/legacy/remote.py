@@ -6,12 +6,12 @@ not import schemes.
 
 from __future__ import annotations
 
-import abc
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
+from aiosync.errors import AckTimeout, ApplyError, ConfigError, PeerClosed
+from aiosync.legacy.transports import Answered
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._ray_store import need_cluster
@@ -19,117 +19,7 @@ from aiosync.transports._ray_store import need_cluster
 __all__ = ["RPCTransport", "RayActorTransport", "RayTransport"]
 
 
-class _Remote(abc.ABC):
-    """One call at a time to a remote object, and the wait for its end."""
-
-    timeout: float
-    _pending: Any = None
-
-    @abc.abstractmethod
-    def _start(self, model_id: str, weights: Any) -> Any:
-        """Begin the call; returns what :meth:`_finish` waits for."""
-
-    @abc.abstractmethod
-    def _finish(self, pending: Any) -> None:
-        """Wait for the end of a call, and raise what went wrong."""
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights and wait until the remote object has applied them.
-
-        Args:
-            model_id: Name of the model.
-            weights: TensorDict or state dict; copied.
-
-        Raises:
-            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
-            ApplyError: It raised something.
-            PeerClosed: It is gone.
-        """
-        self._finish(self._start(model_id, weights))
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Copy weights and send them in the background; :meth:`wait_ack` waits.
-
-        Raises:
-            LocalProtocolError: A send is pending already (a ``RuntimeError``).
-        """
-        if self._pending is not None:
-            raise LocalProtocolError("A send is pending already. Call wait_ack() first.")
-        self._pending = self._start(model_id, weights)
-
-    def wait_ack(self) -> None:
-        """Wait for the pending :meth:`send_weights_async`; raises as :meth:`send_weights` does.
-
-        Raises:
-            LocalProtocolError: None is pending (a ``RuntimeError``).
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
-        self._finish(pending)
-
-    def drop_oldest(self) -> None:
-        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
-        self._pending = None
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Return ``None``: the remote object gets its weights by the call."""
-        del timeout
-
-
-class _RayCalls(_Remote):
-    """Calls of Ray actors."""
-
-    def __init__(
-        self,
-        actor: Any,
-        tensor_transport: Literal["object_store", "nixl"] = "object_store",
-        *,
-        timeout: float = 120.0,
-    ) -> None:
-        if tensor_transport not in ("object_store", "nixl"):
-            raise ConfigError(
-                f"tensor_transport must be 'object_store' or 'nixl', got {tensor_transport!r}"
-            )
-        self._actor = actor
-        self.tensor_transport = tensor_transport
-        self.timeout = timeout
-
-    def _put(self, weights: Any) -> Any:
-        ray = need_cluster()
-        if self.tensor_transport == "object_store":
-            return ray.put(weights)
-        return ray.put(weights, _tensor_transport=self.tensor_transport)
-
-    def _finish(self, pending: Any) -> None:
-        ray = need_cluster()
-        try:
-            ray.get(pending, timeout=self.timeout)
-        except ray.exceptions.GetTimeoutError as exc:
-            raise AckTimeout(f"the actor did not answer within {self.timeout:g} s") from exc
-        except ray.exceptions.RayActorError as exc:
-            raise PeerClosed(f"the actor is gone: {exc}") from exc
-        except ray.exceptions.RayError as exc:
-            cause = getattr(exc, "cause", None) or exc
-            raise ApplyError(
-                f"the actor could not apply the weights: {cause}", remote_type=type(cause).__name__
-            ) from exc
-
-    def check_connection(self) -> bool:
-        """Whether the actor is alive; one that is busy counts as alive."""
-        ray = need_cluster()
-        ready = self._actor.__ray_ready__.remote()
-        done, _ = ray.wait([ready], timeout=1.0)
-        if not done:
-            return True
-        try:
-            ray.get(ready)
-        except ray.exceptions.RayActorError:
-            return False
-        return True
-
-
-class RayTransport(_RayCalls):
+class RayTransport(Answered):
     """Sends weights to a Ray actor that has ``update_policy_weights_(weights)``.
 
     Args:
@@ -148,14 +38,53 @@ class RayTransport(_RayCalls):
         *,
         timeout: float = 120.0,
     ) -> None:
-        super().__init__(remote_collector, tensor_transport, timeout=timeout)
+        super().__init__(timeout)
+        if tensor_transport not in ("object_store", "nixl"):
+            raise ConfigError(
+                f"tensor_transport must be 'object_store' or 'nixl', got {tensor_transport!r}"
+            )
+        self._actor = remote_collector
+        self.tensor_transport = tensor_transport
 
-    def _start(self, model_id: str, weights: Any) -> Any:
-        named = {} if model_id == "policy" else {"model_id": model_id}
-        return self._actor.update_policy_weights_.remote(self._put(weights), **named)
+    def _put(self, weights: Any) -> Any:
+        stored = self.tensor_transport == "object_store"
+        options = {} if stored else {"_tensor_transport": self.tensor_transport}
+        return need_cluster().put(weights, **options)
+
+    def _post(self, model_id: str, weights: Any) -> Any:
+        return self._actor.update_policy_weights_.remote(self._put(weights), **_named(model_id))
+
+    def _finish(self, sent: Any, timeout: float | None) -> None:
+        ray = need_cluster()
+        try:
+            ray.get(sent, timeout=timeout)
+        except ray.exceptions.GetTimeoutError as exc:
+            raise AckTimeout(f"the actor did not answer within {timeout:g} s") from exc
+        except ray.exceptions.RayActorError as exc:
+            raise PeerClosed(f"the actor is gone: {exc}") from exc
+        except ray.exceptions.RayError as exc:
+            cause = getattr(exc, "cause", None) or exc
+            raise ApplyError(
+                f"the actor could not apply the weights: {cause}", remote_type=type(cause).__name__
+            ) from exc
+
+    def receive_weights(self, timeout: float | None = 1.0) -> None:
+        """Return ``None``: the actor gets its weights by the call."""
+        del timeout
+
+    def check_connection(self) -> bool:
+        """Whether the actor is alive; one that is busy counts as alive."""
+        ray = need_cluster()
+        ready = self._actor.__ray_ready__.remote()
+        done, _ = ray.wait([ready], timeout=1.0)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayActorError:
+            return False
+        return True
 
 
-class RayActorTransport(_RayCalls):
+class RayActorTransport(RayTransport):
     """Sends weights to a Ray actor that wraps a module, such as one of ``RayModuleTransform``.
 
     Args:
@@ -181,7 +110,7 @@ class RayActorTransport(_RayCalls):
         self._strategy = WeightStrategy(update_method)
         self.update_method = update_method
 
-    def _start(self, model_id: str, weights: Any) -> Any:
+    def _post(self, model_id: str, weights: Any) -> Any:
         del model_id  # an actor has one module
         put = self._put(self._strategy.extract_weights(weights))
         if self.update_method == "tensordict":
@@ -189,7 +118,7 @@ class RayActorTransport(_RayCalls):
         return self._actor._update_weights_state_dict.remote(state_dict=put)
 
 
-class RPCTransport(_Remote):
+class RPCTransport(Answered):
     """Sends weights to a remote object of ``torch.distributed.rpc``.
 
     Args:
@@ -207,20 +136,20 @@ class RPCTransport(_Remote):
         *,
         timeout: float = 120.0,
     ) -> None:
+        super().__init__(timeout)
         self.collector_info = collector_info
         self.collector_rref = collector_rref
         self.collector_class = collector_class
-        self.timeout = timeout
 
-    def _start(self, model_id: str, weights: Any) -> Any:
-        named = {} if model_id == "policy" else {"model_id": model_id}
+    def _post(self, model_id: str, weights: Any) -> Any:
         remote = self.collector_rref.rpc_async(timeout=self.timeout)
         # RPC sends from the memory of the tensors, some time later.
-        return remote.update_policy_weights_(_copied(weights), **named)
+        return remote.update_policy_weights_(_copied(weights), **_named(model_id))
 
-    def _finish(self, pending: Any) -> None:
+    def _finish(self, sent: Any, timeout: float | None) -> None:
+        del timeout  # it was that of the call
         try:
-            pending.wait()
+            sent.wait()
         except Exception as exc:  # whoever waits for the send sees it
             name = getattr(self.collector_info, "name", self.collector_info)
             if isinstance(exc, RuntimeError) and "timeout" in str(exc):
@@ -228,6 +157,10 @@ class RPCTransport(_Remote):
             raise ApplyError(
                 f"{name} could not apply the weights: {exc}", remote_type=type(exc).__name__
             ) from exc
+
+    def receive_weights(self, timeout: float | None = 1.0) -> None:
+        """Return ``None``: the remote object gets its weights by the call."""
+        del timeout
 
     def check_connection(self) -> bool:
         """Whether the worker answers within a second."""
@@ -238,6 +171,10 @@ class RPCTransport(_Remote):
         except RuntimeError:
             return False
         return True
+
+
+def _named(model_id: str) -> dict[str, str]:
+    return {} if model_id == "policy" else {"model_id": model_id}
 
 
 def _copied(weights: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import time
 import warnings
 import weakref
@@ -26,9 +27,9 @@ from aiosync.errors import (
     SyncTimeout,
     TransportBroken,
 )
-from aiosync.legacy.endpoint import Arrived, Copier, Endpoint, Snapshot
+from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.strategy import WeightStrategy, hint
-from aiosync.legacy.transports import MPTransport
+from aiosync.legacy.transports import MPTransport, is_patient
 from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.schemes.inside import guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
@@ -38,6 +39,8 @@ from aiosync.transports._fork import FORKING
 from aiosync.transports._kept_errors import without_frames
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from aiosync.legacy.schemes import WeightSyncScheme
 
 __all__ = ["WeightReceiver", "WeightSender"]
@@ -49,7 +52,8 @@ _READ_SECONDS = 60.0  # that an update waits for the forwards of other threads
 class OfScheme(abc.ABC):
     """What has transports of a scheme. A pickle has the scheme and nothing else."""
 
-    _scheme: WeightSyncScheme
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
 
     @abc.abstractmethod
     def _ends(self) -> Iterable[Any]:
@@ -67,11 +71,8 @@ class OfScheme(abc.ABC):
             elif hasattr(transport, "close"):  # what users bring need not have it
                 transport.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_scheme": self._scheme}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_scheme"])  # type: ignore[misc]  # subclasses have the same arguments
+    def __reduce__(self) -> tuple[type[Self], tuple[WeightSyncScheme]]:
+        return type(self), (self._scheme,)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._scheme!r}>"
@@ -87,9 +88,7 @@ class _Started:
     pending: dict[int, Any] = field(default_factory=dict)
     acked: set[int] = field(default_factory=set)
     failed: dict[int, Exception] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)  # nobody has attached
-    refused: Exception | None = None  # the caller's mistake, not a worker's
-    snapshots: list[Snapshot] = field(default_factory=list)
+    copies: list[Weights] = field(default_factory=list)
 
     def drop(self) -> None:
         """Let no later send take the answers to this one for its own."""
@@ -121,7 +120,7 @@ class WeightSender(OfScheme):
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
-        self._scheme = scheme
+        super().__init__(scheme)
         self._transports: dict[int, Any] = {}
         self._copier = Copier()
         self._pending: _Started | None = None
@@ -203,8 +202,6 @@ class WeightSender(OfScheme):
         prepared, started = self._prepare(weights), _Started()
         if self._transports:
             started = self._start(prepared, worker_ids)
-            if started.refused is not None and not started.pending:
-                raise started.refused
         else:
             self._scheme.send_async(prepared, worker_ids)
         self._pending = started
@@ -245,19 +242,16 @@ class WeightSender(OfScheme):
         for idx in chosen:
             if idx not in self._transports:
                 raise ConfigError(f"Worker {idx} not registered")
-        if named is None and not self._lost.issuperset(chosen):
-            chosen = [idx for idx in chosen if idx not in self._lost]
-        return {idx: self._transports[idx] for idx in chosen}
+        there = [idx for idx in chosen if named is not None or idx not in self._lost]
+        return {idx: self._transports[idx] for idx in there or chosen}
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> _Started:
         each_its_own = is_per_worker(weights)
-        if each_its_own and worker_ids is None:
-            worker_ids = weights
-        chosen, model_id = self._chosen(worker_ids), self._scheme.model_id or "policy"
+        chosen = self._chosen(weights if each_its_own and worker_ids is None else worker_ids)
         if each_its_own and (missing := chosen.keys() - weights.keys()):
             raise ConfigError(f"no weights were given for worker {min(missing)}")
         each = {idx: weights[idx] if each_its_own else weights for idx in chosen}
-        started = _Started()
+        started, model_id = _Started(), self._scheme.model_id or "policy"
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(
@@ -267,49 +261,42 @@ class WeightSender(OfScheme):
             given = {id(value): value for value in each.values()}  # one copy of what is the same
             copies = {key: self._copier.copy(value) for key, value in given.items()}
             each = {idx: copies[id(value)] for idx, value in each.items()}
-            started.snapshots += copies.values()
-        for idx, transport in chosen.items():
-            try:
-                if hasattr(transport, "send_weights_async"):
-                    transport.send_weights_async(model_id, each[idx])
-                    started.pending[idx] = transport
-                else:
-                    transport.send_weights(model_id, each[idx])
-                    started.acked.add(idx)
-            except (ConfigError, KeyError, LocalProtocolError) as exc:
-                started.refused = started.refused or exc
-            except Exception as exc:  # noqa: BLE001 - raised once all were served
-                started.failed[idx] = exc
-            except BaseException:  # Ctrl-C goes on to the caller
-                started.drop()
-                raise
+            started.copies += copies.values()
+        try:
+            for idx, transport in chosen.items():
+                try:
+                    if hasattr(transport, "send_weights_async"):
+                        transport.send_weights_async(model_id, each[idx])
+                        started.pending[idx] = transport
+                    else:
+                        transport.send_weights(model_id, each[idx])
+                        started.acked.add(idx)
+                except (ConfigError, KeyError, LocalProtocolError):
+                    raise  # the caller's mistake, not a worker's
+                except Exception as exc:  # noqa: BLE001 - raised once all were served
+                    started.failed[idx] = exc
+        except BaseException:  # goes on to the caller
+            started.drop()
+            raise
         return started
-
-    @property
-    def _has_pipes(self) -> bool:
-        """Whether workers may attach later, and may be lost: the transports are the scheme's."""
-        return all(
-            isinstance(transport, MPTransport) and transport.link.patient
-            for transport in self._transports.values()
-        )
 
     def _wait(self, started: _Started) -> None:
         """Wait for all, then raise what went wrong."""
+        # Over pipes workers may attach later, and may be lost.
+        patient = all(is_patient(transport) for transport in self._transports.values())
         began, limit, late = time.monotonic(), self._scheme.timeout, []
         if self._give_up is None:
             self._give_up = began + _GRACE_SECONDS
         try:
             for idx, transport in list(started.pending.items()):
                 now = time.monotonic()
-                patience = [] if limit is None else [max(0.0, began + limit - now)]
                 try:
-                    grace = max(0.0, self._give_up - now)
-                    if self._has_pipes and not transport.wait_for_peer(grace):
+                    if patient and not transport.wait_for_peer(max(0.0, self._give_up - now)):
                         late.append(idx)
                         continue
                     del started.pending[idx]
-                    if self._has_pipes:
-                        transport.wait_ack(*patience)
+                    if patient:
+                        transport.wait_ack(limit and max(0.0, began + limit - now))
                     elif hasattr(transport, "wait_ack"):
                         transport.wait_ack()
                     started.acked.add(idx)
@@ -317,27 +304,25 @@ class WeightSender(OfScheme):
                     started.failed[idx] = exc
         finally:
             started.drop()  # of who is late; and after Ctrl-C
-        if started.refused is not None:
-            raise started.refused
-        if self._has_pipes:
-            self._lost.update(
-                idx for idx in started.failed if not self._transports[idx].check_connection()
-            )
-        elif len(started.failed) == 1 and not started.acked:
-            raise next(iter(started.failed.values()))
-        if started.failed:
-            failed = {idx: _as_failure(idx, error) for idx, error in started.failed.items()}
-            error = PartialSyncError(acked=started.acked, failed=failed)
+        failed, acked = started.failed, started.acked
+        if patient:
+            self._lost |= {idx for idx in failed if not self._transports[idx].check_connection()}
+        elif len(failed) == 1 and not acked:
+            raise next(iter(failed.values()))
+        if failed:
+            failures = {idx: _as_failure(idx, error) for idx, error in failed.items()}
+            error = PartialSyncError(acked=acked, failed=failures)
             hint(error)
             raise error
-        for snapshot in () if late else started.snapshots:
-            self._copier.free(snapshot)
         if late:
             warnings.warn(
                 f"no worker has attached to the pipes of workers {late} yet: they get the newest "
                 "weights when they call init_on_worker()",
                 stacklevel=3,
             )
+            return
+        for copied in started.copies:
+            copied.give_back()
 
     def _ends(self) -> Iterable[Any]:
         return self._transports.values()
@@ -355,28 +340,30 @@ class _Destination:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self.model: Any = None  # or a dotted name
-        self.context_ref: weakref.ref[Any] | None = None
-        self._model_id = scheme.model_id
-        self._options = (scheme.strict, scheme.apply_copy)
+        self.context_ref: Callable[[], Any] | None = None
+        self.model_id = scheme.model_id
         self.guard: Guard = guard_of(core_of(scheme))
+        self._strict, self._in_place = scheme.strict, scheme.apply_copy
         self._hooks = scheme.guard == "forward"
         self._target: Target | None = None
-        self._current: Snapshot | Arrived | None = None  # what the model views
-        self._count = self._reported = 0  # updates that were taken
-        self._refused: Exception | None = None
+        self._current: Weights | None = None  # what the model views
+        self._news: Exception | bool = False  # that receive() has not told yet
 
     @property
     def context(self) -> Any:
         """Owner of the model; ``None`` without one."""
-        if self.context_ref is None:
-            return None
-        context = self.context_ref()
-        if context is None:
+        context = None if self.context_ref is None else self.context_ref()
+        if context is None and self.context_ref is not None:
             raise ConfigError("Context has been garbage collected")
         return context
 
-    def find(self) -> Any:
-        """The model as it is now, whose forwards are guarded from then on; or ``None``."""
+    def find(self, *, guarded: bool = False) -> Any:
+        """The model as it is now, whose forwards are guarded from then on; or ``None``.
+
+        Args:
+            guarded: Raise unless weights can change between two forwards without a call of the
+                program.
+        """
         context, model = self.context, self.model
         if isinstance(model, str):
             if context is None:
@@ -384,46 +371,39 @@ class _Destination:
             model = resolve_path(context, model)
         elif model is None and context is not None:
             with contextlib.suppress(AttributeError):  # the context has no such model yet
-                model = resolve_model(context, self._model_id or "policy")
+                model = resolve_model(context, self.model_id or "policy")
         if self._target is None or self._target.target is not model:
-            strict, _ = self._options
-            self._target = None if model is None else Target(model, strict=strict)
-            if self._hooks and why_unguarded(model) is None:
-                self.guard.install(model)
+            self._target = None if model is None else Target(model, strict=self._strict)
+            if self._hooks and model is not None:
+                why = why_unguarded(model)
+                if why is None:
+                    self.guard.install(model)
+                elif guarded:
+                    raise ConfigError(
+                        f"a {type(model).__name__} {why}: construct the scheme with "
+                        "guard='reading' and read inside `with scheme.reading():`, or with "
+                        "apply='manual' and call receive()"
+                    )
         return model
 
-    def prepare(self) -> None:
-        """Guard the forwards of a model that is there already, before weights are."""
-        with contextlib.suppress(AttributeError, ConfigError):
-            self.find()
-
-    def check_guarded(self) -> None:
-        """Raise unless weights can change between two forwards without a call of the program."""
-        model = self.find()
-        why = None if model is None else why_unguarded(model)
-        if why is not None and self._hooks:
-            raise ConfigError(
-                f"a {type(model).__name__} {why}: construct the scheme with guard='reading' and "
-                "read inside `with scheme.reading():`, or with apply='manual' and call receive()"
-            )
-
-    def _change(self, weights: Snapshot | Arrived) -> Callable[[], None]:
-        if self.find() is None or self._target is None:
+    def _change(self, weights: Weights) -> Callable[[], None]:
+        self.find()
+        target = self._target
+        if target is None:
             raise ConfigError("No model registered")
-        target, (_, in_place) = self._target, self._options
 
         def change() -> None:
             # All that is plain points at the new memory then, at once: what the program, or
             # another process, shares of the old one stays as it is.
             with FORKING:
-                target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
+                target.apply_(weights.layout, weights.flat, weights.values, copy=self._in_place)
             before, self._current = self._current, weights
-            if isinstance(before, Arrived) and before.flat.exclusive():
+            if before is not None and before.flat.exclusive():
                 before.give_back()
 
         return change
 
-    def put(self, weights: Snapshot) -> None:
+    def put(self, weights: Any) -> None:
         """Change the model, between two forwards, and not on a thread that signals interrupt.
 
         Raises:
@@ -433,11 +413,11 @@ class _Destination:
             SyncTimeout: One of another thread did not end.
         """
         self.guard.refuse_inside_read("receive")
-        change = self._change(weights)
+        change = self._change(Copier().copy(weights))
+        between = functools.partial(self.guard.between_reads, advice="", patience=_READ_SECONDS)
         other = ThreadPoolExecutor(1)
         try:
-            guard, patience = self.guard, _READ_SECONDS
-            other.submit(guard.between_reads, change, advice="", patience=patience).result()
+            other.submit(between, change).result()
         finally:
             other.shutdown(wait=False)  # after Ctrl-C it goes on, and splits nothing
 
@@ -456,10 +436,10 @@ class _Destination:
             return False
         give_up = time.monotonic() + _READ_SECONDS
         try:
-            if self._model_id not in (None, arrived.model_id):
+            if self.model_id not in (None, arrived.model_id):
                 raise ConfigError(
                     f"weights of the model {arrived.model_id!r} came for the worker of "
-                    f"{self._model_id!r}"
+                    f"{self.model_id!r}"
                 )
             change = self._change(arrived)
             while not self.guard.exclusively(change, timeout=0.0):
@@ -469,7 +449,7 @@ class _Destination:
         except Exception as exc:  # the trainer hears it, and so does who waits
             await endpoint.acknowledge(arrived, exc)
             raise
-        self._count += 1
+        self._news = True
         await endpoint.acknowledge(arrived)
         return True
 
@@ -483,21 +463,16 @@ class _Destination:
                 await self.take(endpoint, None)
             except Exception as exc:  # noqa: BLE001 - receive() raises it
                 if endpoint.error is None:  # else that is raised
-                    self._refused = without_frames(exc)
+                    self._news = without_frames(exc)
             endpoint.notify()
 
     async def news(self, endpoint: Endpoint, timeout: float | None) -> bool:
         """Whether there is an update that was not reported, within ``timeout`` seconds."""
-        if not await endpoint.until(
-            lambda: self._refused is not None or self._count > self._reported, timeout
-        ):
-            return False
-        if self._count > self._reported:
-            self._reported = self._count
-            return True
-        error, self._refused = self._refused, None
-        assert error is not None
-        raise error
+        await endpoint.until(lambda: self._news, timeout)
+        news, self._news = self._news, False
+        if isinstance(news, Exception):
+            raise news
+        return news
 
 
 class WeightReceiver(OfScheme):
@@ -508,7 +483,7 @@ class WeightReceiver(OfScheme):
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
-        self._scheme = scheme
+        super().__init__(scheme)
         self._transport: Any = None  # programs looked at its pipe
         self._destination = _Destination(scheme)
         self._is_to_follow = self._follows = False
@@ -552,13 +527,17 @@ class WeightReceiver(OfScheme):
         Args:
             transport: The transport; an :class:`MPTransport`, if it follows.
             follows: The model changes without :meth:`receive`.
+
+        Raises:
+            ConfigError: It does, and its forwards cannot be guarded.
         """
-        self._transport = transport
-        self._destination.prepare()
+        self._transport, self._is_to_follow = transport, follows
         if follows:
-            self._destination.check_guarded()
-            self._is_to_follow = True
+            self._destination.find(guarded=True)
             self._begin_to_follow()
+        else:
+            with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
+                self._destination.find()
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.
@@ -616,7 +595,7 @@ class WeightReceiver(OfScheme):
         taken.guard.refuse_inside_read("receive")
         if self.model is not None:
             return call("receive", lambda end: taken.take(end, timeout))
-        if call("receive", lambda end: end.peek(timeout)) is None:
+        if not transport.pipe.poll(timeout):
             return False
         raise ConfigError("No model registered")  # what has come stays
 
@@ -625,7 +604,7 @@ class WeightReceiver(OfScheme):
         if received is None:
             return False
         try:
-            self._destination.put(Copier().copy(received[1]))
+            self._destination.put(received[1])
         except BaseException as exc:  # goes on to the caller, after the trainer
             # Left without an answer, they would take the one to the next weights.
             try:
@@ -655,7 +634,7 @@ class WeightReceiver(OfScheme):
         if transport is None and scheme.initialized_on_receiver:
             scheme.apply_weights(weights)
             return
-        self._destination.put(Copier().copy(weights))
+        self._destination.put(weights)
         if not isinstance(transport, MPTransport) or transport.owes_ack:
             self._answer(transport, "updated")
 

@@ -101,14 +101,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def strategy(self, value: Any) -> None:
         self._scheme.strategy = get_strategy(getattr(value, "extract_as", value))
 
-    @property
-    def strategy_str(self) -> str:
-        """The same, under the name that the newer generation has for it."""
-        return self.strategy
-
-    @strategy_str.setter
-    def strategy_str(self, value: str) -> None:
-        self.strategy = value
+    strategy_str = strategy
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -408,6 +401,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
     Every ``send()`` takes a snapshot, and what arrives is in memory of the worker's own. Tensors
     that the program registered get what is sent, in place; no worker has them from aiosync.
 
+    Attributes:
+        policy_weights: What is registered: what the program did, and copies of what was sent.
+        auto_register: As it was given; may be changed.
+
     Args:
         policy_weights: Model id -> TensorDict: models that are registered from the start. Their
             values of now are what workers get that attach before the first send.
@@ -431,27 +428,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         **options: Any,
     ) -> None:
         super().__init__(strategy, **options)
-        self._registry = SharedMemTransport(None, auto_register)
+        self.auto_register = auto_register
+        self.policy_weights: dict[str, TensorDictBase] = {}
         self._first: dict[str, TensorDictBase] = {}  # of what the program registered
         for model_id, weights in (policy_weights or {}).items():
             self._register(model_id, weights)
 
-    @property
-    def policy_weights(self) -> dict[str, TensorDictBase]:
-        """What is registered: what the program did, and copies of what was sent."""
-        return self._registry.policy_weights
-
-    @property
-    def auto_register(self) -> bool:
-        """As it was given; may be changed."""
-        return self._registry.auto_register
-
-    @auto_register.setter
-    def auto_register(self, value: bool) -> None:
-        self._registry.auto_register = value
-
     def _register(self, model_id: str, weights: Any) -> None:
-        self._registry.register_weights(model_id, weights)
+        self.create_transport(None).register_weights(model_id, weights)
         self._first[model_id] = weights.detach().clone()
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
@@ -496,7 +480,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         if weights is None or is_per_worker(weights):
             return
         if name in self._first or name not in self.policy_weights:
-            self._registry.update_registered(name, weights)
+            self.create_transport(None).update_registered(name, weights)
 
     def _make_transport(self, end: Any) -> Any:
         return MPTransport(end)  # which answers when the model has the weights
@@ -514,26 +498,24 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
             pipe_or_context: The end; ``None`` for none, or for
                 ``SharedMemTransport.register_pipe()`` later.
         """
-        transport = self._registry.twin()
+        transport = SharedMemTransport(None, self.auto_register)
+        transport.policy_weights = self.policy_weights
         if pipe_or_context is not None:
             transport.register_pipe(pipe_or_context)
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies again: multiprocessing shares the memory of tensors that it pickles.
-        first, others = (
-            {model_id: each.detach().clone() for model_id, each in weights.items()}
-            for weights in (self._first, self.policy_weights)
-        )
-        own = {"_first": first, "_registered": others, "_auto_register": self.auto_register}
-        return {**super().__getstate__(), **own}
+        own = {
+            name: {model_id: each.detach().clone() for model_id, each in weights.items()}
+            for name, weights in (("_first", self._first), ("policy_weights", self.policy_weights))
+        }
+        return {**super().__getstate__(), **own, "auto_register": self.auto_register}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._first, registered = state["_first"], state["_registered"]
-        of_program = {model_id: registered[model_id] for model_id in self._first}
-        self._registry = SharedMemTransport(of_program, state["_auto_register"])
-        self.policy_weights.update(registered)
+        self._first, self.policy_weights = state["_first"], state["policy_weights"]
+        self.auto_register = state["auto_register"]
 
 
 class _NoTransport:

@@ -15,10 +15,11 @@ from typing import Any
 from torch.distributed import DistError
 
 from aiosync.errors import AckTimeout, LocalProtocolError, RemoteProtocolError, TransportBroken
-from aiosync.legacy.endpoint import Copier, naming, rebuild
+from aiosync.legacy.endpoint import Copier, Weights
+from aiosync.legacy.transports import Answered
 from aiosync.protocol import VersionClock
 from aiosync.tensors import FlatBuffer, Layout
-from aiosync.wire import ManifestMessage, Setup, Update, decode_header, encode_header
+from aiosync.wire import ManifestMessage, Update, decode_header, encode_header
 
 __all__ = ["DistributedTransport"]
 
@@ -35,7 +36,7 @@ def _reaching() -> Iterator[None]:
         raise TransportBroken(f"the store is gone: {exc}") from exc
 
 
-class DistributedTransport:
+class DistributedTransport(Answered):
     """Weights for one worker through a store of ``torch.distributed``.
 
     Both sides make one with the same rank, on stores of their own that are connected. Weights
@@ -50,14 +51,13 @@ class DistributedTransport:
     """
 
     def __init__(self, store: Any, rank: int, sync: bool = True, *, timeout: float = 120.0) -> None:
+        super().__init__(timeout)
         self._store = store
         self.rank = rank
         self.sync = sync
-        self.timeout = timeout
         self._clock = VersionClock()
         self._copier = Copier()
         self._received = 0
-        self._pending: deque[int] = deque()
         self._unanswered: deque[int] = deque()
 
     def _key(self, version: int, what: str) -> str:
@@ -84,64 +84,34 @@ class DistributedTransport:
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights, and with ``sync`` wait until the worker said that it applied them.
 
-        Args:
-            model_id: Name of the model.
-            weights: TensorDict, state dict or module; copied.
-
-        Raises:
-            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
-            LocalProtocolError: It said something else (a ``RuntimeError``).
-            TransportBroken: The store is gone.
-            ConfigError: The weights cannot travel (a ``ValueError``).
+        See :class:`MPTransport`; the store may be gone, too (``TransportBroken``).
         """
         version = self._post(model_id, weights)
         if self.sync:
-            self._finish(version)
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send weights without waiting for an answer; :meth:`wait_ack` does."""
-        self._pending.append(self._post(model_id, weights))
-
-    def drop_oldest(self) -> None:
-        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
-        self._pending.popleft()
+            self._finish(version, self.timeout)
 
     def _post(self, model_id: str, weights: Any) -> int:
-        snapshot, version = self._copier.copy(weights), self._clock.next()
-        layout = snapshot.layout
-        update = Update(self._clock.epoch, version, layout.digest, values=snapshot.values)
+        copied, version = self._copier.copy(weights), self._clock.next()
         parts: list[bytes | memoryview] = [
-            encode_header(naming(model_id, snapshot.form)),
-            encode_header(ManifestMessage(layout.manifest)),
-            encode_header(update),
-            snapshot.payload,
+            encode_header(ManifestMessage(copied.layout.manifest)),
+            encode_header(copied.update(model_id, self._clock.epoch, version)),
+            copied.payload,
         ]
         packed = b"".join(b"".join((len(part).to_bytes(8, "little"), part)) for part in parts)
-        self._copier.free(snapshot)
+        copied.give_back()
+        starts = range(0, len(packed), _PART_NBYTES)
         with _reaching():
-            starts = range(0, len(packed), _PART_NBYTES)
             for index, start in enumerate(starts):
                 part = packed[start : start + _PART_NBYTES]
                 self._store.set(self._key(version, f"part{index}"), part)
             self._store.set(self._key(version, "in"), str(len(starts)))
         return version
 
-    def wait_ack(self) -> None:
-        """Wait for the answer to the oldest :meth:`send_weights_async`, whatever ``sync`` says.
-
-        Raises:
-            LocalProtocolError: None is pending (a ``RuntimeError``).
-            AckTimeout: As for :meth:`send_weights`.
-        """
-        if not self._pending:
-            raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
-        self._finish(self._pending.popleft())
-
-    def _finish(self, version: int) -> None:
-        said = self._wait(self._key(version, "out"), self.timeout)
+    def _finish(self, sent: int, timeout: float | None) -> None:
+        said = self._wait(self._key(sent, "out"), timeout)
         if said is None:
             raise AckTimeout(
-                f"rank {self.rank} did not answer within {self.timeout:g} s", version=version
+                f"rank {self.rank} did not answer within {timeout or 0:g} s", version=sent
             )
         if said != b"updated":
             text = said.decode(errors="replace")
@@ -160,24 +130,23 @@ class DistributedTransport:
             TransportBroken: The store is gone.
             RemoteProtocolError: What came is not of this format.
         """
-        data = self._wait(self._key(self._received + 1, "in"), timeout)
-        if data is None:
+        version = self._received + 1
+        count = self._wait(self._key(version, "in"), timeout)
+        if count is None:
             return None
-        self._received = version = self._received + 1
+        self._received = version
         try:
-            found = self._read(version, data)
+            if not count.isdigit():
+                raise RemoteProtocolError("the store holds something other than weights")
+            with _reaching():
+                keys = [self._key(version, f"part{index}") for index in range(int(count))]
+                packed = b"".join(map(self._take, keys))
+            found = _unpack(memoryview(packed))
         except RemoteProtocolError as exc:
             self._answer(version, f"{type(exc).__name__}: {exc}")
             raise
         self._unanswered.append(version)
-        return found
-
-    def _read(self, version: int, data: bytes) -> tuple[str, Any]:
-        if not data.isdigit():
-            raise RemoteProtocolError("the store holds something other than weights")
-        with _reaching():
-            parts = [self._take(self._key(version, f"part{index}")) for index in range(int(data))]
-        return _unpack(memoryview(b"".join(parts)))
+        return found.model_id, found.rebuild()
 
     def send_ack(self, message: str = "updated") -> None:
         """Answer the oldest weights that were received and not answered.
@@ -207,20 +176,19 @@ class DistributedTransport:
         return True
 
 
-def _unpack(data: memoryview) -> tuple[str, Any]:
+def _unpack(data: memoryview) -> Weights:
     parts = []
     while data:
         nbytes = int.from_bytes(data[:8], "little")
         parts.append(data[8 : 8 + nbytes])
         data = data[8 + nbytes :]
-    messages: list[Any] = [decode_header(bytes(part))[0] for part in parts[:3]]
-    kinds = (Setup, ManifestMessage, Update)
-    if len(parts) != 4 or not all(map(isinstance, messages, kinds)):
+    messages: list[Any] = [decode_header(bytes(part))[0] for part in parts[:2]]
+    if len(parts) != 3 or not all(map(isinstance, messages, (ManifestMessage, Update))):
         raise RemoteProtocolError("the store holds something other than weights")
-    named, manifest, update = messages
+    manifest, update = messages
     layout = Layout(manifest.manifest)
-    if parts[3].nbytes != layout.nbytes or update.digest != layout.digest:
+    if parts[2].nbytes != layout.nbytes or update.digest != layout.digest:
         raise RemoteProtocolError("weights do not fit their manifest")
     flat = FlatBuffer(layout.nbytes)
-    flat.memoryview()[:] = parts[3]
-    return named.key, rebuild(layout, flat, update.values, named.value.decode(errors="replace"))
+    flat.memoryview()[:] = parts[2]
+    return Weights.arrived(update.values, update.epoch, update.version, layout, flat)

@@ -6,7 +6,7 @@ Must not import asyncio, a transport or a scheme.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError, ManifestMismatch, PartialSyncError
 from aiosync.strategy import WeightStrategy as _Strategy
@@ -31,7 +31,7 @@ def hint(error: BaseException) -> None:
         error.add_note(_HINT)
 
 
-class WeightStrategy:
+class WeightStrategy(_Strategy):
     """How weights are taken out of a model and put into one.
 
     Args:
@@ -42,14 +42,6 @@ class WeightStrategy:
         ConfigError: It is something else (a ``ValueError``).
     """
 
-    def __init__(self, extract_as: Literal["tensordict", "state_dict"] = "tensordict") -> None:
-        self._strategy = _Strategy(extract_as)
-
-    @property
-    def extract_as(self) -> Literal["tensordict", "state_dict"]:
-        """The form in which weights are extracted."""
-        return self._strategy.extract_as
-
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """Return the weights of a model. They are live: nothing is copied.
 
@@ -59,18 +51,21 @@ class WeightStrategy:
         Raises:
             ConfigError: The source is something else, ``None`` included (a ``ValueError``).
         """
-        weights = self._strategy.extract_weights(source)
+        weights = super().extract_weights(source)
         if weights is None:
             raise ConfigError("cannot extract weights from None")
         return weights
 
-    def apply_weights(self, destination: Any, weights: Any, *, strict: bool = True) -> None:
-        """Put weights into a model in place: all of them, or none when something raises.
+    def apply_weights(
+        self, destination: Any, weights: Any, inplace: bool = True, *, strict: bool = True
+    ) -> None:
+        """Put weights into a model: all of them, or none when something raises.
 
         Args:
             destination: A module, a TensorDict, or a dict of tensors.
             weights: A TensorDict, or a mapping of tensors, nested or with dotted keys; copied,
                 never aliased. ``None`` does nothing.
+            inplace: Keep the tensor objects and their memory.
             strict: Refuse names that only one side has, and other dtypes. Otherwise what both
                 have is applied, and floating point numbers are cast.
 
@@ -80,13 +75,10 @@ class WeightStrategy:
             ManifestMismatch: They do not fit; all names are listed (a ``ValueError``).
         """
         try:
-            self._strategy.apply_weights(destination, weights, strict=strict)
+            super().apply_weights(destination, weights, inplace, strict=strict)
         except ManifestMismatch as exc:
             hint(exc)
             raise
-
-    def __repr__(self) -> str:
-        return f"WeightStrategy(extract_as={self.extract_as!r})"
 
 
 def nested(weights: Any) -> TensorDictBase:

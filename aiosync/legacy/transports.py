@@ -20,7 +20,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from aiosync.legacy.endpoint import Arrived, Copier, Link, Snapshot
+from aiosync.legacy.endpoint import Copier, Link, Weights
 from aiosync.legacy.strategy import WeightStrategy, nested
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-__all__ = ["MPTransport", "SharedMemTransport", "TransportBackend"]
+__all__ = ["Answered", "MPTransport", "SharedMemTransport", "TransportBackend", "is_patient"]
 
 _TIMEOUT = 60.0  # workers that are spawned import torch first, and machines are busy
-_Sent: TypeAlias = tuple[int, Snapshot | None]  # its version, and the memory if it is our own
+_Sent: TypeAlias = tuple[int, Weights | None]  # its version, and the memory if it is our own
 
 
 @runtime_checkable
@@ -56,12 +56,71 @@ class TransportBackend(Protocol):
         """Whether the other side is there."""
 
 
+class Answered(abc.ABC):
+    """Sends weights, each of which is answered, in order.
+
+    Args:
+        timeout: Seconds that answers are waited for.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._pending: deque[Any] = deque()
+
+    @abc.abstractmethod
+    def _post(self, model_id: str, weights: Any) -> Any:
+        """Copy weights and begin to send them; returns what :meth:`_finish` waits for."""
+
+    @abc.abstractmethod
+    def _finish(self, sent: Any, timeout: float | None) -> None:
+        """Wait for an answer, and raise what went wrong."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send weights and wait until the other side said that it applied them.
+
+        Args:
+            model_id: Name of the model.
+            weights: TensorDict or state dict; over pipes and stores also a module. Copied.
+
+        Raises:
+            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
+            LocalProtocolError: It said something else (a ``RuntimeError``).
+            ApplyError: A remote object raised something.
+            PeerClosed: It went away.
+            TransportBroken: The store is gone.
+            ConfigError: The weights cannot travel (a ``ValueError``).
+        """
+        self._finish(self._post(model_id, weights), self.timeout)
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Copy weights and send them in the background; :meth:`wait_ack` waits."""
+        self._pending.append(self._post(model_id, weights))
+
+    def wait_ack(self, timeout: float | None = None) -> None:
+        """Wait for the answer to the oldest :meth:`send_weights_async`.
+
+        Args:
+            timeout: Seconds; the transport's own by default.
+
+        Raises:
+            LocalProtocolError: No send is pending, or as for :meth:`send_weights`, as all others
+                are (a ``RuntimeError``).
+        """
+        if not self._pending:
+            raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
+        self._finish(self._pending.popleft(), self.timeout if timeout is None else timeout)
+
+    def drop_oldest(self) -> None:
+        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
+        self._pending.popleft()
+
+
 class _Closing(abc.ABC):
     """``with transport:``."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the link; the other side sees ``PeerClosed``. Idempotent."""
+        """Close every link; the other side sees ``PeerClosed``. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,7 +165,7 @@ class PipeView:
         return taken, "update_weights"
 
 
-class MPTransport(_Closing):
+class MPTransport(Answered, _Closing):
     """One end of a two-way pipe that carries weights and acknowledgements.
 
     Args:
@@ -125,70 +184,23 @@ class MPTransport(_Closing):
     """
 
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
-        self.timeout = timeout
+        super().__init__(timeout)
         self.pipe: PipeView = PipeView(self)
         is_link = isinstance(pipe_connection, Link)
         self.link: Link = pipe_connection if is_link else Link(pipe_connection)
         self._copier = Copier()
-        self._pending: deque[_Sent] = deque()
-        self._unanswered: deque[Arrived] = deque()
+        self._unanswered: deque[Weights] = deque()
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights and wait until the other side said that it applied them.
-
-        Args:
-            model_id: Name of the model.
-            weights: TensorDict, state dict or module; copied.
-
-        Raises:
-            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
-            LocalProtocolError: It said something else (a ``RuntimeError``).
-            PeerClosed: It went away.
-            ConfigError: The weights cannot travel (a ``ValueError``).
-        """
-        self._wait(self._post("send_weights", model_id, weights), "updated", self.timeout)
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Copy weights and send them in the background; :meth:`wait_ack` waits."""
-        self._pending.append(self._post("send_weights_async", model_id, weights))
-
-    def _post(self, what: str, model_id: str, weights: Any) -> _Sent:
-        own = None if isinstance(weights, Snapshot) else self._copier.copy(weights)
+    def _post(self, model_id: str, weights: Any) -> _Sent:
+        own = None if isinstance(weights, Weights) else self._copier.copy(weights)
         post = lambda end: end.post(model_id, own or weights, self.timeout)  # noqa: E731 - short
-        return self.link.call(what, post), own
+        return self.link.call("send_weights", post), own
 
-    def drop_oldest(self) -> None:
-        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
-        self._pending.popleft()
-
-    def wait_ack(self, timeout: float | None = None) -> None:
-        """Wait for the answer to the oldest :meth:`send_weights_async`.
-
-        Args:
-            timeout: Seconds; the transport's own by default.
-
-        Raises:
-            AckTimeout: None came in time (a ``TimeoutError``).
-            LocalProtocolError: No send is pending, or the other side could not apply it (a
-                ``RuntimeError``).
-            PeerClosed: The other side went away.
-        """
-        self._wait_oldest("updated", self.timeout if timeout is None else timeout)
-
-    def check_ack(self, message: str = "updated") -> None:
-        """As :meth:`wait_ack`, for an answer of another text."""
-        self._wait_oldest(message, self.timeout)
-
-    def _wait_oldest(self, message: str, timeout: float | None) -> None:
-        if not self._pending:
-            raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
-        self._wait(self._pending.popleft(), message, timeout)
-
-    def _wait(self, sent: _Sent, message: str, timeout: float | None) -> None:
-        version, snapshot = sent
+    def _finish(self, sent: _Sent, timeout: float | None, message: str = "updated") -> None:
+        version, own = sent
         ack = self.link.call("wait_ack", lambda end: end.wait_for_ack(version, timeout))
-        if snapshot is not None:
-            self._copier.free(snapshot)
+        if own is not None:
+            own.give_back()
         said = _said(ack)
         if said != message:
             cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
@@ -196,9 +208,15 @@ class MPTransport(_Closing):
                 f"Expected acknowledgment {message!r}, got {said!r}"
             ) from cause
 
+    def check_ack(self, message: str = "updated") -> None:
+        """As :meth:`wait_ack`, for an answer of another text."""
+        if not self._pending:
+            self.wait_ack()  # says so
+        self._finish(self._pending.popleft(), self.timeout, message)
+
     def wait_for_peer(self, timeout: float) -> bool:
         """Wait until the other side has used its end; False when it did not in time."""
-        if self.link.heard:
+        if (endpoint := self.link.endpoint) is not None and endpoint.heard:
             return True
         return self.link.call("wait_ack", lambda end: end.until(lambda: end.heard, timeout))
 
@@ -220,7 +238,7 @@ class MPTransport(_Closing):
         if arrived is None:
             return None
         self._unanswered.append(arrived)
-        return arrived.model_id, arrived.weights
+        return arrived.model_id, arrived.rebuild()
 
     @property
     def owes_ack(self) -> bool:
@@ -257,6 +275,11 @@ class MPTransport(_Closing):
         self.link.close()
 
 
+def is_patient(transport: Any) -> bool:
+    """Whether the worker at the other end may come later."""
+    return isinstance(transport, MPTransport) and transport.link.patient
+
+
 def _said(ack: Ack) -> str:
     if ack.status is not AckStatus.NACK:
         return "updated"
@@ -278,9 +301,10 @@ class SharedMemTransport(_Closing):
         auto_register: Register a model when it is first sent, or when it first arrives.
 
     Attributes:
+        auto_register: As it was given; may be changed.
         timeout: Seconds that :meth:`send_weights` waits for all workers; 60, and may be changed.
-        policy_weights: What is registered, as nested TensorDicts. Those that the program
-            registered change in place; on a trainer the others are copies of what was sent.
+        policy_weights: What is registered, as nested TensorDicts, which change in place. Those
+            that the program did not register are copies of what was sent first.
     """
 
     def __init__(
@@ -291,18 +315,11 @@ class SharedMemTransport(_Closing):
         self.auto_register = auto_register
         self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self._in_place: set[str] = set()  # models whose tensors the program has
         self._ends: list[MPTransport] = []
         self._changed = Notifier()
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
-
-    def twin(self) -> SharedMemTransport:
-        """Another one, without pipes, with the same models registered from now on."""
-        other = SharedMemTransport(None, self.auto_register)
-        other.policy_weights, other._in_place = self.policy_weights, self._in_place
-        return other
 
     def register_pipe(self, pipe: Any) -> None:
         """Add one end of a two-way pipe; owned from now on.
@@ -310,8 +327,7 @@ class SharedMemTransport(_Closing):
         Raises:
             ConfigError: It is not two-way (a ``ValueError``).
         """
-        link = Link(pipe, settles=True, changed=self._changed)
-        self._ends.append(MPTransport(link, self.timeout))
+        self._ends.append(MPTransport(Link(pipe, settles=True, changed=self._changed)))
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -325,15 +341,14 @@ class SharedMemTransport(_Closing):
         if model_id in self.policy_weights:
             raise LocalProtocolError(f"the weights of {model_id!r} are registered already")
         self.policy_weights[model_id] = weights
-        self._in_place.add(model_id)
 
     def update_registered(self, model_id: str, weights: Any) -> None:
         """Have what is registered be these weights, as :meth:`send_weights` does; send nothing."""
         if not (is_tensordict(weights) or isinstance(weights, Mapping)):
             raise ConfigError(f"Unsupported weights type: {type(weights)}")
-        if model_id in self._in_place:
+        if model_id in self.policy_weights:
             WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
-        elif self.auto_register or model_id in self.policy_weights:
+        elif self.auto_register:
             self.policy_weights[model_id] = nested(weights)
         else:
             raise KeyError(
@@ -351,30 +366,29 @@ class SharedMemTransport(_Closing):
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
             ConfigError: The weights are of another type, or cannot travel (a ``ValueError``).
-            ManifestMismatch: They do not fit what the program registered (a ``ValueError``).
+            ManifestMismatch: They do not fit what is registered (a ``ValueError``).
             AckTimeout: A worker did not answer within :attr:`timeout` seconds (a
                 ``TimeoutError``).
             PeerClosed: A worker went away. The others were served.
         """
         self.update_registered(model_id, weights)
-        snapshot = self._copier.copy(self.policy_weights[model_id])
+        copied = self._copier.copy(self.policy_weights[model_id])
         give_up = time.monotonic() + self.timeout
-        first: Exception | None = None
-        sent: list[MPTransport] = []
+        sent, errors = [], []
         for end in self._ends:
             try:
-                end.send_weights_async(model_id, snapshot)
+                end.send_weights_async(model_id, copied)
                 sent.append(end)
             except Exception as exc:  # noqa: BLE001 - raised once all were served
-                first = first or exc
+                errors.append(exc)
         for end in sent:
             try:
                 end.wait_ack(max(0.0, give_up - time.monotonic()))
             except Exception as exc:  # noqa: BLE001 - raised once all were served
-                first = first or exc
-        if first is not None:
-            raise first
-        self._copier.free(snapshot)
+                errors.append(exc)
+        if errors:
+            raise errors[0]
+        copied.give_back()
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -406,11 +420,10 @@ class SharedMemTransport(_Closing):
         for each in self._ends:
             try:
                 while arrived := each.link.call("receive_weights", lambda end: end.take(0.0)):
-                    self.update_registered(arrived.model_id, arrived.weights)
-                    self._in_place.add(arrived.model_id)  # who looked at it goes on with it
+                    self.update_registered(arrived.model_id, arrived.rebuild())
                     count += 1
             except (TransportError, RemoteProtocolError) as exc:
-                ended = ended or exc
+                ended = exc
         if ended is not None and not count:
             raise ended
         return count > 0

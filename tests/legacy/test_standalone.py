@@ -233,6 +233,41 @@ def test_a_trainer_that_did_not_make_the_pipe(make: Any, kills: bool) -> None:
         assert tools.recv(mine) == (1, 1.0)
 
 
+def _send_and_end(say: Any, pipe: Any) -> None:
+    if pipe is None:
+        pipe, theirs = Pipe()
+        context = workers.harness.context("fork")
+        context.Process(target=_receive_late, args=(theirs, os.getpid(), say)).start()
+    transport = legacy.MPTransport(pipe)
+    transport.send_weights_async("policy", workers.ones())
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _receive_late(pipe: Any, trainer: int, say: Any) -> None:
+    while os.getppid() == trainer:
+        time.sleep(0.01)
+    transport, found = legacy.MPTransport(pipe), []
+    try:
+        while weights := transport.receive_weights(timeout=5.0):
+            found.append(weights[1]["bias"].tolist())
+        say.send("it never noticed")
+    except aiosync.PeerClosed:
+        say.send(found)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_worker_that_attaches_when_its_trainer_is_dead(made: bool) -> None:
+    """It gets what was sent before; somebody else has the trainer's end of the pipe, too."""
+    mine, theirs = Pipe()
+    pipe, other = Pipe()
+    with mine, theirs, pipe, workers.process(_send_and_end, theirs, pipe if made else None) as one:
+        one.join(tools.PATIENCE)
+        if made:
+            _receive_late(other, 0, theirs)
+        assert tools.recv(mine) == [[1.0, 1.0]]
+
+
 EXITING = """
 import multiprocessing, sys, time
 import torch

@@ -50,14 +50,20 @@ class WeightUpdaterBase(abc.ABC):
         Use it on the thread that uses the collector.
     """
 
-    _collector_wrs: list[weakref.ref[Any]] | None = None
-    _post_hooks: list[Callable[[], Any]] | None = None
+    _collector_wrs: list[weakref.ref[Any]]
+    _post_hooks: list[Callable[[], Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
         del args, kwargs  # those of __init__()
-        _introduce_to_torchrl()
-        return super().__new__(cls)
+        # Each time, as TorchRL may be imported after this module. Its collectors ask
+        # isinstance(), and nothing else of it is needed.
+        module = sys.modules.get("torchrl.collectors.weight_update")
+        if module is not None:
+            module.WeightUpdaterBase.register(WeightUpdaterBase)
+        updater = super().__new__(cls)
+        updater._collector_wrs, updater._post_hooks = [], []  # subclasses need not call __init__()
+        return updater
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
@@ -80,7 +86,7 @@ class WeightUpdaterBase(abc.ABC):
         Args:
             collector: The owner of the policies.
         """
-        self._collector_wrs = [*(self._collector_wrs or ()), weakref.ref(collector)]
+        self._collector_wrs.append(weakref.ref(collector))
 
     @property
     def collector(self) -> Any | None:
@@ -89,18 +95,14 @@ class WeightUpdaterBase(abc.ABC):
         Raises:
             ValueError: Several collectors were registered.
         """
-        if not self._collector_wrs:
-            return None
         if len(self._collector_wrs) > 1:
             raise ValueError("Cannot access `collector` with multiple collectors.")
-        return self._collector_wrs[0]()
+        return self._collector_wrs[0]() if self._collector_wrs else None
 
     @property
     def collectors(self) -> list[Any] | None:
         """All registered collectors, ``None`` for one that is gone; ``None`` without any."""
-        if not self._collector_wrs:
-            return None
-        return [reference() for reference in self._collector_wrs]
+        return [reference() for reference in self._collector_wrs] or None
 
     def increment_version(self) -> None:
         """Increment the policy version of every registered collector.
@@ -226,8 +228,6 @@ class WeightUpdaterBase(abc.ABC):
     @property
     def post_hooks(self) -> list[Callable[[], Any]]:
         """What is called after each update, in this order."""
-        if self._post_hooks is None:
-            self._post_hooks = []
         return self._post_hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
@@ -239,18 +239,15 @@ class WeightUpdaterBase(abc.ABC):
         self.post_hooks.append(hook)
 
 
-def _introduce_to_torchrl() -> None:
-    # Each time, as TorchRL may be imported after this module: it costs a look into a dict. Its
-    # collectors ask isinstance(), and nothing else of it is needed.
-    theirs = getattr(sys.modules.get("torchrl.collectors.weight_update"), "WeightUpdaterBase", None)
-    if theirs is not None:
-        theirs.register(WeightUpdaterBase)
+class _AsTheyAre(WeightUpdaterBase):
+    """Takes weights in whatever form they are."""
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return policy_or_weights
 
 
-class AtOnceWeightUpdater(WeightUpdaterBase):
+class AtOnceWeightUpdater(_AsTheyAre):
     """Sends to all workers at the same time, whatever form the weights have.
-
-    A subclass of a subclass may still define :meth:`_sync_weights_with_worker`.
 
     Args:
         timeout: Seconds for each update; ``None`` waits for ever.
@@ -291,14 +288,8 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
             )
         return value
 
-    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return policy_or_weights
-
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
-        one_by_one = type(self)._sync_weights_with_worker
-        if one_by_one is not AtOnceWeightUpdater._sync_weights_with_worker:
-            super()._sync_workers(weights, worker_ids)
-        elif worker_ids:
+        if worker_ids:
             self._send(weights, worker_ids)
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
@@ -322,7 +313,7 @@ def copy_weights(target: Any, weights: Any) -> None:
     strategy.apply_weights(target, weights, strict=False)
 
 
-class VanillaWeightUpdater(WeightUpdaterBase):
+class VanillaWeightUpdater(_AsTheyAre):
     """Copies weights into a policy of this process.
 
     Args:
@@ -352,20 +343,14 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return None if self.weight_getter is None else self.weight_getter()
 
-    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return policy_or_weights
-
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         del worker_id
         if server_weights is not None:
             copy_weights(self.policy_weights, server_weights)
 
 
-class RemoteModuleWeightUpdater(WeightUpdaterBase):
+class RemoteModuleWeightUpdater(_AsTheyAre):
     """Only checks that weights are given; somebody else brings them to the workers."""
-
-    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return policy_or_weights
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         del worker_id

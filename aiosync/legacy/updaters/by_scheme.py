@@ -33,7 +33,6 @@ from aiosync.errors import (
     ConfigError,
     LocalProtocolError,
     PartialSyncError,
-    PeerClosed,
 )
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
 from aiosync.legacy.updaters.worker import WorkerCollector, receive
@@ -280,17 +279,12 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
 
 def _translated(idx: int, error: Exception) -> AiosyncError:
     # Ray has the error of a task inside of its own; RPC has its text. Neither need be there.
-    cause = getattr(error, "cause", None)
-    cause = cause if isinstance(cause, Exception) else error
+    cause = getattr(error, "cause", None) or error
     if isinstance(cause, AiosyncError):
         return cause
     text = str(cause).strip().partition("\n")[0]
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if "GetTimeoutError" in names or "RPC ran for more than" in text:
+    if isinstance(error, TimeoutError) or "RPC ran for more than" in text:
         return AckTimeout(f"worker {idx} did not answer in time: {text}", worker_ids=[idx])
-    ended = isinstance(error, RuntimeError) and ("closed" in text or "eof" in text.lower())
-    if ended or "RayActorError" in names:
-        return PeerClosed(f"worker {idx} has ended: {text}")
     return ApplyError(
         f"no receiver could be made in worker {idx}: {text}",
         worker_idx=idx,

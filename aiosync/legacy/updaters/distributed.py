@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -32,7 +32,7 @@ from aiosync.legacy.updaters.worker import make_private
 
 __all__ = ["DistributedWeightUpdater"]
 
-_PAUSE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01)
+_PAUSE_SECONDS = (0.0005, 0.01)  # first and last
 
 
 class DistributedWeightUpdater(AtOnceWeightUpdater):
@@ -123,25 +123,59 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         copy_weights(snapshot, weights)
         store = self._known("_store", self._store)
         give_up = None if self.timeout is None else time.monotonic() + self.timeout
-        calls = {idx: _Call(self, store, idx, snapshot) for idx in workers}
+        calls = {idx: self._call(store, idx, snapshot) for idx in workers}
+        acked: set[int] = set()
         failed: dict[int, AiosyncError] = {}
-        attempt = 0
-        while waiting := [
-            idx for idx, call in calls.items() if not call.done and idx not in failed
-        ]:
-            moved = False
-            for idx in waiting:
+        pause = _PAUSE_SECONDS[0]
+        while calls:
+            for idx in list(calls):
                 try:
-                    moved = calls[idx].advance() or moved
-                    if not calls[idx].done:
-                        self._check_alive(idx, give_up)
+                    next(calls[idx])
+                    self._check_alive(idx, give_up)
+                    continue
+                except StopIteration:
+                    acked.add(idx)
                 except AiosyncError as exc:
                     failed[idx] = exc
-            attempt = 0 if moved else attempt + 1
-            if not moved:
-                time.sleep(_PAUSE_SECONDS[min(attempt, len(_PAUSE_SECONDS)) - 1])
+                except RuntimeError as exc:  # also what torch.distributed raises
+                    text = str(exc).partition("\n")[0]
+                    failed[idx] = TransportBroken(f"the link to worker {idx} failed: {text}")
+                del calls[idx]
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
         if failed:
-            raise PartialSyncError(acked=calls.keys() - failed.keys(), failed=failed)
+            raise PartialSyncError(acked=acked, failed=failed)
+
+    def _call(self, store: Any, idx: int, snapshot: Any) -> Iterator[None]:
+        """One update of one worker: free the way, order and send, wait for the answer.
+
+        Yields where it has to wait.
+
+        Raises:
+            RuntimeError: The store or the group failed.
+            ApplyError: The worker answered something else.
+        """
+        order, answer = f"NODE_{idx + 1}_in", f"NODE_{idx + 1}_out"
+        if idx in self._owed:  # the answer to an update that was given up
+            while not store.check([answer]):
+                yield
+            store.delete_key(answer)
+            del self._owed[idx]
+        while store.check([order]):
+            yield
+        # Until the answer is there, somebody may read the snapshot.
+        self._owed[idx] = [snapshot]
+        store.set(order, b"update_weights")
+        self._owed[idx] += snapshot.isend(idx + 1, return_early=True)
+        while not store.check([answer]):
+            yield
+        status = store.get(answer)
+        store.delete_key(answer)
+        _, *futures = self._owed.pop(idx)
+        if status != b"updated":
+            raise ApplyError(f"Expected 'updated' but got status {status!r}.", worker_idx=idx)
+        for future in futures:
+            future.wait()  # everything was received
 
     def _check_alive(self, idx: int, give_up: float | None) -> None:
         jobs = getattr(self.collector, "jobs", ())
@@ -153,66 +187,6 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
                 f"worker {idx} (rank {idx + 1}) did not answer within {self.timeout:g} s",
                 worker_ids=[idx],
             )
-
-
-class _Call:
-    """One update of one worker: free the way, order and send, wait for the answer."""
-
-    def __init__(
-        self, updater: DistributedWeightUpdater, store: Any, idx: int, snapshot: Any
-    ) -> None:
-        self.done = False
-        self._owed = updater._owed
-        self._store = store
-        self._idx = idx
-        self._snapshot = snapshot
-        self._ordered = False
-        rank = idx + 1
-        self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting; whether that was anything.
-
-        Raises:
-            TransportBroken: The store or the group failed.
-            ApplyError: The worker answered something else.
-        """
-        try:
-            if not self._ordered:
-                return self._begin()
-            return self._finish()
-        except RuntimeError as exc:  # also what torch.distributed raises
-            text = str(exc).partition("\n")[0]
-            raise TransportBroken(f"the link to worker {self._idx} failed: {text}") from exc
-
-    def _begin(self) -> bool:
-        if self._idx in self._owed:  # the answer to an update that was given up
-            if not self._store.check([self._answer]):
-                return False
-            self._store.delete_key(self._answer)
-            del self._owed[self._idx]
-        if self._store.check([self._order]):
-            return False
-        self._ordered = True
-        # Until the answer is there, somebody may read the snapshot.
-        self._owed[self._idx] = [self._snapshot]
-        self._store.set(self._order, b"update_weights")
-        futures = self._snapshot.isend(self._idx + 1, return_early=True)
-        self._owed[self._idx].append(futures)
-        return True
-
-    def _finish(self) -> bool:
-        if not self._store.check([self._answer]):
-            return False
-        status = self._store.get(self._answer)
-        self._store.delete_key(self._answer)
-        futures = self._owed.pop(self._idx)[1]
-        if status != b"updated":
-            raise ApplyError(f"Expected 'updated' but got status {status!r}.", worker_idx=self._idx)
-        for future in futures:
-            future.wait()  # everything was received
-        self.done = True
-        return True
 
 
 def _private_when_unpickled(policy: nn.Module) -> nn.Module:

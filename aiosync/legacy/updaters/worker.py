@@ -142,7 +142,7 @@ class WorkerCollector:
         factory = kwargs.get("policy_factory")
         if factory is not None:
             # Before the collector looks at the policy: it may keep views of its memory.
-            kwargs["policy_factory"] = _Private(factory)
+            kwargs["policy_factory"] = lambda: make_private(factory())
         make_private(kwargs.get("policy"))
         collector = self._resolve()(*args, **kwargs)
         try:
@@ -151,13 +151,3 @@ class WorkerCollector:
             collector.shutdown()
             raise
         return collector
-
-
-class _Private:
-    """A policy factory whose policies share no memory with other processes."""
-
-    def __init__(self, factory: Callable[[], Any]) -> None:
-        self._factory = factory
-
-    def __call__(self) -> Any:
-        return make_private(self._factory())
