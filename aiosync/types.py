@@ -119,6 +119,8 @@ class SendReport:
             policy of the scheme tolerated the failure. Of those in ``waiting``, the ones that
             refused an earlier version after its send had returned, with what they said.
         lost: Workers that had gone before this send, and were reported by an earlier one.
+        left: Workers that were closed since the last report, and so neither have this version nor
+            failed. They are not named again; one that comes again gets what it was sent last.
         waiting: Workers that had not answered when as many as ``require`` asks for had. The
             update goes on to them in the background. Empty with ``require="all"``.
         elapsed: Seconds from the call until the result was settled: by the last worker that
@@ -132,6 +134,7 @@ class SendReport:
     skipped: Mapping[int, int] = field(default_factory=dict)
     failed: Mapping[int, AiosyncError] = field(default_factory=dict)
     lost: Mapping[int, AiosyncError] = field(default_factory=dict)
+    left: frozenset[int] = frozenset()
     waiting: frozenset[int] = frozenset()
     elapsed: float = 0.0
     nbytes: int = 0

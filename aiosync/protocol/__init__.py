@@ -8,7 +8,7 @@ This package must never import asyncio, anyio or torch.
 from __future__ import annotations
 
 from aiosync.protocol.chunks import Assembly, ChunkPlan
-from aiosync.protocol.outbox import MAX_IN_FLIGHT, Outbox, Outcome
+from aiosync.protocol.outbox import MAX_IN_FLIGHT, Outbox, Outcome, WorkerLeft
 from aiosync.protocol.send_tracker import SendTracker, validate_require
 from aiosync.protocol.timeouts import validate_seconds, validate_timeout
 from aiosync.protocol.versions import MAX_VERSION, Inbox, VersionClock, new_epoch
@@ -23,6 +23,7 @@ __all__ = [
     "Outcome",
     "SendTracker",
     "VersionClock",
+    "WorkerLeft",
     "new_epoch",
     "validate_require",
     "validate_seconds",

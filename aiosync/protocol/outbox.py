@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError
+from aiosync.errors import AiosyncError, ApplyError, LocalProtocolError, PeerClosed
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
-__all__ = ["MAX_IN_FLIGHT", "Outbox", "Outcome"]
+__all__ = ["MAX_IN_FLIGHT", "Outbox", "Outcome", "WorkerLeft"]
 
 MAX_IN_FLIGHT = 64
 """How many versions one receiver may leave unresolved; it gets no more before it settles one.
 
 aiosync's own receivers say at once what was replaced, and have a handful.
 """
+
+
+class WorkerLeft(PeerClosed):
+    """The worker was closed, and said so: that is no failure of anything."""
 
 
 @dataclass(frozen=True, slots=True)

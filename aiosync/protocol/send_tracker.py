@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aiosync.errors import AckTimeout, AiosyncError, ConfigError, PartialSyncError
-from aiosync.protocol.outbox import Outcome
+from aiosync.protocol.outbox import Outcome, WorkerLeft
 from aiosync.types import Require, SendReport
 
 __all__ = ["SendTracker", "validate_require"]
@@ -54,7 +54,7 @@ class SendTracker:
 
     Attributes:
         version: As given.
-        workers: The targets.
+        workers: The targets, without those that left.
         require: As given.
         started: As given.
         nbytes: As given.
@@ -63,6 +63,7 @@ class SendTracker:
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
         failed: Workers that did not get it, with the reason.
+        left: Targets that were closed before they had it.
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
         deadline: When these are over.
@@ -75,6 +76,7 @@ class SendTracker:
         "acked",
         "deadline",
         "failed",
+        "left",
         "lost",
         "nbytes",
         "require",
@@ -110,6 +112,7 @@ class SendTracker:
         self.acked: set[int] = set()
         self.skipped: dict[int, int] = {}
         self.failed: dict[int, AiosyncError] = {}
+        self.left: set[int] = set()
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
         self.deadline: float = math.inf
@@ -151,7 +154,10 @@ class SendTracker:
         if outcome.version != self.version or worker_idx not in self.waiting:
             return False
         self.waiting.discard(worker_idx)
-        if outcome.error is not None:
+        if isinstance(outcome.error, WorkerLeft):
+            self.left.add(worker_idx)
+            self.workers -= {worker_idx}
+        elif outcome.error is not None:
             self.failed[worker_idx] = outcome.error
         elif outcome.by is not None:
             self.skipped[worker_idx] = outcome.by
@@ -204,6 +210,7 @@ class SendTracker:
             skipped=self.skipped,
             failed={**late, **self.failed},
             lost=dict(self.lost),
+            left=frozenset(self.left),
             waiting=frozenset(self.waiting),
             elapsed=elapsed,
             nbytes=self.nbytes,

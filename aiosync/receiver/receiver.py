@@ -47,7 +47,7 @@ from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
-from aiosync.wire import Current, ManifestMessage, Promise, Take, Update, Welcome
+from aiosync.wire import Current, Leave, ManifestMessage, Promise, Take, Update, Welcome
 
 __all__ = ["Refusal", "Relay", "WeightReceiver"]
 
@@ -768,6 +768,7 @@ class WeightReceiver:
             self.abort()
             raise
         self._end()
+        self._outgoing.say(Leave())
         try:
             await self._tasks.aclose()
         finally:

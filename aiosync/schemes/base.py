@@ -11,6 +11,7 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import time
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["WeightSyncScheme"]
+
+_log = logging.getLogger("aiosync")
 
 
 class WeightSyncScheme(SchemeOptions, abc.ABC):
@@ -230,7 +233,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     # How send() copies large weights, see SnapshotCopier.take().
     _how: How = "copy"
     _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
-    _waits_for_first = True  # connect() returns once the initial weights are applied
+    _serves = False  # what it meets is a weight server: there will be weights
     _subscribes = True  # gets every update, and not only those it asks for
 
     def _streaming(self) -> Streaming | None:
@@ -436,6 +439,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
         runtime = self._runtime
         return 0 if runtime is None else runtime.version
+
+    @property
+    def epoch(self) -> int:
+        """Which run of a trainer :attr:`version` is of; 0 before any version."""
+        if self._sender is not None:
+            return self._sender.clock.epoch if self._sender.version else 0
+        return 0 if self._receiver is None else self._receiver.inbox.epoch or 0
 
     @property
     def lag(self) -> int:
@@ -650,12 +660,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         weights: Any = None,
         timeout: float | None = None,
         processes: Sequence[Any] = (),
+        initial: bool = True,
     ) -> None:
         """Meet the other side and bring the workers to the initial weights.
 
         On the sender: answer workers, send them the initial weights if there are any, and wait
         until all ``num_workers`` have applied them. Workers may also come later. On a receiver:
-        reach the sender, apply the initial weights, and receive in the background from then on.
+        reach the sender, apply the initial weights, and receive in the background from then on. A
+        weight server that has none is waited for; with a trainer that has none yet this returns
+        with version 0, and logger ``aiosync`` says so.
 
         Args:
             worker_idx: Receiver only: index of this worker.
@@ -664,13 +677,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 ``math.inf`` waits for ever.
             processes: Sender only: the workers' processes, by index (anything with a ``pid``,
                 or process ids), so that one that dies before it connects is noticed at once.
+            initial: Receiver only: wait for the initial weights, as far as it subscribes. If
+                false, they may come later, and so may what they are applied to.
 
         Raises:
             ConnectTimeout: A peer did not connect in time; the message says which. Or a live worker
                 has the index, and kept it until then.
             ConnectError: The other side refused, or has ended.
-            ConfigError: The two sides are set up differently, the timeout is not a number, or the
-                context's model takes no forward hooks.
+            ConfigError: The two sides are set up differently, the timeout is not a number, the
+                context's model takes no forward hooks, or there is nothing to apply weights to.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
                 The others are connected.
             ApplyError: Receiver: the initial weights do not fit the model.
@@ -701,7 +716,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             if sends:
                 await self._connect_sender(weights, limit, processes)
             else:
-                await self._connect_receiver(limit)
+                await self._connect_receiver(limit, initial)
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
@@ -750,10 +765,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._start_listening(sender)
         await sender.connect(planned, timeout=timeout, processes=processes)
 
-    async def _connect_receiver(self, timeout: float | None) -> None:
+    async def _connect_receiver(self, timeout: float | None, initial: bool) -> None:
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
         model = self._resolve_target()
+        if model is None and initial and self._context_ref is None:
+            raise ConfigError(
+                "this worker has nothing to apply weights to: pass model=, weights=, load= or "
+                "context= to init_on_receiver(), or assign scheme.model after "
+                "connect(initial=False)"
+            )
         if isinstance(model, nn.Module):  # may be the context's
             self._check_guard(model)
         await self._prepare_model(model)
@@ -791,10 +812,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         )
         receiver.applier.submit()  # guards the model
         receiver.start()
-        if welcome.version and self._subscribes and self._waits_for_first:
-            late = ConnectTimeout(f"the initial weights did not arrive within {timeout or 0:g} s")
+        if initial and self._subscribes and (welcome.version or self._serves):
+            late = "the initial weights did not arrive"
+            if not welcome.version:
+                late = f"the weight server got no version of {self._model_id!r}"
             left = None if ends is None else max(0.0, ends - clock())
-            await receiver.wait_for_first(welcome, timeout=left, late=late)
+            await receiver.wait_for_first(
+                welcome, timeout=left, late=ConnectTimeout(f"{late} within {timeout or 0:g} s")
+            )
+        elif not welcome.version:
+            _log.info("worker %s joined before there were weights", self._worker_idx)
         lacks = self._why_no_model() if self.apply == "auto" else None
         if lacks is not None:  # a model that comes late, or a name that is wrong
             warnings.warn(
@@ -820,14 +847,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Through shared memory it is enough that what a worker computes next uses it, for those that
         look by themselves. Workers are served at the same time; a slow one does not delay the
         others. A worker that died since the last send is named in one :class:`PartialSyncError`,
-        and listed as ``lost`` in the reports of later sends.
+        and listed as ``lost`` in the reports of later sends. One that was closed has left: one
+        report says so, and it is missed only where ``require`` asks for more than are there.
 
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
                 ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name
                 in the context. Never changed by it. A step of an optimizer waits until they are
                 copied; nothing else may write to them until the call returns.
-            worker_ids: Only these workers change; ``None`` for all.
+            worker_ids: Only these workers change, and ``require`` asks for no more than these;
+                ``None`` for all.
             timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
                 ``math.inf`` waits for ever.
 
@@ -839,8 +868,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
                 ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
                 others have the new version.
-            ConfigError: A worker is named that never connected, the weights cannot travel, or
-                the timeout is not a number.
+            ConfigError: A worker is named that never connected, or nobody is named; the weights
+                cannot travel, or the timeout is not a number.
             WeightsChanged: Somebody wrote to the weights while they were copied.
             SendTimeout: An optimizer's step in another thread did not end.
             LocalProtocolError: Not a connected sender.
@@ -1363,7 +1392,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
     """Who is meant, ``None`` for all; weights for some workers mean these."""
     if worker_ids is not None:
-        return as_indices("worker_ids", worker_ids)
+        named = as_indices("worker_ids", worker_ids)
+        if not named:
+            raise ConfigError("worker_ids names nobody: leave it out to send to every worker")
+        return named
     if weights is None or not is_per_worker(weights):
         return None
     return {as_index("a worker's index", idx) for idx in weights}

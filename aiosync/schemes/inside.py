@@ -28,7 +28,6 @@ __all__ = [
     "guard_of",
     "is_closed",
     "is_inherited",
-    "join_without_weights",
     "loop_of",
     "meet_at",
     "meeting_point",
@@ -89,17 +88,11 @@ def sender_at_once(
     return scheme._send_at_once if type(scheme).send is WeightSyncScheme.send else None
 
 
-def join_without_weights(scheme: WeightSyncScheme) -> None:
-    """Have ``connect()`` of a receiver return before the initial weights are applied."""
-    scheme._waits_for_first = False
-
-
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
-    """Have a receiver look for its sender for ever, and join it before it has weights.
+    """Have a receiver look for its sender for ever.
 
     No error ends that, and each lost link is replaced: there is one receiver for all of them.
     """
-    join_without_weights(scheme)
     scheme._gives_up = False
     scheme._longest_pause = longest_pause
     if isinstance(scheme, StreamScheme):

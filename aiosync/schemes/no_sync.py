@@ -71,8 +71,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         del weights, timeout, processes
 
-    async def _connect_receiver(self, timeout: float | None) -> None:
-        del timeout
+    async def _connect_receiver(self, timeout: float | None, initial: bool) -> None:
+        del timeout, initial
         await self._prepare_model(self.model)
         if lacks_memory(self.model):
             raise ConfigError(

@@ -115,7 +115,10 @@ class Sources:
         """
         if isinstance(weights, str):
             if context is None:
-                raise ConfigError(f"Cannot resolve string reference {weights!r} without context")
+                raise ConfigError(
+                    f"Cannot resolve string reference {weights!r} without context: a str names a "
+                    "part of init_on_sender(context=...); pass the weights themselves"
+                )
             return resolve_path(context, weights)
         for given in (weights, self.per_worker or None, self.weights):
             if given is not None:

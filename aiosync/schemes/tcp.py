@@ -143,6 +143,10 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         return self.subscribe
 
     @property
+    def _serves(self) -> bool:  # type: ignore[override]  # as well
+        return self._dial == "both"
+
+    @property
     def _keepalive(self) -> float | None:  # type: ignore[override]  # as well
         return self.keepalive
 
@@ -234,8 +238,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
                 def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
                     nonlocal applied, joined
-                    peer = workers.record(idx).link  # it is forgotten after this
-                    if peer is not None and peer.transport is link:
+                    record = workers.record(idx)
+                    peer = record.link  # it is forgotten after this
+                    if record.has_left:
+                        joined = False  # who comes in its place is as welcome as the first one
+                    elif peer is not None and peer.transport is link:
                         joined, applied = True, max(applied, peer.outbox.applied)
                     ended.set()
 

@@ -180,7 +180,7 @@ class WeightSender:
                 and (link.subscribes if link is not None else not record.reported)
             ):
                 targets.add(idx)
-            elif link is None and error is not None:
+            elif link is None and error is not None and not record.has_left:
                 lost[idx] = error
         if worker_ids is not None and worker_ids != targets:
             listed = ", ".join(map(str, sorted(known))) or "none"
@@ -229,7 +229,7 @@ class WeightSender:
         early = next((each.retain() for each in snapshots.values() if each.filling), None)
         future: asyncio.Future[SendReport] | None = None
         try:
-            tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
+            tracker = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
             future = tracker.waiter
             if tracker.nbytes > _AWAKE_NBYTES:
                 self._ring()  # what they leave is wanted soon, and waking them costs little here
@@ -285,7 +285,7 @@ class WeightSender:
         addressed = self._address(planned, worker_ids)
         patience = STEP_SECONDS if timeout is None else timeout
         snapshots = {key: self.copier.take_now(plan, patience) for key, plan in planned.items()}
-        tracker = self._dispatch(snapshots, addressed, worker_ids is None, timeout, started)
+        tracker = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
         return tracker.version, tracker.waiter
 
     async def _take(
@@ -327,16 +327,13 @@ class WeightSender:
         workers, plan = self.workers, planned.get(None)
         if workers.has_ended:
             workers.check()
-        if worker_ids is not None and not worker_ids:
-            # To nobody: no version is drawn that nobody would ever have.
-            elapsed = time.perf_counter() - started
-            return SendReport(self.clock.epoch, self.clock.current, frozenset(), elapsed=elapsed)
         if self.copier.arena is None or plan is None or plan.prepared.values:
             return None
         if workers.initial or self._copying.locked():
             return None
         targets, lost = self._address(planned, worker_ids)
-        if not targets or (self.require != "all" and self.require > len(targets)):
+        require = self._require_of(worker_ids)
+        if not targets or (require != "all" and require > len(targets)):
             return None
         digest, links = plan.prepared.layout.digest, list[WorkerLink]()
         for idx in targets:
@@ -371,11 +368,17 @@ class WeightSender:
             nbytes=snapshot.nbytes,
         )
 
+    def _require_of(self, worker_ids: set[int] | None) -> Require:
+        """What counts as success: of a number, at most all who are named."""
+        if worker_ids is None or type(self.require) is not int:
+            return self.require
+        return min(self.require, len(worker_ids))
+
     def _dispatch(
         self,
         snapshots: Mapping[int | None, Snapshot],
         addressed: tuple[set[int], dict[int, AiosyncError]],
-        everybody: bool,
+        worker_ids: set[int] | None,
         timeout: float | None,
         started: float,
     ) -> SendTracker:
@@ -388,7 +391,7 @@ class WeightSender:
         tracker = self._sends[version] = SendTracker(
             version,
             targets,
-            self.require,
+            self._require_of(worker_ids),
             started=started,
             nbytes=nbytes,
             lost=lost,
@@ -406,11 +409,11 @@ class WeightSender:
                 tracker.resolve(idx, Outcome(version))
             else:
                 link.offer(mine)
-            if not everybody and mine is not None:
+            if worker_ids is not None and mine is not None:
                 workers.history.add(idx, mine.retain())  # also for one that is to come again
         # Workers are busy with it from here on: the rest costs the sender no time.
         for key, snapshot in snapshots.items():
-            if everybody:
+            if worker_ids is None:
                 workers.history.add(key, snapshot)
             else:
                 snapshot.release()
@@ -443,6 +446,7 @@ class WeightSender:
                 record.reported = True
             elif record.error is not None and not record.reported and record.link is not None:
                 untold[idx] = record.error
+        tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
         elapsed = time.perf_counter() - tracker.started
         try:
             if not tracker.workers and tracker.lost and not workers.links:
@@ -459,7 +463,7 @@ class WeightSender:
             future.set_exception(closed)
             future.exception()  # whoever closed this knows it, where nobody waits
             return
-        for idx in report.failed.keys() & untold.keys():
+        for idx in report.left | (report.failed.keys() & untold.keys()):
             workers.record(idx).reported = True
         future.set_result(report)
 
@@ -577,7 +581,7 @@ class WeightSender:
             acked = [idx for idx, each in versions.items() if each >= version]
             for idx, record in self.workers.records.items():
                 link, error = record.link, record.error
-                if error is None or idx in acked or not record.subscribes:
+                if error is None or record.has_left or idx in acked or not record.subscribes:
                     continue
                 # What is on its way to a worker that refused one may be what is waited for.
                 if (staged or (link is not None and link.outbox.is_idle)) and (

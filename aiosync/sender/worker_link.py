@@ -20,7 +20,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import Outbox, Outcome
+from aiosync.protocol import Outbox, Outcome, WorkerLeft
 from aiosync.sender.chunks import ChunkWriter, Streaming
 from aiosync.sender.history import lacking
 from aiosync.sender.snapshots import Snapshot
@@ -34,6 +34,7 @@ from aiosync.wire import (
     Current,
     Fetch,
     Hello,
+    Leave,
     ManifestMessage,
     Message,
     Promise,
@@ -401,6 +402,8 @@ class WorkerLink:
                 self.publisher.promised = message.digest or None
                 if not message.digest:  # one that this does not reach looks on, in vain
                     self.transport.send_nowait(message)
+        elif isinstance(message, Leave):
+            self.lose(WorkerLeft(f"{self.name} left"))
         elif isinstance(message, Refuse):
             raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
         else:

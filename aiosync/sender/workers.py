@@ -24,7 +24,7 @@ from aiosync.errors import (
     PartialSyncError,
     TransportClosed,
 )
-from aiosync.protocol import Outcome, VersionClock
+from aiosync.protocol import Outcome, VersionClock, WorkerLeft
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.chunks import Streaming
@@ -67,6 +67,11 @@ class WorkerRecord:
     version: int = 0
     reported: bool = True
     where: Callable[[], str] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it was closed, and did not come again."""
+        return isinstance(self.error, WorkerLeft)
 
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why it is not there, or lacks a version."""
@@ -224,7 +229,8 @@ class WorkerRegistry:
                 self.not_reached(expected_idx, exc)  # for good
             elif expected_idx is not None:
                 record = self.record(expected_idx)
-                if record.link is None and record.error is not None and record.subscribes:
+                gone = record.link is None and record.error is not None and not record.has_left
+                if gone and record.subscribes:
                     record.error = exc  # send() says why it does not come back
             await transport.aclose()
             self.changed.notify()
@@ -341,6 +347,8 @@ class WorkerRegistry:
                 continue
             if outcome.error is not None and record.link is link:
                 record.fail(outcome.error, outcome.version, reported=counted)
+            elif isinstance(outcome.error, WorkerLeft):
+                continue
             elif outcome.error is not None and record.link is None:
                 record.version = outcome.version  # it went with this on its way
             elif record.error is not None and (outcome.error, outcome.by) == (None, None):
@@ -357,8 +365,11 @@ class WorkerRegistry:
         if record is not None and record.link is link:
             record.link = None
             if not self.closed:
-                # No send misses one that only asks; connect() may.
-                record.fail(error, reported=not link.subscribes or self._on_outcome is None)
+                # No send misses one that only asks; connect() may. What it refused before it left
+                # is still to be told.
+                if record.reported or not isinstance(error, WorkerLeft):
+                    told = not link.subscribes or self._on_outcome is None
+                    record.fail(error, reported=told)
                 self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
                 self._forget()
         link.transport.abort()
@@ -372,7 +383,7 @@ class WorkerRegistry:
         gone = [
             idx
             for idx, each in self.records.items()
-            if each.link is None and each.reported and idx not in kept
+            if each.link is None and (each.reported or each.has_left) and idx not in kept
         ]
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]
@@ -431,7 +442,8 @@ class WorkerRegistry:
         for idx in self.expected:
             record = self.records.get(idx)
             if record is not None and record.error is not None:
-                yield idx, record.error
+                if not record.has_left:
+                    yield idx, record.error
             elif idx not in links and (pids := watch.ended_for(idx, joined, len(self.expected))):
                 ended = ", ".join(f"process {pid}" for pid in pids)
                 text = f"no process is left that could become worker {idx}: {ended} ended"
@@ -443,6 +455,8 @@ class WorkerRegistry:
     def _has_joined(self, idx: int, version: int) -> bool:
         record = self.records.get(idx)
         link = None if record is None else record.link
+        if record is not None and record.has_left:
+            return True
         if link is None or not link.subscribes or not self.history.version_for(idx):
             return link is not None
         return (link.visible if link.has_target else link.received_version) >= version

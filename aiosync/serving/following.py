@@ -132,7 +132,7 @@ class Following:
         """Reach the source and follow it; both go on until this is closed."""
         scheme = self._scheme
         try:
-            await scheme.connect(timeout=math.inf)
+            await scheme.connect(timeout=math.inf, initial=False)
             self.receiver = receiver = receiver_of(scheme)
             assert receiver is not None
             await self._follow(receiver)

@@ -315,6 +315,7 @@ class WeightSyncScheme(SchemeOptions):
     synchronized_on_sender: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_sender)
     synchronized_on_receiver: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_receiver)
     version: Final = attribute[int](aio.WeightSyncScheme.version)
+    epoch: Final = attribute[int](aio.WeightSyncScheme.epoch)
     lag: Final = attribute[int](aio.WeightSyncScheme.lag)
     staged_version: Final = attribute[int](aio.WeightSyncScheme.staged_version)
     worker_versions: Final = attribute[dict[int, int]](aio.WeightSyncScheme.worker_versions)

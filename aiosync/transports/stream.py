@@ -347,12 +347,16 @@ class FramedTransport(Transport):
     def _on_process_end(self) -> None:
         self._loop.remove_reader(self.pidfd)
         error = PeerClosed(f"the process of {self.name} ended")
-        self._read_again = False
-        self._read()
+        self._hear_out()
         if self._event is not None:  # what it said before it died still counts
             self._gone = error
         else:
             self.fail(error)
+
+    def _hear_out(self) -> None:
+        """Read what the peer said before it went: that still counts."""
+        self._read_again = False
+        self._read()
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -588,6 +592,7 @@ class FramedTransport(Transport):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
+            self._hear_out()
             self._lost(exc, cut=False)
             self.check()
         if nbytes < len(frame) + sum(map(len, payload)):
@@ -709,6 +714,7 @@ class FramedTransport(Transport):
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
+            self._hear_out()
             self._lost(exc, cut=self._started)
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "ExtValue",
     "Fetch",
     "Hello",
+    "Leave",
     "ManifestMessage",
     "Message",
     "PageMessage",
@@ -292,6 +293,11 @@ class Current:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """Last message of a receiver that was closed, and did not die; the link is closed after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Answer to a :class:`Hello` whose role is ``"status"``.
 
@@ -334,6 +340,7 @@ Message: TypeAlias = (
     | Current
     | Status
     | Setup
+    | Leave
 )
 """Any message."""
 
@@ -424,6 +431,7 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
         16,
         {"kind": (str, 1, _NAME), "key": (str, 0, _NAME), "value": (bytes, 0, 2048)},
     ),
+    Leave: (17, {}),
 }
 _TYPES: dict[int, type] = {number: cls for cls, (number, _) in _FIELDS.items()}
 _DEFAULTS: dict[type, dict[str, Any]] = {

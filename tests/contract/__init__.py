@@ -13,7 +13,8 @@ reading: receive, wait_for_version, ready, manual_apply, refused_by_manual_apply
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 
-lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again, restarted_trainer,
+lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again,
+leaving_is_not_dying, rolling_restart, restarted_trainer,
 replaced_model, late_model, context, plain_weights, pickling, wrong_order, wrong_options,
 close_in_each_state, close_wakes, memory_stays, nothing_is_left.
 

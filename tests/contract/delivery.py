@@ -82,8 +82,12 @@ async def check_no_first_weights(bench: Bench) -> None:
         assert (crew.sender.version, await crew.values()) == (0, [-1.0])
         error = await raises(aiosync.ConfigError, crew.sender.send())
         assert "nothing to send" in str(error)
+        error = await raises(aiosync.ConfigError, crew.sender.send("weights"))
+        assert "init_on_sender(context=...)" in str(error)
+        assert crew.sender.epoch == 0
         report = await crew.sender.send(small(2.0))
         assert (report.version, await crew.values()) == (1, [2.0])
+        assert crew.sender.epoch == report.epoch
 
 
 async def check_forms_of_weights(bench: Bench) -> None:
@@ -118,7 +122,9 @@ async def check_worker_ids(bench: Bench) -> None:
         assert (await crew.send(3.0, worker_ids=1)).acked == {1}
         error = await raises(aiosync.ConfigError, crew.sender.send(worker_ids=[0, 7]))
         assert "7" in str(error)
-        assert (await crew.sender.send(worker_ids=[])).version == crew.sender.version == 3
+        error = await raises(aiosync.ConfigError, crew.sender.send(worker_ids=[]))
+        assert "nobody" in str(error)
+        assert crew.sender.version == 3  # a version that nobody would ever have is not drawn
         assert await crew.values() == [2.0, 3.0, 2.0]
         assert (await crew.send(4.0)).acked == {0, 1, 2}
         assert await crew.values() == [4.0] * 3
@@ -214,7 +220,6 @@ async def check_nothing_is_aliased(bench: Bench) -> None:
             await crew.send(2.0)
             fill(crew.source, 8.0)
             assert await crew.values() == [2.0, 2.0]
-            assert (await crew.sender.send(worker_ids=[])).version == 2
             old, one.model = one.model, build()
             one.scheme.model = one.model  # the old one keeps its values in memory of its own
             fill(old, 9.0)

@@ -163,6 +163,7 @@ async def check_require(bench: Bench) -> None:
     async with bench.crew(small(1.0), [small()], require=2) as crew:
         for _ in range(2):  # also where a worker needs not be told
             await raises(aiosync.PartialSyncError, crew.sender.send(small(2.0)))
+            assert (await crew.sender.send(small(3.0), worker_ids=[0])).acked == {0}
 
 
 async def check_nobody_comes(bench: Bench) -> None:

@@ -16,6 +16,7 @@ import aiosync
 from tests.contract.bench import (
     PATIENCE,
     Bench,
+    Crew,
     background,
     large,
     needs,
@@ -104,6 +105,63 @@ async def check_worker_comes_again(bench: Bench) -> None:
             assert await crew.values() == [number, number]
 
 
+async def check_leaving_is_not_dying(bench: Bench) -> None:
+    """A worker that was closed has left: it is named once, and is no error."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        first, second = crew.workers
+        await first.leave()
+        report = await crew.send(2.0)
+        assert (report.acked, report.left, report.failed, report.lost) == ({1}, {0}, {}, {})
+        report = await crew.send(3.0)
+        assert (report.acked, report.left, report.lost) == ({1}, frozenset(), {})
+        report = await crew.send(4.0, worker_ids=0)
+        assert (report.acked, report.left, report.failed) == (frozenset(), frozenset(), {})
+        crew.sender.require = 2
+        error = await raises(aiosync.PartialSyncError, crew.send(4.0))
+        assert (error.acked, error.failed) == ({1}, {})
+        crew.sender.require = "all"
+        again = await crew.join(small(), 0)
+        assert await again.value() == 4.0
+        for worker in (again, second):
+            await worker.leave()
+        report = await crew.send(5.0)
+        assert (report.acked, report.left, report.failed) == (frozenset(), {0, 1}, {})
+        report = await crew.send(6.0)
+        assert (report.acked, report.left, report.lost) == (frozenset(), frozenset(), {})
+        late = await crew.join(small())
+        assert await late.value() == 6.0
+        assert (await crew.send(7.0)).acked == {0}
+
+
+async def check_rolling_restart(bench: Bench) -> None:
+    """Workers that leave and come again, while sends never stop, raise nothing on either side."""
+    for make in (small, large):
+        async with bench.crew(make(1.0), [make() for _ in range(4)]) as crew:
+            left, over = set[int](), asyncio.Event()
+
+            async def keep_sending(
+                crew: Crew = crew, left: set[int] = left, over: asyncio.Event = over
+            ) -> None:
+                number = 1.0
+                while not over.is_set():
+                    number += 1.0
+                    left |= (await crew.send(number)).left
+
+            async with background(keep_sending()) as [sending]:
+                for idx in (0, 1, 2, 3, 0, 1):
+                    await asyncio.sleep(0.02)
+                    await crew.workers[idx].leave()
+                    await asyncio.sleep(0.02 * (idx % 2))
+                    again = await crew.join(make(), idx)
+                    crew.workers[idx] = crew.workers.pop()
+                    assert await again.value() >= 1.0
+                over.set()
+                await sending
+            assert left <= {0, 1, 2, 3}
+            assert (await crew.send(-2.0)).acked == {0, 1, 2, 3}
+            assert await crew.values() == [-2.0] * 4
+
+
 async def check_restarted_trainer(bench: Bench) -> None:
     """A new trainer is a new epoch: its version 1 replaces any version of the one before."""
     target = small()
@@ -142,9 +200,14 @@ async def check_replaced_model(bench: Bench) -> None:
 
 async def check_late_model(bench: Bench) -> None:
     """A receiver may get its model after connect(): it has the newest version then."""
-    async with bench.crew(small(1.0), [None], timeout=0.3) as crew:
-        [worker] = crew.workers
+    async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
+        worker = crew.hire(None)
+        error = await raises(aiosync.ConfigError, worker.connect())  # a trainer would wait for it
+        assert "initial=False" in str(error)
+        worker = crew.hire(None)
+        await asyncio.gather(crew.sender.connect(), worker.scheme.connect(initial=False))
         assert await worker.version() == 0
+        crew.sender.timeout = 0.3
         error = await raises(aiosync.PartialSyncError, crew.send(2.0))
         assert isinstance(error.failed[0], aiosync.AckTimeout)
         worker.model = worker.scheme.model = small()
@@ -363,6 +426,8 @@ CHECKS = (
     check_other_trainer,
     check_worker_before_trainer,
     check_worker_comes_again,
+    check_leaving_is_not_dying,
+    check_rolling_restart,
     check_restarted_trainer,
     check_replaced_model,
     check_late_model,

@@ -29,6 +29,7 @@ ANYWHERE = tuple(
         delivery.check_worker_ids,
         failures.check_dead_worker,
         lifetime.check_worker_comes_again,
+        lifetime.check_leaving_is_not_dying,
     )
 )
 """Those that ask for nothing of a worker but the coroutines of ``Worker``."""

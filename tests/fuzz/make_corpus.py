@@ -110,7 +110,7 @@ def corpus() -> dict[str, bytes]:
         "large-payload-16-eib": raw_frame(b"\x80", 2**64 - 1),
         # headers of fixed places
         "fail-type-0": raw_frame(b"\0"),
-        "fail-type-unknown": raw_frame(b"\x11\x80"),
+        "fail-type-unknown": raw_frame(b"\x12\x80"),
         "fail-type-only": raw_frame(b"\x01"),
         "fail-fixed-cut": raw_frame(raw_header("ack", {})[:-1]),
         "fail-fixed-trailing": raw_frame(raw_header("ack", {}) + b"\x80"),

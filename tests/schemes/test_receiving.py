@@ -259,3 +259,11 @@ async def test_a_model_that_is_refused_is_nobodys_target(make: Any) -> None:
         done = True
         await working
         assert models.holds(receiver, 1.0)
+
+
+@both
+async def test_a_worker_that_joins_before_there_are_weights_says_so(make: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO", logger="aiosync"):
+        async with harness.here(make(), models.linear(), sender={"model": None}) as (_, receiver):
+            assert (receiver.version, receiver.epoch) == (0, 0)
+    assert "worker 0 joined before there were weights" in caplog.text

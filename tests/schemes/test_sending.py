@@ -95,7 +95,7 @@ async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
         await others[1].aclose()
         await harness.until(lambda: 1 not in sender.worker_versions)
         models.fill(source, 4.0)
-        assert (await sender.send()).failed.keys() == {1}
+        assert (await sender.send()).left == {1}
         async with await harness.came_again(sender, 1) as late:
             assert values([late]) == [8.0]
     assert kinds == {TensorDict}
@@ -169,6 +169,7 @@ async def test_workers_under_new_indices_do_not_add_up() -> None:
             async with harness.twin(sender) as worker:
                 worker.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=idx)
                 await worker.connect(timeout=harness.PATIENCE)
+                worker.abort()
             await harness.until(lambda: len(sender.worker_versions) == 1)
             with pytest.raises(aiosync.PartialSyncError):
                 await sender.send()

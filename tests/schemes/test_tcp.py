@@ -330,9 +330,8 @@ async def test_a_puller_that_leaves_fails_no_send(url: str) -> None:
         assert (await stage.send(2.0)).acked == {1}
         await receiver.aclose()
         await stage.gone(1)
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await stage.send(3.0)
-        assert set(caught.value.failed) == {1}
+        report = await stage.send(3.0)
+        assert (report.acked, report.left, report.failed) == (set(), {1}, {})
     async with Stage(url) as stage:
         await (await stage.add(subscribe=False)).aclose()
         await stage.gone()
@@ -395,9 +394,9 @@ async def test_closing_in_the_middle_of_a_transfer_leaves_nothing(url: str) -> N
             stage.proxy.resume()
             await harness.until(lambda: stage.proxy.bytes_back > before)
             await receiver.aclose()
-            stage.proxy.cut()
-            with pytest.raises(aiosync.PartialSyncError):
-                await handle
+            stage.proxy.cut()  # and perhaps what it said last
+            [outcome] = await asyncio.gather(handle, return_exceptions=True)
+            assert isinstance(outcome, aiosync.PartialSyncError) or outcome.left == {0}
             second = await stage.add(0, through=True)
             assert second.version == 2 and models.holds(second, 2.0)
             async with stage.away():

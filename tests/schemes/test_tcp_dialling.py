@@ -182,6 +182,26 @@ async def test_a_second_trainer_is_refused_while_the_first_one_joins() -> None:
         second.abort()
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reconnect", [0, 0.1])
+async def test_a_worker_that_left_may_be_replaced_at_any_time(reconnect: float) -> None:
+    address = free_address()
+    async with make(address, reconnect=reconnect) as sender:
+        sender.init_on_sender(model=models.linear(1.0), num_workers=1)
+        for life in range(3):
+            worker = make(address)
+            worker.init_on_receiver(model=models.linear(), worker_idx=0)
+            async with worker:
+                meeting = [worker.connect()] if life else [worker.connect(), sender.connect()]
+                await asyncio.gather(*meeting)
+                report = await sender.send()
+                assert (report.acked, report.left) == ({0}, set())
+            assert (await sender.send()).left == {0}
+            await asyncio.sleep(0.2)  # longer than a lost one would be looked for
+            report = await sender.send()
+            assert (report.acked, report.left, report.lost) == (set(), set(), {})
+
+
 # -- the worker's side ---------------------------------------------------------------------------
 
 

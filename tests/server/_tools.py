@@ -53,6 +53,7 @@ async def worker(
     model_id: str = "policy",
     strategy: Any = "tensordict",
     model: nn.Module | None = None,
+    initial: bool = True,
     **options: Any,
 ) -> AsyncIterator[Any]:
     """A connected worker; its model is ``scheme.it``."""
@@ -62,7 +63,7 @@ async def worker(
     scheme.it = linear() if model is None else model
     scheme.init_on_receiver(model_id, model=scheme.it)
     async with scheme:
-        await scheme.connect()
+        await scheme.connect(initial=initial)
         yield scheme
 
 

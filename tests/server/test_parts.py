@@ -37,7 +37,10 @@ def model_of(receiver: Any) -> dict[str, float]:
 @pytest.mark.parametrize("stored", [False, True])
 async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stored: bool) -> None:
     async with WeightServer(URL, store=tmp_path if stored else None) as server:
-        async with trainer(server, strict=False) as scheme, worker(server, strict=False) as early:
+        async with (
+            trainer(server, strict=False) as scheme,
+            worker(server, strict=False, initial=False) as early,
+        ):
             await send(scheme, 1.0)
             await scheme.send(part(weight=2.0))
             last = await scheme.send(part(bias=3.0))

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 async def test_a_trainer_that_restarts_is_a_new_epoch_and_workers_keep_their_links() -> None:
-    async with WeightServer(URL) as server, worker(server) as scheme:
+    async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
         for epoch in range(3):
             async with trainer(server) as source:
                 for number in range(3 - epoch):  # the new epoch has fewer versions than the old
@@ -63,10 +63,28 @@ async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
             assert described(server)["epoch"] == report.epoch
 
 
+async def test_a_worker_that_is_ready_has_weights() -> None:
+    async with WeightServer(URL) as server:
+        with pytest.raises(ConnectTimeout, match="got no version of 'policy' within 0.2 s"):
+            async with worker(server, timeout=0.2):
+                pass
+        scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", timeout=PATIENCE)
+        scheme.init_on_receiver(model=linear())
+        async with trainer(server) as source, scheme:
+            joining = asyncio.create_task(scheme.connect())
+            while not described(server)["workers"]:
+                await asyncio.sleep(0.001)
+            assert not joining.done()
+            await send(source, 1.0)
+            await joining
+            assert (scheme.version, scheme.epoch) == (1, source.epoch)
+            assert holds(scheme, 1.0)
+
+
 async def test_weights_of_any_strategy_are_for_every_worker() -> None:
     async with (
         WeightServer(URL) as server,
-        worker(server, strategy="state_dict") as one,
+        worker(server, strategy="state_dict", initial=False) as one,
     ):
         source = aiosync.TCPWeightSyncScheme(server.url, "state_dict", dial="both")
         source.strategy_str = "any"
@@ -95,7 +113,10 @@ async def test_only_the_models_that_are_listed_are_served() -> None:
         with pytest.raises(PartialSyncError, match="does not serve model 'policy'"):
             async with trainer(server):
                 pass
-        async with trainer(server, "actor") as source, worker(server, "actor") as scheme:
+        async with (
+            trainer(server, "actor") as source,
+            worker(server, "actor", initial=False) as scheme,
+        ):
             await send(source, 1.0)
             await scheme.wait_for_version(1)
         assert len(server.status()["models"]) == 1
@@ -119,13 +140,15 @@ async def test_there_are_at_most_so_many_models() -> None:
 async def test_models_that_workers_ask_for_keep_no_trainer_out() -> None:
     async with WeightServer(URL, max_models=2) as server, contextlib.AsyncExitStack() as stack:
         for number in range(5):
-            asking = worker(server, f"nothing {number}", "state_dict")
+            asking = worker(server, f"nothing {number}", "state_dict", initial=False)
             await stack.enter_async_context(asking)
-        async with trainer(server) as source, worker(server) as scheme:
+        async with trainer(server) as source, worker(server, initial=False) as scheme:
             await send(source, 1.0)
             await scheme.wait_for_version(1)
         await stack.aclose()
-        async with worker(server, "other"):  # those that nobody asks for any more are forgotten
+        async with worker(
+            server, "other", initial=False
+        ):  # those that nobody asks for any more are forgotten
             names = {each["model_id"] for each in server.status()["models"]}
             assert {"policy", "other"} <= names and len(names) <= 3
 
@@ -133,8 +156,8 @@ async def test_models_that_workers_ask_for_keep_no_trainer_out() -> None:
 async def test_a_worker_that_comes_first_does_not_choose_the_strategy() -> None:
     async with (
         WeightServer(URL) as server,
-        worker(server, strategy="state_dict", reconnect=0.3) as wrong,
-        worker(server) as right,
+        worker(server, strategy="state_dict", reconnect=0.3, initial=False) as wrong,
+        worker(server, initial=False) as right,
     ):
         async with trainer(server, strategy="tensordict") as source:
             await send(source, 1.0)
@@ -153,8 +176,8 @@ async def test_the_pull_token_reads_and_does_not_push(caplog: pytest.LogCaptureF
     async with (
         WeightServer(URL, token=TOKEN, pull_token=PULL_TOKEN) as server,
         trainer(server, token=TOKEN) as source,
-        worker(server, token=PULL_TOKEN) as scheme,
-        worker(server, token=TOKEN),
+        worker(server, token=PULL_TOKEN, initial=False) as scheme,
+        worker(server, token=TOKEN, initial=False),
     ):
         await send(source, 1.0)
         await scheme.wait_for_version(1)
@@ -216,7 +239,7 @@ async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: P
     url = f"unix://{tmp_path / 'socket'}"
     first = WeightServer(url, store=tmp_path / "store")
     await first.start()
-    async with trainer(url) as source, worker(url) as scheme:
+    async with trainer(url) as source, worker(url, initial=False) as scheme:
         await send(source, 1.0)
         before = source.sender_transports[0]
         await first.aclose()
@@ -245,7 +268,7 @@ async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> 
     async with (
         WeightServer(URL, store=store) as server,
         trainer(server) as source,
-        worker(server) as scheme,
+        worker(server, initial=False) as scheme,
     ):
         await send(source, 1.0)
         await scheme.wait_for_version(1)
@@ -301,7 +324,7 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
     async with (
         WeightServer(URL, store=tmp_path) as server,
         trainer(server) as source,
-        worker(server) as scheme,
+        worker(server, initial=False) as scheme,
     ):
         handles = []
         for number in range(1, 7):
@@ -329,7 +352,7 @@ async def test_the_status_is_plain_and_has_no_secret() -> None:
     async with (
         WeightServer(URL, token=token) as server,
         trainer(server, token=token) as source,
-        worker(server, token=token) as scheme,
+        worker(server, token=token, initial=False) as scheme,
     ):
         with pytest.raises(aiosync.AuthError):
             await WeightClient(server.url, token="wrong").status()
@@ -382,8 +405,8 @@ async def test_closing_with_everything_under_way_leaves_nothing(
     async with (
         trainer(server, reconnect=0) as source,
         trainer(server, "big", reconnect=0) as big,
-        worker(server, reconnect=0) as scheme,
-        worker(server, "big", model=medium(), reconnect=0),
+        worker(server, reconnect=0, initial=False) as scheme,
+        worker(server, "big", model=medium(), reconnect=0, initial=False),
     ):
         big.it = medium()
         tasks = [

@@ -22,6 +22,7 @@ from aiosync.wire import (
     Current,
     Fetch,
     Hello,
+    Leave,
     ManifestMessage,
     Message,
     PageMessage,
@@ -132,6 +133,7 @@ def test_every_field_of_every_message_is_encoded() -> None:
         Current(1, 2),
         Status({"a": 1}),
         Setup("gloo", "0/1", b"where"),
+        Leave(),
     ]
     assert {type(message) for message in full} == set(typing.get_args(Message))
     for message in full:

@@ -20,7 +20,7 @@ from aiosync.integrations.vllm._base import (
     WeightTransferUpdateInfo,
 )
 from aiosync.protocol import validate_seconds
-from aiosync.schemes.inside import join_without_weights, meet_at, meeting_point
+from aiosync.schemes.inside import meet_at, meeting_point
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._schemes import core_of
 from aiosync.transports.credentials import TLS, Secret
@@ -100,8 +100,6 @@ class AiosyncInitInfo(WeightTransferInitInfo):
                 tls=None if self.tls is None else TLS(**self.tls),
                 reconnect=None,  # the engine outlives trainers, and goes on with what it has
             )
-        # Weights are loaded in update_weights(), on the thread that runs the model, nowhere else.
-        join_without_weights(core_of(scheme))
         return scheme
 
 

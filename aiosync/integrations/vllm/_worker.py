@@ -105,7 +105,8 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         index = info.first_worker + self._ranks.index
         scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=self._load)
         try:
-            scheme.connect(timeout=info.timeout)
+            # Weights are loaded in update_weights(), on the thread that runs the model.
+            scheme.connect(timeout=info.timeout, initial=False)
         except BaseException:  # raised again: init_transfer_engine() tells it
             scheme.shutdown()
             raise
