@@ -17,6 +17,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
+from aiosync.tensors.copying import copy_tensors
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import NO_LIMITS, Manifest
@@ -60,8 +61,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 layout = Layout.plan(leaves, NO_LIMITS)
                 flat = FlatBuffer(layout.nbytes)
                 flat.array[:] = 0
-                for view, leaf in zip(flat.views(layout), leaves.leaves, strict=True):
-                    view.copy_(leaf.tensor.detach())
+                copy_tensors(
+                    zip(flat.views(layout), (leaf.tensor for leaf in leaves.leaves), strict=True)
+                )
                 data = bytes(flat.memoryview())
                 unpack = functools.partial(_unpack, layout.manifest, data, dict(leaves.values))
         self._carried_hooks = dataclasses.replace(self._carried_hooks, prepare_model=unpack)

@@ -253,13 +253,9 @@ class Target:
         for tensor, data in owned:
             undo.append(partial(_set_data, tensor, tensor.data))
             tensor.data = data
-        if plan.small:
-            torch._foreach_copy_(
-                [tensor for tensor, _ in plan.small], [sources[leaf] for _, leaf in plan.small]
-            )
-        if plan.large:
-            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.large), pool)
-            torch.autograd.graph.increment_version([tensor for tensor, _ in plan.large])
+        if plan.copies:
+            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies), pool)
+            torch.autograd.graph.increment_version(plan.copied())
         if plan.flips:
             _flip(plan.flips, [sources[leaf] for leaf in plan.flip_leaves])
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LARGE_NBYTES",
-    "PIECE",
     "CopyPool",
     "TensorPair",
     "as_bytes",
@@ -36,7 +35,7 @@ _Batch: TypeAlias = "tuple[_Tensors, _Tensors]"
 
 # Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
 # costs milliseconds on a machine that computes all the time.
-PIECE = 32_704
+_PIECE = 32_704
 # Pieces of a batch, of which each thread takes one after the other.
 _PIECES = 64
 
@@ -141,11 +140,17 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     """Copy tensors into others, casting if need be, without torch's thread pool.
 
     Large ones that are not contiguous, or not on the CPU, are left to torch. Autograd is not told.
+    What another device has to do yet with the tensors is done before, whatever the stream, and
+    the copies are done after.
 
     Args:
         pairs: Targets, and sources of the same shapes, which are only read.
         pool: Threads that share the copies.
     """
+    pairs = list(pairs)
+    devices = {each.device for pair in pairs for each in pair if not each.is_cpu}
+    for device in devices:
+        torch.accelerator.synchronize(device)
     blocks: list[_Pair] = []
     batches: list[_Batch] = []
     targets: list[torch.Tensor] = []
@@ -153,11 +158,11 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     filled = 0
     for target, source in pairs:
         count = target.numel()
-        if count <= PIECE:
+        if count <= _PIECE:
             targets.append(target)
             sources.append(source)
             filled += count
-            if filled > _PIECES * PIECE:
+            if filled > _PIECES * _PIECE:
                 batches.append((targets, sources))
                 targets, sources, filled = [], [], 0
         elif not is_plain_cpu(target) or not is_plain_cpu(source):
@@ -166,8 +171,8 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
             blocks.append((as_bytes(target), as_bytes(source)))
         else:
             # The "unsafe" one knows nothing of autograd, and takes a third of the time.
-            to = torch.unsafe_split(target.view(-1), PIECE)
-            of = torch.unsafe_split(source.view(-1), PIECE)
+            to = torch.unsafe_split(target.view(-1), _PIECE)
+            of = torch.unsafe_split(source.view(-1), _PIECE)
             starts = range(0, len(to), _PIECES)
             batches += [(to[at : at + _PIECES], of[at : at + _PIECES]) for at in starts]
     if targets:
@@ -178,6 +183,8 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     else:
         copy_blocks(blocks)
         _take(_copy_batch, iter(batches))
+    for device in devices:
+        torch.accelerator.synchronize(device)
 
 
 @torch.no_grad()

@@ -351,9 +351,7 @@ class _Program:
             (copy_blocks if pool is None else pool.copy)(blocks)
         if self._others:
             views = flat.views(self.layout)
-            with torch.no_grad():
-                for index in self._others:
-                    views[index].copy_(tensors[index])
+            copy_tensors(((views[index], tensors[index]) for index in self._others), pool)
 
 
 # -- other dtypes on the way ----------------------------------------------------------------------

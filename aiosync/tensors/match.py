@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.buffer import in_flat_memory
-from aiosync.tensors.copying import PIECE, is_plain_cpu
+from aiosync.tensors.copying import is_plain_cpu
 from aiosync.tensors.flatten import Signature
 from aiosync.tensors.layout import Layout
 from aiosync.tensors.tensordicts import (
@@ -92,8 +92,7 @@ class Plan:
         digest: Of the layout.
         owns: Tensors that get new memory first, because theirs is not theirs alone.
         installs: Tensors that are replaced; the flag says that they become views.
-        small: Tensors that are copied in place by torch, below the size at which it uses its thread
-            pool; ``large`` those above. ``addresses`` is where they are.
+        copies: Tensors that are copied in place. ``addresses`` is where they are.
     """
 
     def __init__(
@@ -133,8 +132,7 @@ class Plan:
         self.flip_leaves: list[int] = []
         self.owns: list[tuple[torch.Tensor, int]] = []
         self.installs: list[tuple[Spot, int, bool]] = []
-        self.small: list[tuple[torch.Tensor, int]] = []
-        self.large: list[tuple[torch.Tensor, int]] = []
+        self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
         self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied()))
         self.digest: bytes = layout.digest
@@ -172,7 +170,7 @@ class Plan:
 
     def copied(self) -> list[torch.Tensor]:
         """The tensors that are copied in place."""
-        return [tensor for tensor, _ in (*self.small, *self.large)]
+        return [tensor for tensor, _ in self.copies]
 
     def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: bool) -> None:
         """Decide what gets which leaf and which value."""
@@ -266,7 +264,7 @@ class Plan:
             elif (shared and self.tree is not None) or in_flat_memory(tensor):
                 self.owns.append((tensor, leaf))
             else:
-                (self.small if tensor.numel() <= PIECE else self.large).append((tensor, leaf))
+                self.copies.append((tensor, leaf))
 
 
 _DTYPE_HINT = (

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "a buffer of the model is not copied",
         "tensors/apply.py",
-        "        if plan.small:\n",
+        "        if plan.copies:\n",
         "        if False:\n",
         contract("everything_travels"),
     ),

@@ -24,6 +24,8 @@ from tests.support.waiting import until as until
 LEAKS = ("tasks", "fds", "processes", "shm", "mappings")
 PATIENCE = float(os.environ.get("PATIENCE", "30"))
 """Seconds after which something that should happen at once counts as hung."""
+DEVICE = os.environ.get("DEVICE", "cpu")
+"""Where the models of the checks are: ``DEVICE=cuda pytest tests/contract`` runs them on a GPU."""
 
 
 class SchemeFactory(Protocol):
@@ -69,7 +71,9 @@ class Net(nn.Module):
 
     def __init__(self, value: float, size: int) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(torch.full((size, 4), value) for _ in range(5))
+        self.layers = nn.ParameterList(
+            torch.full((size, 4), value, device=DEVICE) for _ in range(5)
+        )
 
     def forward(self) -> tuple[float, float]:
         first = self.layers[0].mean().item()

@@ -1,0 +1,221 @@
+"""Models on a GPU: what is queued there, on whatever stream, counts as done when weights move.
+
+The whole contract runs there with ``DEVICE=cuda pytest tests/contract``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.one_loop, pytest.mark.asyncio]
+
+SCHEMES = {
+    "shm": aiosync.SharedMemWeightSyncScheme,
+    "pipe": aiosync.MultiProcessWeightSyncScheme,
+    "tcp": aiosync.TCPWeightSyncScheme,
+}
+_HALF_A_SECOND = 800_000_000
+"""In cycles of a GPU."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _driver() -> None:
+    """Let CUDA open what it keeps open for the life of the process."""
+    torch.zeros(1, device="cuda").cpu()
+    torch.cuda.Stream().synchronize()
+
+
+def work(cycles: int) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's own tests do so, there is nothing public
+
+
+class Net(nn.Module):
+    """``forward`` looks at its first and at its last layer, with some time between."""
+
+    def __init__(self, value: float, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.full((size,), value, device="cuda") for _ in range(4))
+
+    def forward(self, cycles: int = 0) -> torch.Tensor:
+        first = self.layers[0].mean()
+        if cycles:
+            work(cycles)
+        return torch.stack([first, self.layers[-1].mean()])
+
+
+@contextlib.asynccontextmanager
+async def pair(scheme: str, source: Any, target: Any, **options: Any) -> AsyncIterator[Any]:
+    """A sender and a receiver in this process."""
+    sender = SCHEMES[scheme](timeout=60, **options)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        yield sender, receiver
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def values(receiver: Any, model: nn.Module) -> set[float]:
+    with receiver.reading():
+        return {float(each) for p in model.parameters() for each in p.detach().aminmax()}
+
+
+@pytest.mark.parametrize("size", [1000, 2_000_000])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_what_another_stream_has_to_write_yet_is_sent(scheme: str, size: int) -> None:
+    source, target, side = Net(0.0, size), Net(-1.0, size), torch.cuda.Stream()
+    async with pair(scheme, source, target) as (sender, receiver):
+        for value in (1.0, 2.0, 3.0):
+            with torch.cuda.stream(side):
+                work(_HALF_A_SECOND // 5)
+                fill(source, value)
+            await sender.send()
+            await receiver.wait_for_version(sender.version, timeout=20)
+            assert values(receiver, target) == {value}
+
+
+@pytest.mark.parametrize("size", [1000, 2_000_000])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_forward_that_another_stream_has_to_run_yet_sees_one_version(
+    scheme: str, size: int
+) -> None:
+    source, target, side = Net(0.0, size), Net(-1.0, size), torch.cuda.Stream()
+    async with pair(scheme, source, target) as (sender, receiver):
+        assert values(receiver, target) == {0.0}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side), torch.no_grad():
+            seen = target(_HALF_A_SECOND)
+        fill(source, 1.0)
+        await sender.send()
+        await receiver.wait_for_version(1, timeout=20)
+        later = target()
+        side.synchronize()
+        assert seen.tolist() == [0.0, 0.0]
+        assert later.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_cuda_graph_sees_new_weights(scheme: str) -> None:
+    source, target = Net(0.0, 1000), Net(-1.0, 1000)
+    async with pair(scheme, source, target) as (sender, receiver):
+        target()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            seen = target()
+        for value in (1.0, 2.0):
+            fill(source, value)
+            await sender.send()
+            await receiver.wait_for_version(sender.version, timeout=20)
+            with receiver.reading():
+                graph.replay()
+            assert seen.tolist() == [value, value]
+
+
+class Everything(nn.Module):
+    """Tensors of many kinds, on both devices."""
+
+    def __init__(self, value: float, device: str) -> None:
+        super().__init__()
+        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        kinds = [torch.full((33, 5), value).to(device, each) for each in dtypes]
+        kinds += [torch.full((7, 300), value, device=device).t(), torch.zeros(0, device=device)]
+        kinds += [torch.full((), value, device=device), torch.full((3,), value)]
+        kinds += [torch.full((300, 300), value, device=device).t()]
+        self.kinds = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in kinds)
+        self.tied = self.kinds[0]
+        self.register_buffer("count", torch.full((2,), int(value), device=device))
+        for number in range(300):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.full((9,), value).to(device)))
+
+
+@pytest.mark.parametrize("sides", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_everything_arrives(scheme: str, sides: tuple[str, str]) -> None:
+    source, target = Everything(0.0, sides[0]), Everything(-1.0, sides[1])
+    async with pair(scheme, source, target) as (sender, receiver):
+        for value in (1.0, 2.0, 4.0):
+            with torch.no_grad():
+                for tensor in source.state_dict(keep_vars=True).values():
+                    tensor.copy_(torch.full(tensor.shape, value))
+            await sender.send()
+            await receiver.wait_for_version(sender.version, timeout=20)
+            with receiver.reading():
+                for name, tensor in target.state_dict().items():
+                    assert tensor.device.type == (sides[1] if name != "kinds.8" else "cpu")
+                    assert torch.equal(tensor.float().cpu(), torch.full(tensor.shape, value)), name
+            assert target.tied is target.kinds[0]
+
+
+async def test_the_default_device_may_be_a_gpu() -> None:
+    with torch.device("cuda"):
+        source, target = nn.Linear(3, 3), nn.Linear(3, 3)
+        async with pair("shm", source, target) as (sender, receiver):
+            await sender.send()
+            await receiver.wait_for_version(sender.version, timeout=20)
+            assert target.weight.device.type == "cuda"
+            assert torch.equal(target.weight, source.weight)
+
+
+async def test_casts_to_the_dtype_of_the_wire() -> None:
+    source, target = Net(0.0, 200_000), Net(-1.0, 200_000)
+    async with pair("tcp", source, target, wire_dtype=torch.bfloat16, strict=False) as pairs:
+        fill(source, 1.5)
+        await pairs[0].send()
+        assert values(pairs[1], target) == {1.5}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_compiled_model_sees_new_weights(scheme: str) -> None:
+    source, target = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+    model = torch.compile(target, backend="aot_eager")
+    async with pair(scheme, source, model) as (sender, receiver):
+        given = torch.ones(2, 64, device="cuda")
+        for value in (1.0, 2.0):
+            fill(source, value)
+            await sender.send()
+            await receiver.wait_for_version(sender.version, timeout=20)
+            with torch.no_grad():
+                assert torch.equal(model(given), source(given))
+
+
+async def test_through_the_facade() -> None:
+    def run() -> None:
+        source, target = Net(0.0, 2_000_000), Net(-1.0, 2_000_000)
+        sender = aiosync.sync.SharedMemWeightSyncScheme(timeout=60)
+        sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+        receiver = pickle.loads(pickle.dumps(sender))
+        receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+        with sender, receiver:
+            joining = threading.Thread(target=receiver.connect)
+            joining.start()
+            sender.connect()
+            joining.join()
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                work(_HALF_A_SECOND // 5)
+                fill(source, 1.0)
+            sender.send()
+            receiver.wait_for_version(1, timeout=20)
+            assert values(receiver, target) == {1.0}
+
+    await asyncio.to_thread(run)
