@@ -136,7 +136,7 @@ MUTANTS = [
         "sender/sender.py",
         "            if early is not None:",
         "            if False:\n",
-        "tests/contract/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
+        "tests/schemes/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
     ),
     # -- slots of shared memory
     Mutant(

@@ -24,5 +24,5 @@ cancel_connect_of_a_worker, cancel_close.
 Works with any test-runner: ``await check.run(factory, hooks)`` for each of
 :data:`tests.contract.suite.CONTRACT_CHECKS`. The modules of scenarios import neither pytest nor a
 private name; ``test_*.py`` run all of them over shared memory, pipes and TCP, and those of
-:data:`tests.contract.suite.ANYWHERE` over process groups, RPC and Ray.
+:data:`tests.contract.suite.ANYWHERE` over process groups (and RPC and Ray, in tests/schemes).
 """

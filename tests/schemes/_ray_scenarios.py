@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import os
 import pickle
 import select
@@ -12,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -34,6 +36,10 @@ from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_t
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from tests.conformance.test_transports import cut_stream
+from tests.contract import remote
+from tests.contract.bench import PATIENCE
+from tests.contract.bench import Hooks as contract_hooks
+from tests.contract.suite import ANYWHERE
 from tests.schemes import _models
 from tests.schemes._harness import until
 from tests.schemes._models import fill
@@ -113,6 +119,29 @@ def held_store() -> Iterator[tuple[threading.Event, threading.Event]]:
 
     with mock.patch.object(ray, "put", wait):
         yield entered, go_on
+
+
+@ray.remote(num_cpus=0)
+class Elsewhere:
+    """Where workers of the contract are; it takes seconds to start."""
+
+    async def act(self, *args: Any) -> Any:
+        return await remote.act(*args)
+
+
+@cache
+def turns() -> Iterator[Any]:
+    return itertools.cycle([Elsewhere.remote() for _ in range(3)])
+
+
+async def contract(number: int) -> None:
+    """A check of the contract, with actors as workers."""
+
+    def hire(scheme: Any, init: dict[str, Any]) -> remote.Remote:
+        return remote.Remote(scheme, init, next(turns()).act.remote)
+
+    make = partial(RayWeightSyncScheme, timeout=PATIENCE, shared_memory=False, inline_nbytes=64)
+    await ANYWHERE[number].run(make, contract_hooks(hire=hire), leaks=("tasks",))
 
 
 async def conformance(share: int, shares: int) -> tuple[set[str], dict[str, str]]:

@@ -15,6 +15,7 @@ from aiosync import sync
 
 pytest.importorskip("ray", reason="needs aiosync[ray]")
 
+from tests.contract.suite import ANYWHERE
 from tests.schemes import _ray_scenarios as scenarios
 from tests.schemes._ray_driver import Driver
 
@@ -28,6 +29,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 def driver() -> Iterator[Driver]:
     with closing(Driver()) as driver:
         yield driver
+
+
+@pytest.mark.parametrize("number", range(len(ANYWHERE)), ids=lambda n: ANYWHERE[n].name)
+def test_contract(number: int, driver: Driver) -> None:
+    driver.run(scenarios.contract, number, loop=("asyncio", "uvloop")[number % 2])
+
+
+@pytest.mark.parametrize("share", range(3))  # of the suite, so that no test takes long
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_conformance(driver: Driver, loop: str, share: int) -> None:
+    passed, skipped = driver.run(scenarios.conformance, share, 3, loop=loop)
+    assert passed
+    assert all("hook" in reason for reason in skipped.values()), skipped
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,34 @@ import pytest
 
 import aiosync
 from aiosync.schemes.rpc import RPCWeightSyncScheme
+from tests.contract.suite import ANYWHERE
 from tests.schemes import _models as models
-from tests.schemes import _rpc_scenarios as scenarios
+from tests.schemes import _rpc_group
 from tests.schemes._driver import Driver
-from tests.schemes._rpc_group import grouped
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    with closing(Driver(grouped, 3)) as driver:
+    with closing(Driver(_rpc_group.grouped, 3)) as driver:
         yield driver
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ANYWHERE)), ids=lambda n: ANYWHERE[n].name)
+def test_contract(number: int, driver: Driver) -> None:
+    driver.run(_rpc_group.contract, number, loop=("asyncio", "uvloop")[number % 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_workers_that_are_told_where_to_connect(driver: Driver, loop: str) -> None:
-    driver.run(scenarios.told_where, loop=loop)
+    driver.run(_rpc_group.told_where, loop=loop)
 
 
 @pytest.mark.slow
 @pytest.mark.apart
 def test_a_worker_that_is_killed_in_mid_transfer(driver: Driver) -> None:
-    driver.run(scenarios.killed, loop="uvloop")  # the last one: the group is of no use then
+    driver.run(_rpc_group.killed, loop="uvloop")  # the last one: the group is of no use then
 
 
 # -- without RPC ---------------------------------------------------------------------------------
