@@ -206,49 +206,40 @@ async def test_a_copy_made_too_early_says_so() -> None:
         await scheme.connect(timeout=1)
 
 
-def _run(name: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.schemes.{name}"],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.apart
-def test_a_ddp_trainer_publishes_beside_its_default_group() -> None:
-    out = _run("_ddp_trainer")
-    assert "worker 0 has the weights of step 3" in out
-    assert "worker 1 has the weights of step 3" in out
-    assert "both ranks hold the same weights" in out
-
-
-@pytest.mark.heavy
-def test_a_group_that_was_given_is_used() -> None:
-    out = _run("_given_group")
-    assert "rank 1 has version 3" in out
-    assert "rank 2 has version 3" in out
-    assert "the group still works" in out
-
-
-# -- models that are sharded over several ranks ---------------------------------------------------
-
-
-@pytest.mark.slow
-def test_trainers_of_two_ranks_send_whole_tensors() -> None:
-    command = [sys.executable, "-m", "tests.schemes._fsdp_trainer"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    for text in (
+RUNS: dict[str, tuple[str, ...]] = {
+    "_group_trainer": (
+        "worker 0 has the weights of step 3",
+        "worker 1 has the weights of step 3",
+        "both ranks hold the same weights",
+    ),
+    "_group_trainer given": (
+        "rank 1 has version 3",
+        "rank 2 has version 3",
+        "the group still works",
+    ),
+    "_fsdp_trainer": (  # a model that is sharded over two ranks
         "the worker has the values of the whole model",
         "the root was not sharded after a forward",
         "rank 0 has seen every form",
         "rank 1 has seen every form",
         "alone: SyncTimeout: not all 2 ranks",
         "alone: TransportBroken: the ranks of the mesh could not meet",
-    ):
-        assert text in done.stdout
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("_group_trainer", marks=pytest.mark.apart),
+        pytest.param("_group_trainer given", marks=pytest.mark.heavy),
+        "_fsdp_trainer",
+    ],
+)
+def test_beside_other_groups(program: str) -> None:
+    name, *args = program.split()
+    command = [sys.executable, "-m", f"tests.schemes.{name}", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert [text for text in RUNS[program] if text not in done.stdout] == []

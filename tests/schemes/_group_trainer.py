@@ -1,9 +1,11 @@
-"""A DDP trainer of two ranks with a default group of its own publishes to two workers."""
+"""A trainer beside its default group of two ranks, and one that was given a group and a store."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import aiosync
 from tests.schemes._driver import PATIENCE, free_port, together
 from tests.schemes._harness import context
+from tests.schemes._models import fill, filled
 
 
 def make_model() -> nn.Module:
@@ -70,12 +73,52 @@ def rank(number: int, port: int, scheme: Any, totals: Any) -> None:
     dist.destroy_process_group()
 
 
+def given(number: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(
+        "127.0.0.1", port, 3, is_master=number == 0, timeout=timedelta(seconds=PATIENCE)
+    )
+    dist.init_process_group("gloo", store=store, rank=number, world_size=3)
+    group = dist.new_group([0, 1, 2])
+    model = nn.Linear(512, 4096)
+    fill(model, 1.0)
+    scheme = aiosync.DistributedWeightSyncScheme(group=group, store=store)
+
+    async def main() -> None:
+        if number == 0:
+            scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+        else:
+            scheme.init_on_receiver(model_id="policy", model=model, worker_idx=number - 1)
+        async with scheme:
+            await scheme.connect(timeout=PATIENCE)
+            for version in (2, 3):
+                if number == 0:
+                    fill(model, float(version))
+                    await scheme.send(timeout=PATIENCE)
+                else:
+                    await scheme.wait_for_version(version, timeout=PATIENCE)
+            with scheme.reading():
+                assert filled(model, 3.0)
+            print(f"rank {number} has version 3", flush=True)
+
+    aiosync.run(main)
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    assert ones == 3
+    if number == 0:
+        print("the group still works", flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    ctx = context("forkserver")
+    ctx, port = context("forkserver"), free_port()
+    if sys.argv[1:] == ["given"]:
+        together([ctx.Process(target=given, args=(number, port)) for number in range(3)])
+        return
     scheme = aiosync.DistributedWeightSyncScheme(
         shared_memory=False, address=f"tcp://127.0.0.1:{free_port()}"
     )
-    port, totals = free_port(), ctx.SimpleQueue()
+    totals = ctx.SimpleQueue()
     ranks = [ctx.Process(target=rank, args=(i, port, scheme, totals)) for i in range(2)]
     workers = [ctx.Process(target=worker, args=(scheme, i, totals)) for i in range(2)]
     together(ranks + workers)
