@@ -8,7 +8,6 @@ import copy
 import gc
 import math
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.contract.bench import (
     value_of,
     wide,
 )
+from tests.support.waiting import mapped_nbytes
 
 
 class Owner:
@@ -395,13 +395,6 @@ async def check_memory_stays(bench: Bench) -> None:
         assert sizes[-1] <= sizes[8] + crew.source.layers[0].nbytes
         await slow.wait(21)
         assert ((await handles[-1]).acked, await crew.values()) == ({0, 1}, [21.0, 21.0])
-
-
-def mapped_nbytes() -> int:
-    """Bytes that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ends = (line.split(maxsplit=1)[0].split("-") for line in lines)
-    return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
 async def check_nothing_is_left(bench: Bench) -> None:

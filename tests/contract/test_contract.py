@@ -7,7 +7,6 @@ both.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from aiosync.testing import FaultProxy
 from tests.contract.bench import PATIENCE
 from tests.contract.remote import Hired
 from tests.contract.suite import CONTRACT_CHECKS, Check, Hooks
+from tests.support.waiting import free_address
 
 SCHEMES = {
     "shm": aiosync.SharedMemWeightSyncScheme,
@@ -38,8 +38,7 @@ async def relay(scheme: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
 
 def address() -> dict[str, Any]:
     """A port that was free just now."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return {"address": f"tcp://127.0.0.1:{sock.getsockname()[1]}"}
+    return {"address": free_address()}
 
 
 HOOKS = {

@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ import torch
 import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import num_slots
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 answering = pytest.mark.parametrize("make", harness.ANSWERING)
@@ -117,11 +117,6 @@ async def test_a_worker_is_killed_in_the_middle_of_a_big_send(make) -> None:
         assert set(caught.value.failed) == {0}
         assert caught.value.acked == {1}
         await _goes_on(scheme, model, {0}, {1: crew[1]})
-
-
-def num_slots() -> int:
-    """Slots of shared memory that this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 async def test_what_killed_workers_held_is_used_again() -> None:

@@ -18,7 +18,6 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +48,7 @@ from aiosync.wire import (
 from tests._certificates import Certificates, certificates
 from tests.schemes._harness import PATIENCE, run, twin, until
 from tests.schemes._models import fill, holds, linear
+from tests.support.waiting import resident_nbytes
 
 TOKEN = "the-token-that-nobody-guesses"
 OTHER = "another-token-of-somebody-else"
@@ -63,10 +63,6 @@ WIDE = Limits(max_payload_nbytes=2**60)
 
 both = pytest.mark.parametrize("kind", ["scheme", "server"])
 pytestmark = [pytest.mark.slow, pytest.mark.one_loop]
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Scene:
@@ -150,10 +146,10 @@ async def scene(
         await stack.enter_async_context(stage.worker)
         stage.worker.init_on_receiver("policy", worker_idx=0, model=linear())
         await stage.worker.connect()
-        before = resident()
+        before = resident_nbytes()
         async with stage.going_on():
             yield stage
-        assert resident() - before < GROWTH
+        assert resident_nbytes() - before < GROWTH
 
 
 class Peer(TCPTransport):
@@ -586,13 +582,13 @@ async def liar(model: nn.Module, **options: Any) -> AsyncIterator[tuple[Any, Any
 @terabytes
 @pytest.mark.asyncio
 async def test_a_trainer_that_promises_a_terabyte_to_a_receiver(nbytes: int, limits: Any) -> None:
-    before, model = resident(), linear()
+    before, model = resident_nbytes(), linear()
     async with liar(model, limits=limits) as (scheme, link, _):
         await promise(link, nbytes)
         with pytest.raises(aiosync.AiosyncError):
             await scheme.connecting
         assert holds(scheme, -1.0)
-    assert resident() - before < GROWTH
+    assert resident_nbytes() - before < GROWTH
 
 
 @pytest.mark.asyncio

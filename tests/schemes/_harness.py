@@ -204,6 +204,11 @@ class Worker:
         self.post(function, *args, **kwargs)
         return await self.answer()
 
+    async def value(self) -> float:
+        """The one value that its weights have; a mix of versions has several."""
+        [found] = {float(x) for each in (await self.call(weights)).values() for x in each.unique()}
+        return found
+
     def kill(self) -> None:
         """End it, and wait until the system says that it has ended."""
         pidfd = os.pidfd_open(self.pid)

@@ -40,12 +40,6 @@ def sending(
     return scheme, source
 
 
-async def value(worker: harness.Worker) -> float:
-    """The one value that a worker's weights have; a mix of versions has several."""
-    [found] = {float(x) for w in (await worker.call(harness.weights)).values() for x in w.unique()}
-    return found
-
-
 def state(worker: harness.State) -> tuple[bool, list[str]]:
     names = [thread.name for thread in threading.enumerate() if "gloo" in thread.name]
     return dist.is_initialized(), names
@@ -61,7 +55,7 @@ async def test_only_large_updates_take_a_group(build: Any) -> None:
         models.fill(source, 2.0)
         assert (await scheme.send()).acked == {0, 1}
         for worker in crew:
-            assert await value(worker) == 2.0
+            assert await worker.value() == 2.0
             initialized, names = await worker.call(state)
             assert not initialized
             assert bool(names) is (build is models.medium)
@@ -156,7 +150,7 @@ async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(ho
         else:
             crew.append(harness.start(scheme, models.big))
             assert await crew[1].call(harness.join, 0) == 2
-        assert await value(crew[-1]) == 2.0
+        assert await crew[-1].value() == 2.0
 
 
 @pytest.mark.asyncio

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
@@ -17,19 +16,14 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_address
 
 pytestmark = pytest.mark.one_loop
 
 
-def _free_address() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
-
-
 every = pytest.mark.parametrize(
     "make",
-    [*harness.SCHEMES, lambda **options: aiosync.TCPWeightSyncScheme(_free_address(), **options)],
+    [*harness.SCHEMES, lambda **options: aiosync.TCPWeightSyncScheme(free_address(), **options)],
     ids=["pipe", "shared", "tcp"],
 )
 

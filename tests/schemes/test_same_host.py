@@ -23,7 +23,7 @@ from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import Challenge, Hello, Refuse
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_port
+from tests.support.waiting import free_address, mapped_nbytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,11 +65,6 @@ def kind_there(worker: harness.State) -> tuple[str, list[str]]:
     return kind(worker.scheme).__name__, gloo
 
 
-async def value(worker: harness.Worker) -> float:
-    [found] = {float(x) for w in (await worker.call(harness.weights)).values() for x in w.unique()}
-    return found
-
-
 # -- worker processes --------------------------------------------------------------------------
 
 
@@ -85,7 +80,7 @@ async def test_workers_get_every_version_without_a_group(method: str) -> None:
             report = await scheme.send()
             assert (report.version, report.acked) == (version, {0, 1})
             models.fill(source, -9.0)  # an optimizer's step, which nobody may see
-            assert [await value(worker) for worker in crew] == [version, version]
+            assert [await worker.value() for worker in crew] == [version, version]
         assert [await worker.call(kind_there) for worker in crew] == [
             ("SharedMemTransport", [])
         ] * 2
@@ -101,7 +96,7 @@ async def test_workers_get_every_version_without_a_group(method: str) -> None:
         assert await crew[2].call(harness.join, 1) == 9
         models.fill(source, 9.0)
         assert (await scheme.send()).acked == {0, 1}
-        assert await value(crew[2]) == 9.0
+        assert await crew[2].value() == 9.0
 
 
 # -- links that are lost -----------------------------------------------------------------------
@@ -141,7 +136,7 @@ async def name_of(address: str) -> str:
 async def test_who_cannot_be_met_there_is_met_over_the_network(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = free_address()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
         if trouble == "its name is taken":
             taken.bind(await name_of(address))  # by one who never listens
@@ -162,7 +157,7 @@ async def test_who_cannot_be_met_there_is_met_over_the_network(
 
 @pytest.mark.asyncio
 async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadline() -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = free_address()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hung:
         hung.bind(await name_of(address))
         hung.listen()
@@ -173,13 +168,6 @@ async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadli
             with pytest.raises(aiosync.ConnectTimeout):
                 await receiver.connect(timeout=0.5)
         assert asyncio.get_running_loop().time() - started < 5.0
-
-
-def slots_nbytes() -> int:
-    """Bytes of shared memory that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ends = [line.split(maxsplit=1)[0].split("-") for line in lines if "/memfd:aiosync" in line]
-    return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
 @pytest.mark.asyncio
@@ -217,7 +205,7 @@ async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
             finally:
                 near.end()
             assert models.holds(far, float(number))
-        assert slots_nbytes() <= 3.5 * source.block.nbytes
+        assert mapped_nbytes("/memfd:aiosync") <= 3.5 * source.block.nbytes
 
 
 @pytest.mark.asyncio
@@ -291,7 +279,7 @@ async def test_a_fork_keeps_its_weights_whatever_became_of_the_link(
             await worker.call(harness.join)
             models.fill(source, 2.0)
             await scheme.send()
-            assert await value(worker) == 2.0
+            assert await worker.value() == 2.0
             if lost:
                 await lose_the_link(scheme)
             await worker.call(look_later, str(tmp_path))

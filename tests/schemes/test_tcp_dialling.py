@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Welcome
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,11 +24,6 @@ pytestmark = pytest.mark.one_loop
 
 
 PATIENCE = harness.PATIENCE
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def make(address: str, **options: Any) -> aiosync.TCPWeightSyncScheme:

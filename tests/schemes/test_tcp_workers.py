@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import aiosync
 from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_address, resident_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,21 +49,10 @@ def sending(
     return scheme, source
 
 
-async def values(crew: list[harness.Worker]) -> list[float]:
-    """The one value that the weights of each worker have."""
-    found = []
-    for worker in crew:
-        weights = (await worker.call(harness.weights)).values()
-        [value] = {value for each in weights for value in each.flatten().tolist()}
-        found.append(value)
-    return found
-
-
 @pytest.mark.parametrize("way", ["tcp", "unix", "shared memory", "group"])
 async def test_a_killed_trainer_is_followed_by_the_next(way: str, tmp_path: Path) -> None:
     """Slots of both have the same names, and the first one leaves its socket in the file system."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     options: dict[str, Any] = {"timeout": PATIENCE, "token": "a secret of sixteen"}
     if way in ("shared memory", "group"):
         options |= {"address": address, "shared_memory": way == "shared memory"}
@@ -110,7 +99,7 @@ async def test_tls_and_token_travel_into_workers(method: str) -> None:
     async with harness.workers(scheme, models.linear, method=method) as crew:
         models.fill(source, 2.0)
         assert (await scheme.send()).acked == {0}
-        assert await values(crew) == [2.0]
+        assert [await each.value() for each in crew] == [2.0]
     assert scheme.refused == {}
 
 
@@ -134,17 +123,12 @@ async def test_a_forked_worker_does_not_take_the_socket_of_the_sender_with_it(ur
         assert os.listdir(os.path.dirname(url.removeprefix("unix://"))) == []
 
 
-def rss_nbytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 async def test_a_frozen_worker_holds_up_nobody_and_catches_up(url: str) -> None:
     scheme, source = sending(url, mebibyte, num_workers=3, stall_timeout=1.5)
     async with harness.workers(scheme, mebibyte, 3) as crew:
         crew[2].stop()
         scheme.require = 2
-        before = rss_nbytes()
+        before = resident_nbytes()
         for version in range(2, 52):
             models.fill(source, float(version))
             report = await scheme.send()
@@ -152,11 +136,11 @@ async def test_a_frozen_worker_holds_up_nobody_and_catches_up(url: str) -> None:
             assert report.elapsed < 1.0
             known = report.waiting | report.skipped.keys() | report.failed.keys()
             assert 2 in known | report.lost.keys()
-        assert rss_nbytes() - before < 48 * 2**20  # of 50 MiB for each of three
+        assert resident_nbytes() - before < 48 * 2**20  # of 50 MiB for each of three
         await harness.until(lambda: 2 not in scheme.worker_versions)
         crew[2].cont()
         await harness.until(lambda: scheme.worker_versions.get(2) == 51)
-        assert await values(crew) == [51.0] * 3
+        assert [await each.value() for each in crew] == [51.0] * 3
         scheme.require = "all"
         assert (await scheme.send()).acked == {0, 1, 2}
         assert await crew[2].call(reconnects) == 1

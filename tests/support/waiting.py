@@ -1,4 +1,4 @@
-"""Waiting for what no event tells about, and ports to wait at."""
+"""Waiting for what no event tells about, ports to wait at, and what a process has mapped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE = float(os.environ.get("PATIENCE", "40"))
 """Seconds that anything may take on a busy machine before a test fails."""
@@ -33,3 +34,25 @@ def free_port() -> int:
     """A port of the loopback interface where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
+
+
+def free_address() -> str:
+    """The address of such a port."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def mapped_nbytes(name: str = "") -> int:
+    """Bytes that this process has mapped of what has such a name; of any by default."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = (line.split(maxsplit=1)[0].split("-") for line in lines if name in line)
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+def resident_nbytes() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_slots() -> int:
+    """Slots of shared memory that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:")

@@ -241,17 +241,6 @@ class Fresh:
             self._process.kill()
 
 
-def segment_bytes() -> int:
-    """Bytes of anonymous shared memory that this process has mapped for itself and others."""
-    mapped = 0
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        addresses, flags, *_ = line.split()
-        if "memfd:aiosync" in line and flags.endswith("s"):
-            start, stop = (int(each, 16) for each in addresses.split("-"))
-            mapped += stop - start
-    return mapped
-
-
 def is_asleep(thread: threading.Thread) -> bool:
     """Whether the kernel has nothing to run for a thread of this process."""
     # A forked child's main thread does not know its own number.

@@ -15,6 +15,7 @@ import torch
 
 import aiosync
 import aiosync.sync
+from tests.support.waiting import mapped_nbytes
 from tests.sync import _tools as tools
 
 
@@ -230,7 +231,7 @@ def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, i
         version = sender.send().version
         receiver.wait_for_version(version, timeout=tools.PATIENCE)
         assert target() == {value}
-        segments = tools.segment_bytes()
+        segments = mapped_nbytes("memfd:aiosync")
     return wrong, interrupts, segments
 
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import num_slots
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -24,10 +24,6 @@ def _refused(*_args: Any, **_kwargs: Any) -> int:
 
 def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-
-
-def _num_slots() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeypatch) -> None:
@@ -68,7 +64,7 @@ async def test_workers_that_leave_during_an_update_leave_no_slots_behind(reads) 
                 await sending
             except aiosync.PartialSyncError:
                 assert not reads
-        assert _num_slots() <= 4
+        assert num_slots() <= 4
         assert _num_descriptors() <= before + 4  # the last worker's mappings
 
 
@@ -101,4 +97,4 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written(
             with contextlib.suppress(aiosync.PartialSyncError):  # names who left, once
                 await scheme.send()
             assert all(bool((each == 3.0).all()) for each in kept.values()), value
-        assert _num_slots() <= 6
+        assert num_slots() <= 6
