@@ -1,4 +1,4 @@
-"""What a sender owes to one receiver: at most one update that waits, and those under way.
+"""What a sender owes to one receiver: updates that wait, mostly one, and those under way.
 
 A receiver that is slower than the trainer gets the newest version and never sees the ones in
 between: an update that is still waiting is replaced by the next. Only one that lacks a part of
@@ -48,7 +48,7 @@ class Outcome:
 class Outbox:
     """Versions on their way to one receiver.
 
-    ``offer()`` makes a version pending, or replaces the pending one. The link gets it from
+    ``offer()`` queues a version, mostly in the place of all that wait. The link gets it from
     ``take()``; it is then in flight, and the window is shut until the receiver says RECEIVED (or
     more), so that at most one update is on the link. Acknowledgements resolve what is in flight,
     which is never more than :data:`MAX_IN_FLIGHT`. Not thread-safe.
@@ -61,7 +61,7 @@ class Outbox:
     Attributes:
         epoch: As given.
         worker_idx: As given.
-        pending: The version that waits for the link.
+        queue: The versions that wait, oldest first.
         in_flight: Versions that the link took and that are not resolved, oldest first.
         unreceived: The one of these that shuts the window.
         newest: The version that was offered last, or that the receiver had; 0 for none.
@@ -72,13 +72,13 @@ class Outbox:
     """
 
     __slots__ = (
-        "_waiting",
+        "_overtakes",
         "applied",
         "epoch",
         "error",
         "in_flight",
         "newest",
-        "pending",
+        "queue",
         "skipped",
         "unreceived",
         "visible",
@@ -88,7 +88,7 @@ class Outbox:
     def __init__(self, epoch: int, worker_idx: int, has: int = 0) -> None:
         self.epoch: int = epoch
         self.worker_idx: int = worker_idx
-        self.pending: int | None = None
+        self.queue: list[int] = []
         self.in_flight: tuple[int, ...] = ()
         self.unreceived: int | None = None
         self.newest: int = has
@@ -96,25 +96,25 @@ class Outbox:
         self.visible: int = 0
         self.skipped: int = 0
         self.error: AiosyncError | None = None
-        self._waiting: list[int] = []  # for all before them; ascending, and after the pending one
+        self._overtakes = 0  # the version that need not wait for what is in flight
 
     def __repr__(self) -> str:
         state = "closed" if self.error is not None else "open"
-        return f"Outbox({state}, {self.pending=}, {self.in_flight=}, {self.applied=})"
+        return f"Outbox({state}, {self.queue=}, {self.in_flight=}, {self.applied=})"
 
     @property
     def is_idle(self) -> bool:
         """Whether every version that was offered is resolved."""
-        return self.pending is None and not self.in_flight
+        return not (self.queue or self.in_flight)
 
     def offer(self, version: int, kept: Container[int] | None = None) -> list[Outcome]:
-        """Make a version pending; the newest one wins.
+        """Queue a version; the newest one wins.
 
         Args:
             version: The version.
             kept: ``None`` where it replaces all that is not in flight. Otherwise it lacks
-                something of an unresolved one, and becomes pending once everything before it is
-                resolved: of those that wait like this, too, these are not replaced.
+                something of an unresolved one, and goes once everything before it is resolved:
+                of those that wait, these are not replaced.
 
         Returns:
             The outcomes of the versions that it replaced.
@@ -126,33 +126,26 @@ class Outbox:
             raise LocalProtocolError(f"the outbox was closed: {self.error}") from self.error
         if version <= self.newest:
             raise LocalProtocolError(f"version {version} is not newer than version {self.newest}")
-        replaced = self._waiting
         if kept is None:
-            if self.pending is not None:
-                replaced = [self.pending, *replaced]
-            self.pending, self._waiting = version, []
-        else:
-            self._waiting = [*(older for older in replaced if older in kept), version]
-            replaced = [older for older in replaced if older not in kept]
-            self._promote()
+            self._overtakes, kept = version, ()
+        before, self.queue = self.queue, [*(each for each in self.queue if each in kept), version]
         self.newest = version
-        return [self._skip(older, version) for older in replaced] if replaced else []
-
-    def _promote(self) -> None:
-        if self._waiting and self.is_idle:
-            self.pending = self._waiting.pop(0)
+        return [self._skip(each, version) for each in before if each not in kept]
 
     def take(self) -> int | None:
-        """Move the pending version into flight, and shut the window.
+        """Move the first version of the queue into flight, and shut the window.
 
         Returns:
-            ``None`` where none is pending, the window is shut, or there is no room in flight.
+            ``None`` where there is none, it waits for others, the window is shut, or there is no
+            room in flight.
         """
-        version = self.pending
-        if self.unreceived is not None or len(self.in_flight) >= MAX_IN_FLIGHT or version is None:
+        queue, flying = self.queue, self.in_flight
+        if not queue or self.unreceived is not None or len(flying) >= MAX_IN_FLIGHT:
             return None
-        self.pending, self.unreceived = None, version
-        self.in_flight = (*self.in_flight, version)
+        if flying and queue[0] != self._overtakes:
+            return None
+        self.unreceived = version = queue.pop(0)
+        self.in_flight = (*flying, version)
         return version
 
     def give_up(self, version: int, error: AiosyncError) -> list[Outcome]:
@@ -163,7 +156,6 @@ class Outbox:
         if version != self.unreceived:
             return []
         self.in_flight, self.unreceived = self.in_flight[:-1], None
-        self._promote()
         return [Outcome(version, error=error)]
 
     def on_ack(self, ack: Ack) -> list[Outcome]:
@@ -201,8 +193,6 @@ class Outbox:
         else:
             self.in_flight = flying[:at] + flying[at + 1 :]
             outcomes = [self._refused(ack)]
-        if self._waiting:
-            self._promote()
         return outcomes
 
     def close(self, error: AiosyncError) -> list[Outcome]:
@@ -215,10 +205,8 @@ class Outbox:
             An outcome with it for every version that is not resolved, oldest first.
         """
         self.error = self.error or error
-        pending = [] if self.pending is None else [self.pending]
-        versions = [*self.in_flight, *pending, *self._waiting]
-        self.in_flight, self._waiting = (), []
-        self.pending = self.unreceived = None
+        versions = [*self.in_flight, *self.queue]
+        self.in_flight, self.queue, self.unreceived = (), [], None
         return [Outcome(version, error=error) for version in versions]
 
     def _skip(self, version: int, by: int) -> Outcome:

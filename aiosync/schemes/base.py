@@ -98,8 +98,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         strict: Every name and dtype must match; otherwise the declared subset is applied and
             floating dtypes are cast. Buffers that are not persistent may be missing, or be rounded,
             in any case. A subset never replaces, on its way to a slow worker, an
-            update that holds other names: it comes after it. A worker that joins later gets
-            the newest update of each name, one after the other.
+            update that holds other names: it comes after it, or together with it. A worker that
+            joins later gets the newest of each name. Neither has what the trainer never had.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the

@@ -2,34 +2,125 @@
 
 With ``strict=False`` an update may hold a part of the names, such as the adapters of a model. It
 replaces only those of which it holds every name; the others come before it, in order. Each stays
-an update of its own: one that workers refuse must take no other with it. Must not import torch,
-nor transports.
+an update of its own, as one that workers refuse must take no other with it; but where one was
+replaced that is older than others, these come together with the newest: a worker never has what
+the trainer never had. Must not import transports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
 
+from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.sender.snapshots import Snapshot
+from aiosync.tensors.merging import Part, merged
+from aiosync.types import Limits
 
-__all__ = ["History", "lacking"]
+__all__ = ["Chain", "Group", "History", "names_of", "together"]
+
+Group: TypeAlias = "tuple[Snapshot, ...]"
+"""Updates that a worker applies as one, with the version of the last."""
 
 
-def lacking(older: Iterable[Snapshot], names: Iterable[str]) -> list[Snapshot]:
-    """Of updates, oldest first, those that hold something which nothing newer holds.
+def names_of(snapshots: Iterable[Snapshot]) -> frozenset[str]:
+    """Every name that some updates hold."""
+    return frozenset[str]().union(*(each.names for each in snapshots))
 
-    So there are never more of them than names.
 
-    Args:
-        older: The updates.
-        names: What the next one holds.
+async def together(group: Group, limits: Limits) -> Snapshot:
+    """One update that holds the newest of each name, in memory of its own.
+
+    Raises:
+        LocalProtocolError: Together they are beyond the limits.
     """
-    needed, newer = list[Snapshot](), set(names)
-    for each in reversed([*older]):
-        if not each.names <= newer:
-            needed.append(each)
-            newer |= each.names
-    return needed[::-1]
+    for each in group:
+        await each.fetched()
+    parts = [Part(each.layout, each.buffer, each.values) for each in group]
+    try:
+        layout, buffer, values = await asyncio.to_thread(merged, parts, limits)
+    except ConfigError as exc:
+        raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
+    return Snapshot(layout, buffer, lambda: None, values, group[-1].version)
+
+
+class Chain:
+    """Updates that come one after the other. Has a reference to each.
+
+    Attributes:
+        groups: Oldest first.
+    """
+
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self.groups: list[Group] = [*groups]
+        for group in self.groups:
+            for each in group:
+                each.retain()
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is one update."""
+        return len(self.groups) == 1 == len(self.groups[0])
+
+    @property
+    def version(self) -> int:
+        """Of the last one; 0 for none."""
+        return self.groups[-1][-1].version if self.groups else 0
+
+    def snapshots(self) -> list[Snapshot]:
+        """All of them, oldest first."""
+        return [each for group in self.groups for each in group]
+
+    def lacking(self, names: Collection[str]) -> list[Snapshot]:
+        """Those that hold something which nothing newer holds: never more of them than names.
+
+        Args:
+            names: What the next one holds.
+        """
+        needed, newer = list[Snapshot](), set(names)
+        for each in reversed(self.snapshots()):
+            if not each.names <= newer:
+                needed.append(each)
+                newer |= each.names
+        return needed[::-1]
+
+    def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
+        """Put a group at the end, and leave out what is not needed before it.
+
+        Args:
+            group: What comes; takes over a reference to each.
+            needed: See :meth:`lacking`.
+            parts: What was between an update that is left out and this group comes with it.
+
+        Returns:
+            The versions of the groups that stay as they were.
+        """
+        groups, late, lost = list[Group](), list[Snapshot](), list[Snapshot]()
+        for each in self.groups:
+            kept = [snapshot for snapshot in each if snapshot in needed]
+            lost += [snapshot for snapshot in each if snapshot not in needed]
+            if len(kept) == len(each) and not (lost and parts):
+                groups.append(each)
+            else:
+                late += kept
+        self.groups = [*groups, (*late, *group)]
+        for snapshot in lost:
+            snapshot.release()
+        return [each[-1].version for each in groups]
+
+    def pop(self, version: int) -> Group:
+        """Take the group of a version out; the references are the caller's."""
+        [group] = [each for each in self.groups if each[-1].version == version]
+        self.groups.remove(group)
+        return group
+
+    def clear(self) -> None:
+        """Give everything back."""
+        groups, self.groups = self.groups, []
+        for group in groups:
+            for each in group:
+                each.release()
 
 
 class History:
@@ -50,8 +141,8 @@ class History:
     def __init__(self, num_workers: int | None, *, parts: bool = False) -> None:
         self._num_workers = num_workers
         self.parts = parts
-        self._common: list[Snapshot] = []
-        self._own: dict[int, list[Snapshot]] = {}  # of workers that got others than the rest
+        self._common = Chain()
+        self._own: dict[int, Chain] = {}  # of workers that got others than the rest
 
     def add(self, key: int | None, snapshot: Snapshot) -> None:
         """Register what was sent, newest last; takes over a reference.
@@ -61,61 +152,45 @@ class History:
             snapshot: The update.
         """
         common = self._common
-        if key is None and not self._own and len(common) == 1:  # as good as always
-            [old] = common
+        if key is None and not self._own and common.is_one:  # as good as always
+            [(old,)] = common.groups
             if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
-                common[0] = snapshot
+                common.groups = [(snapshot,)]
                 old.release()  # last: a signal's handler may raise in between
                 return
         if key is None:
             for idx, own in list(self._own.items()):
-                if own[-1].version < snapshot.version:
+                if own.version < snapshot.version:
                     self._extend(own, snapshot.retain())
-                    if len(own) == 1:  # as everybody has it
-                        _release(self._own.pop(idx))
+                    if own.is_one:  # as everybody has it
+                        self._own.pop(idx).clear()
             self._extend(common, snapshot)
             return
         if key not in self._own:
-            older = [each for each in common if each.version < snapshot.version]
-            self._own[key] = [each.retain() for each in older]
+            older = [each for each in common.groups if each[-1].version < snapshot.version]
+            self._own[key] = Chain(older)
         self._extend(self._own[key], snapshot)
         if len(self._own) == self._num_workers:
-            _release(common)  # nobody is left who would get it
+            common.clear()  # nobody is left who would get it
 
-    def for_worker(self, idx: int) -> Sequence[Snapshot]:
+    def for_worker(self, idx: int) -> Chain:
         """What this worker gets when it joins, in the order in which it was sent."""
         return self._own.get(idx, self._common)
 
-    def version_for(self, idx: int) -> int:
-        """Version of the last one of these; 0 for none."""
-        chain = self._own.get(idx, self._common)
-        return chain[-1].version if chain else 0
+    def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
+        """What somebody who gets a chain would get as well if ``snapshot`` came next."""
+        known = self.parts or snapshot.names <= names_of(chain.snapshots())
+        return chain.lacking(snapshot.names) if known else []
 
-    def needed_before(self, idx: int, snapshot: Snapshot) -> Sequence[Snapshot]:
-        """What this worker would get as well if ``snapshot`` came next."""
-        return self._needed(self._own.get(idx, self._common), snapshot)
+    def forget(self, idx: int) -> None:
+        """A worker that comes again under this index gets what the others get."""
+        self._own.pop(idx, Chain()).clear()
 
     def clear(self) -> None:
         """Give everything back."""
         for chain in (self._common, *self._own.values()):
-            _release(chain)
+            chain.clear()
         self._own.clear()
 
-    def _needed(self, chain: Sequence[Snapshot], snapshot: Snapshot) -> list[Snapshot]:
-        known = frozenset[str]().union(*(each.names for each in chain))
-        if not (self.parts or snapshot.names <= known):
-            return []
-        return lacking(chain, snapshot.names)
-
-    def _extend(self, chain: list[Snapshot], snapshot: Snapshot) -> None:
-        """Put ``snapshot`` at the end, and leave out what no name needs any more."""
-        needed, before = self._needed(chain, snapshot), chain[:]
-        chain[:] = [*needed, snapshot]
-        for each in before:
-            if each not in needed:
-                each.release()
-
-
-def _release(chain: list[Snapshot]) -> None:
-    while chain:
-        chain.pop().release()
+    def _extend(self, chain: Chain, snapshot: Snapshot) -> None:
+        chain.add((snapshot,), self.needed_before(chain, snapshot), parts=self.parts)

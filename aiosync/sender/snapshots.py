@@ -149,6 +149,14 @@ class Snapshot:
             if (error := filling.exception()) is not None:
                 raise LocalProtocolError(f"there is no copy of the weights: {error}") from error
 
+    async def fetched(self) -> None:
+        """The same, also where only a data plane has them by now."""
+        await self.filled()
+        kept, at, target = self.kept, 0, self.buffer.memoryview()
+        for piece in () if kept is None else await kept():
+            copy_bytes(target[at : at + piece.nbytes], piece)
+            at += piece.nbytes
+
     @property
     def names(self) -> frozenset[str]:
         """Every name that the update holds."""

@@ -2,7 +2,7 @@
 
 Writing happens at once where the link takes it and in a task where it does not; a second task
 reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
-``sender.workers`` has watch its process. Must not import torch.
+``sender.workers`` has watch its process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Outbox, Outcome, WorkerLeft
 from aiosync.sender.chunks import ChunkWriter, Streaming
-from aiosync.sender.history import lacking
+from aiosync.sender.history import Chain, Group, History, names_of, together
 from aiosync.sender.snapshots import Snapshot
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport
@@ -30,6 +30,7 @@ from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import SlotPublisher, can_lock
 from aiosync.types import AckStatus
 from aiosync.wire import (
+    DEFAULT_LIMITS,
     Ack,
     Current,
     Fetch,
@@ -54,6 +55,7 @@ class WorkerLink:
         transport: The link; closed by the owner of this.
         epoch: Epoch of the sender.
         hello: What the worker said about itself.
+        history: Knows whether updates hold parts of the names.
         streaming: How payloads travel in the stream of a link that may damage or lose them;
             ``None`` where they go whole and unchecked.
         tasks: Owner of the link's tasks.
@@ -83,6 +85,7 @@ class WorkerLink:
         *,
         epoch: int,
         hello: Hello,
+        history: History,
         streaming: Streaming | None,
         tasks: TaskOwner,
         on_outcomes: Callable[[WorkerLink, Sequence[Outcome]], None],
@@ -114,8 +117,9 @@ class WorkerLink:
         self._on_outcomes = on_outcomes
         self._on_lost = on_lost
         self._on_fetch = on_fetch
-        self._snapshots: dict[int, Snapshot] = {}  # that wait for the link, by version
-        self._covers: Snapshot | None = None  # holds every name of what the link took
+        self._history = history
+        self._queue = Chain()  # what waits for the link
+        self._covers: Group = ()  # holds every name of what the link took
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
         self._writing = False
@@ -167,26 +171,26 @@ class WorkerLink:
 
     # -- updates by message --------------------------------------------------------------------
 
-    def offer(self, snapshot: Snapshot) -> None:
-        """Make ``snapshot`` the next update of this worker; the newest wins.
+    def offer(self, *group: Snapshot) -> None:
+        """Make ``group`` the next update of this worker; the newest wins.
 
         One that lacks a part of what is under way comes after that instead.
         """
-        covers, outbox = self._covers, self.outbox
-        if covers is not None and (outbox.in_flight or outbox.pending is not None):
-            waiting = [each for each in self._snapshots.values() if each is not covers]
-            if waiting or not covers.holds_same(snapshot):
-                needed = lacking(waiting, snapshot.names)
-                if needed or not covers.names <= snapshot.names:
-                    self._snapshots[snapshot.version] = snapshot.retain()
-                    kept = {each.version for each in needed}
-                    self._settle(outbox.offer(snapshot.version, kept))
-                    return
-        self._covers = snapshot
-        self._snapshots[snapshot.version] = snapshot.retain()
-        replaced = outbox.offer(snapshot.version)
-        if replaced:
-            self._settle(replaced)
+        outbox, covers, queue, needed = self.outbox, self._covers, self._queue, list[Snapshot]()
+        overtakes = outbox.is_idle or (
+            len(group) == 1 == len(covers)
+            and queue.groups in ([], [covers])
+            and covers[0].holds_same(group[0])
+        )
+        if not overtakes:
+            names = names_of(group)
+            needed = queue.lacking(names)
+            overtakes = not needed and names_of(covers) <= names
+        mine = tuple(each.retain() for each in group)
+        kept = queue.add(mine, needed, parts=self._history.parts)
+        if overtakes:
+            self._covers = group
+        self._settle(outbox.offer(group[-1].version, None if overtakes else kept))
         self._pump()
 
     def say(self, message: Current) -> None:
@@ -201,10 +205,6 @@ class WorkerLink:
         self._pump()
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            snapshot = self._snapshots.pop(outcome.version, None)
-            if snapshot is not None:
-                snapshot.release()
         if outcomes:
             self._on_outcomes(self, outcomes)
 
@@ -212,20 +212,21 @@ class WorkerLink:
         """Write what may go now: at once where the link takes it, else in the background."""
         while not (self._writing or self.outbox.error):
             if self._word is not None:
-                self._write_soon(None)
+                self._write_soon(())
                 return
             version = self.outbox.take()
             if version is None:
                 return
-            self._covers = snapshot = self._snapshots.pop(version)
+            self._covers = group = self._queue.pop(version)
             try:
-                if not self._write_now(snapshot):
-                    self._write_soon(snapshot.retain())
+                if len(group) > 1 or not self._write_now(group[0]):
+                    self._write_soon(tuple(each.retain() for each in group))
                 return
             except AiosyncError as exc:
                 self._failed(version, exc, self.epoch)  # what waited for it is next
             finally:
-                snapshot.release()
+                for each in group:
+                    each.release()
 
     def _write_now(self, snapshot: Snapshot) -> bool:
         if snapshot.filling is not None or snapshot.kept is not None:
@@ -238,24 +239,27 @@ class WorkerLink:
                     return False
         return True
 
-    def _write_soon(self, snapshot: Snapshot | None) -> None:
+    def _write_soon(self, group: Group) -> None:
         self._writing = True
         # The epoch of now: another sender may take over before the task begins.
-        self._tasks.start(self._write(snapshot, self.epoch), f"aiosync send to worker {self.idx}")
+        self._tasks.start(self._write(group, self.epoch), f"aiosync send to worker {self.idx}")
 
-    async def _write(self, snapshot: Snapshot | None, epoch: int) -> None:
-        """Write a word that waits, and an update, to which this has a reference."""
+    async def _write(self, group: Group, epoch: int) -> None:
+        """Write a word that waits, and updates, to which this has a reference."""
         try:
             while self._word is not None:
                 word, self._word = self._word, None
                 await self.transport.send(word)
-            if snapshot is not None:
-                await self._write_update(snapshot, epoch)
+            if len(group) > 1:
+                limits = DEFAULT_LIMITS if self._channel is None else self._channel.limits
+                await self._write_update(await together(group, limits), epoch)
+            elif group:
+                await self._write_update(group[0], epoch)
         except AiosyncError as exc:
-            self._failed(0 if snapshot is None else snapshot.version, exc, epoch)
+            self._failed(group[-1].version if group else 0, exc, epoch)
         finally:
-            if snapshot is not None:
-                snapshot.release()
+            for each in group:
+                each.release()
             self._writing = False
         self._pump()
 
@@ -320,8 +324,7 @@ class WorkerLink:
             and publisher.promised == digest
             and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
-            and self.outbox.pending is None
-            and not self.outbox.in_flight
+            and self.outbox.is_idle
         )
 
     def can_see(self, snapshot: Snapshot) -> bool:
@@ -392,7 +395,7 @@ class WorkerLink:
             if self.stream is not None and self.outbox.unreceived is None:
                 self.stream.owed = 0
             self._on_outcomes(self, outcomes)  # some wait for no more than that it arrived
-            if self.outbox.pending is not None:
+            if self.outbox.queue:
                 self._pump()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
@@ -414,11 +417,12 @@ class WorkerLink:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
-        if self._snapshots and not self.subscribes:
+        if self._queue.groups and not self.subscribes:
             self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.epoch, self.outbox = epoch, Outbox(epoch, self.idx)
-        self._covers, self.received_version = None, 0
+        self._queue.clear()
+        self._covers, self.received_version = (), 0
         self._settle(outcomes)
 
     def lose(self, error: AiosyncError) -> None:
@@ -426,6 +430,7 @@ class WorkerLink:
         if self.outbox.error is not None:
             return
         outcomes = self.outbox.close(without_frames(error))
+        self._queue.clear()
         if self.stream is not None:
             self.stream.close()
         if self.publisher is not None:

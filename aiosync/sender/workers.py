@@ -248,7 +248,7 @@ class WorkerRegistry:
         if old is not None:  # it has ended, though nobody noticed; the worker started again
             old.lose(TransportClosed(f"worker {idx} opened a newer link"))
             old.transport.abort()
-        newest = max(self.clock.current, self.history.version_for(idx))
+        newest = max(self.clock.current, self.history.for_worker(idx).version)
         if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
@@ -259,6 +259,7 @@ class WorkerRegistry:
             transport,
             epoch=self.clock.epoch,
             hello=hello,
+            history=self.history,
             streaming=self.streaming,
             tasks=self.tasks,
             on_outcomes=self._on_outcomes,
@@ -294,7 +295,7 @@ class WorkerRegistry:
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
             return self.clock.current
-        return self.history.version_for(idx)
+        return self.history.for_worker(idx).version
 
     def not_let_in(self, error: OSError | str) -> None:
         """Somebody came, but there is no link; connect() says so if it waits in vain."""
@@ -313,17 +314,17 @@ class WorkerRegistry:
 
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
-        missing = [snapshot for snapshot in chain if not link.has(snapshot.version)]
+        missing = [group for group in chain.groups if not link.has(group[-1].version)]
         if len(missing) > 1 and not link.subscribes:
-            link.say(Current(self.clock.epoch, missing[-1].version))  # the first is not all
-        for snapshot in missing:
-            link.offer(snapshot)
+            link.say(Current(self.clock.epoch, chain.version))  # the first is not all
+        for group in missing:
+            link.offer(*group)
 
     def answer(self, link: WorkerLink) -> None:
         """Give a worker what it asked for, if that is here: the newest version, or a word."""
         if link.wanted is None:
             return
-        version = self.history.version_for(link.idx)
+        version = self.history.for_worker(link.idx).version
         if version < link.wanted:
             self.waiting.add(link)  # a later send answers
             return
@@ -387,6 +388,7 @@ class WorkerRegistry:
         ]
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]
+            self.history.forget(idx)
 
     def end(self) -> None:
         """Close every link; what is on its way fails with ``TransportClosed``."""
@@ -457,7 +459,7 @@ class WorkerRegistry:
         link = None if record is None else record.link
         if record is not None and record.has_left:
             return True
-        if link is None or not link.subscribes or not self.history.version_for(idx):
+        if link is None or not link.subscribes or not self.history.for_worker(idx).version:
             return link is not None
         return (link.visible if link.has_target else link.received_version) >= version
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from aiosync.receiver.outgoing import Outgoing
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
-from aiosync.server.merging import Part, merged
 from aiosync.server.store import StoredUpdate, WeightStore
+from aiosync.tensors.merging import Part, merged
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import make_ack
 from aiosync.transports.tcp import TCPTransport
@@ -279,9 +279,9 @@ class ServedModel:
 
     async def _save(self, store: WeightStore, arrival: _Arrival) -> None:
         """Write a version, with what it lacks of those before it; none changes meanwhile."""
-        older: Sequence[Snapshot] = []
+        older, history = list[Snapshot](), self.workers.history
         if self._epoch == arrival.epoch:
-            older = [*self.workers.history.needed_before(-1, arrival.snapshot)]
+            older = history.needed_before(history.for_worker(-1), arrival.snapshot)
         parts = [Part(each.layout, each.buffer, each.values) for each in (*older, arrival.snapshot)]
 
         def save() -> None:
@@ -313,7 +313,7 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """What ``aiosync status`` shows of this model."""
-        newest = next(iter(reversed(self.workers.history.for_worker(-1))), None)
+        newest = next(reversed(self.workers.history.for_worker(-1).snapshots()), None)
         return {
             "model_id": self._model_id,
             "strategy": self.workers.strategy,

@@ -24,8 +24,8 @@ from aiosync.errors import (
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
-from aiosync.server.merging import Part, merged
 from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors.merging import Part, merged
 from aiosync.tensors.values import inner_names, unpack_value
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport

@@ -352,7 +352,7 @@ MAX_ERROR_TYPE_NBYTES = 256
 MAX_ERROR_TEXT_NBYTES = 3072
 """UTF-8 bytes of an error's text; longer ones are clipped when encoding."""
 
-MAX_WORKER_IDX = 2**31 - 1
+MAX_WORKER_IDX = 2**16 - 1
 """The highest index of a worker, and number of workers."""
 
 NONCE_NBYTES = 32

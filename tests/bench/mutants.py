@@ -213,15 +213,15 @@ MUTANTS = [
     Mutant(
         "the oldest update wins",
         "protocol/outbox.py",
-        "self.pending, self._waiting = version, []",
-        "self.pending, self._waiting = self.pending or version, []",
+        "[*(each for each in self.queue if each in kept), version]",
+        "[*self.queue, version]",
         contract("slow_worker"),
     ),
     Mutant(
         "what is in flight is forgotten when the link ends",
         "protocol/outbox.py",
-        "versions = [*self.in_flight, *pending, *self._waiting]",
-        "versions = [*pending, *self._waiting]",
+        "versions = [*self.in_flight, *self.queue]",
+        "versions = [*self.queue]",
         contract("killed_worker", "close_wakes"),
     ),
     Mutant(
@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "a part takes the place of another that waits",
         "sender/worker_link.py",
-        "if needed or not covers.names <= snapshot.names:",
-        "if False:",
+        "overtakes = not needed and names_of(covers) <= names",
+        "overtakes = True",
         contract("parts"),
     ),
     # -- the send and its report
@@ -268,6 +268,13 @@ MUTANTS = [
         contract("close_wakes"),
     ),
     # -- who comes, goes, and comes again
+    Mutant(
+        "a part that stays goes alone where an older one was replaced",
+        "sender/history.py",
+        "if len(kept) == len(each) and not (lost and parts):",
+        "if len(kept) == len(each):",
+        "tests/schemes/test_parts.py -k never_had",
+    ),
     Mutant(
         "a late joiner gets only the newest part",
         "sender/history.py",

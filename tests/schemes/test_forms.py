@@ -155,7 +155,7 @@ WRONG: list[dict[str, Any]] = [
     {"num_workers": torch.tensor(True)},
     {"num_workers": 1.5},
     {"num_workers": -1},
-    {"num_workers": 2**31},
+    {"num_workers": 2**16},
     {"devices": "cpu"},
     {"devices": torch.device("cpu")},
     {"devices": ["abacus"]},

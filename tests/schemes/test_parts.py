@@ -71,6 +71,54 @@ async def test_a_part_that_is_refused_or_too_large_holds_up_nobody(make: Any, ba
         assert held(receiver) == (5.0, 9.0)
 
 
+LETTERS = "abc"
+
+
+def letters(names: str, value: float) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": torch.full((1, 1), value) for name in names}
+
+
+@everywhere
+@pytest.mark.parametrize("order", ["abcb", "abcabcbbca", "bcb", "acbabccab"])
+async def test_a_worker_never_has_what_the_trainer_never_had(make: Any, order: str) -> None:
+    """Neither one that is slow, nor one that comes when all was sent."""
+    build = lambda: nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in LETTERS})  # noqa: E731
+
+    def content(model: Any) -> list[float]:
+        return [model[name].weight.item() for name in LETTERS]
+
+    scheme, target = make(strict=False), build()
+    seen = list[tuple[int, list[float]]]()
+    hooks = aiosync.SchemeHooks(applied=lambda _, version: seen.append((version, content(target))))
+    scheme.init_on_sender(model_id="policy", weights=letters(LETTERS, 1.0))
+    late, worker = harness.twin(scheme), harness.twin(scheme)
+    had, now = {}, dict.fromkeys(LETTERS, 1.0)
+    async with scheme, worker, late:
+        await scheme.connect()
+        worker.init_on_receiver(model_id="policy", model=target, hooks=hooks)
+        await worker.connect(timeout=harness.PATIENCE)
+        had[scheme.version] = [*now.values()]
+        async with worker.reading():
+            handles = []
+            for value, name in enumerate(order, 2):
+                handles.append(scheme.send_nowait(letters(name, float(value))))
+                now[name] = float(value)
+                had[handles[-1].version] = [*now.values()]
+        for handle in handles:
+            await handle
+        await worker.wait_for_version(scheme.version, timeout=harness.PATIENCE)
+        assert seen
+        assert all(had[version] == found for version, found in seen), (had, seen)
+        assert seen[-1] == (scheme.version, [*now.values()])
+        target = build()
+        late.init_on_receiver(model_id="policy", model=target, hooks=hooks)
+        del seen[:]
+        await late.connect(timeout=harness.PATIENCE)
+        await late.wait_for_version(scheme.version, timeout=harness.PATIENCE)
+        assert all(had[version] == found for version, found in seen), (had, seen)
+        assert seen[-1] == (scheme.version, [*now.values()])
+
+
 # -- who comes later -------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 import aiosync
 from tests.schemes import _harness as harness
@@ -24,6 +25,23 @@ def _refused(*_args: Any, **_kwargs: Any) -> int:
 
 def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def _segment_nbytes() -> int:
+    """Memory of the segments and pages that this process has open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if "memfd:" in os.readlink(f"/proc/self/fd/{name}"):
+                stat = os.stat(f"/proc/self/fd/{name}")
+                found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
+
+
+def _num_written() -> int:
+    """Slots and pages that a sender of this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:" in line and line.split()[1].endswith("s") for line in lines)
 
 
 async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeypatch) -> None:
@@ -98,3 +116,64 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written(
                 await scheme.send()
             assert all(bool((each == 3.0).all()) for each in kept.values()), value
         assert num_slots() <= 6
+
+
+@pytest.mark.parametrize("last_stays", [False, True])
+async def test_slots_of_workers_that_went_on_are_given_back_within_100_sends(last_stays) -> None:
+    """Six workers were in a read of another version each; then all go on, or all but the last."""
+    nbytes = 2**22  # of a slot: all together are not small
+    scheme = aiosync.SharedMemWeightSyncScheme(guard="reading", require=1)
+    scheme.init_on_sender(weights={"weight": torch.zeros(nbytes // 4)})
+    workers = [harness.twin(scheme) for _ in range(7)]
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(scheme)
+        await scheme.connect()
+        for worker in workers:
+            worker.init_on_receiver(weights={"weight": torch.zeros(nbytes // 4)})
+            await stack.enter_async_context(worker)
+            await worker.connect()
+        for _ in range(3):
+            await scheme.send()
+        before, mapped = _segment_nbytes(), _num_written()
+        reads = list[contextlib.AsyncExitStack]()
+        for worker in workers[1:]:
+            await scheme.send()
+            await worker.wait_for_version(scheme.version, timeout=harness.PATIENCE)
+            reads.append(await contextlib.AsyncExitStack().__aenter__())
+            await reads[-1].enter_async_context(worker.reading())
+        await scheme.send()
+        assert _segment_nbytes() >= 7 * nbytes
+        last = reads.pop()
+        for read in reads:
+            await read.aclose()
+        if not last_stays:
+            await last.aclose()
+        for _ in range(100):
+            await scheme.send()
+        assert _segment_nbytes() <= before + last_stays * (nbytes + 2**16)
+        if not last_stays:
+            assert _num_written() == mapped  # each has a descriptor
+        await last.aclose()
+
+
+async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -> None:
+    """Each under an index of its own: reports and memory are bounded."""
+    scheme = aiosync.SharedMemWeightSyncScheme(per_worker_weights=True)
+    scheme.init_on_sender(model=models.linear())
+    stays = harness.twin(scheme)
+    async with scheme, stays:
+        await scheme.connect()
+        stays.init_on_receiver(model=models.linear(), worker_idx=0)
+        await stays.connect(timeout=harness.PATIENCE)
+        for idx in range(100):
+            worker = harness.twin(scheme)
+            worker.init_on_receiver(model=models.linear(), worker_idx=1000 + idx)
+            await worker.connect(timeout=harness.PATIENCE)
+            await scheme.send({1000 + idx: models.linear(float(idx)).state_dict()})
+            worker.abort()
+            await harness.until(lambda: len(scheme.sender_transports) == 1)
+            with contextlib.suppress(aiosync.PartialSyncError):  # names who left, once
+                await scheme.send({1000 + idx: models.linear(0.5).state_dict()})
+        report = await scheme.send()
+        assert len(report.lost) <= 70
+        assert _num_written() <= 70

@@ -202,7 +202,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: not self.closed)
     @rule(data=st.data())
     def offer_a_part(self, data: st.DataObject) -> None:
-        waiting = sorted(self.open - {*self.outbox.in_flight, self.outbox.pending})
+        waiting = sorted(self.open - {*self.outbox.in_flight})
         kept = data.draw(st.sets(st.sampled_from(waiting))) if waiting else set()
         unresolved = self.open - (set(waiting) - kept)
         version = self.next_version()
@@ -214,10 +214,10 @@ class Link(RuleBasedStateMachine):
         self.take()
 
     def take(self) -> bool:
-        pending = self.outbox.pending
+        queue = [*self.outbox.queue]
         version = self.outbox.take()
         if version is not None:
-            assert version == pending
+            assert version == queue[0]
             assert self.after.get(version, set()) <= self.outcomes.keys()
             self.updates.append(version)
         return version is not None
@@ -286,7 +286,7 @@ class Link(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         assert self.outbox.is_idle == (not self.open)
         assert {*self.outbox.in_flight} <= self.open
-        assert self.outbox.pending is None or self.outbox.pending in self.open
+        assert {*self.outbox.queue} <= self.open
         assert self.outbox.skipped == sum(each.by is not None for each in self.outcomes.values())
 
     @invariant()

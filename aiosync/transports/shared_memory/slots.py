@@ -75,8 +75,7 @@ SHARED, _EXCLUSIVE, UNLOCKED = (
 )
 
 _PAGE_NBYTES = 4096
-_UNUSED_SENDS = 100  # until the last slot is given back
-_FIRST_FIT_SENDS = 32  # between two that take the first free slot: so the last become free
+_UNUSED_SENDS = 50  # until the memory of a slot is given back, one at each send
 
 _segment_ids = itertools.count(1)
 
@@ -165,7 +164,7 @@ class Segment:
         page = mmap.ALLOCATIONGRANULARITY
         self.slot_nbytes: int = -(-(slot_nbytes + HEADER_NBYTES) // page) * page
         self.slots: list[Slot] = []
-        self._taken_nbytes = 0  # bytes of the file whose pages are there
+        self._reserved = -1  # index of a slot whose memory is there already
         self._fd = -1
         self.read_only_fd: int = -1
         self.lock_fd: int = -1
@@ -177,34 +176,45 @@ class Segment:
             self.close()
             raise ConfigError(f"no memory or no descriptor for shared memory: {exc}") from exc
 
+    @property
+    def taken(self) -> list[Slot]:
+        """The slots that have memory."""
+        return [slot for slot in self.slots if slot.has_memory]
+
+    def _next(self) -> int:
+        """Index of the slot that gets memory next."""
+        return next((slot.index for slot in self.slots if not slot.has_memory), len(self.slots))
+
     def grow(self, arena: Arena) -> Slot:
-        """Add one slot.
+        """Give one more slot memory.
 
         Raises:
-            ConfigError: The system has no memory left for it.
+            ConfigError: The system has none left for it.
         """
-        offset = len(self.slots) * self.slot_nbytes
+        index, nbytes = self._next(), self.slot_nbytes
         try:
-            if self._taken_nbytes < offset + self.slot_nbytes:
+            if self._reserved != index:
                 # No memory later would be a SIGBUS.
-                os.posix_fallocate(self._fd, offset, self.slot_nbytes)
-                self._taken_nbytes = offset + self.slot_nbytes
-            mapping = mmap.mmap(self._fd, self.slot_nbytes, offset=offset)
+                os.posix_fallocate(self._fd, index * nbytes, nbytes)
+            if index == len(self.slots):
+                mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
+                self.slots.append(Slot(arena, self, index, mapping))
         except OSError as exc:
             raise ConfigError(
-                f"cannot allocate shared memory for another slot of {self.slot_nbytes} bytes: {exc}"
+                f"cannot allocate shared memory for another slot of {nbytes} bytes: {exc}"
             ) from exc
-        slot = Slot(arena, self, len(self.slots), mapping)
-        self.slots.append(slot)
+        self._reserved, slot = -1, self.slots[index]
+        slot.has_memory = True
         return slot
 
-    def shrink(self) -> None:
-        """Give the memory of the last slot back, which is locked and needed by nobody."""
-        slot = self.slots.pop()
-        self._taken_nbytes = min(self._taken_nbytes, len(self.slots) * self.slot_nbytes)
+    def shrink(self, slot: Slot) -> None:
+        """Give the memory of a slot back, which is locked and needed by nobody."""
+        slot.has_memory, self._reserved = False, -1
         with contextlib.suppress(OSError):  # a file system that keeps what it has
             slot.mapping.madvise(mmap.MADV_REMOVE)
         slot.release()
+        while self.slots and not self.slots[-1].has_memory:
+            self.slots.pop()  # and its mapping, with that its descriptor
 
     def reserve(self) -> Callable[[], None]:
         """What makes the next :meth:`grow` quick; to be called once, in any thread.
@@ -212,7 +222,7 @@ class Segment:
         Clearing the pages of a large slot takes longer than an event loop should stall. Works
         whatever becomes of the segment; what fails, :meth:`grow` meets again, and says so.
         """
-        start, nbytes = len(self.slots) * self.slot_nbytes, self.slot_nbytes
+        index, nbytes = self._next(), self.slot_nbytes
         try:
             fd = os.dup(self._fd)
         except OSError:
@@ -220,8 +230,8 @@ class Segment:
 
         def take() -> None:
             with contextlib.suppress(OSError):
-                os.posix_fallocate(fd, start, nbytes)
-                self._taken_nbytes = max(self._taken_nbytes, start + nbytes)
+                os.posix_fallocate(fd, index * nbytes, nbytes)
+                self._reserved = index
 
         weakref.finalize(take, os.close, fd)  # an executor may let go of a call it never made
         return take
@@ -251,6 +261,7 @@ class Slot:
         namers: Links whose word names it, or may.
         locked: Nobody else may read it: it is being filled.
         used_at: When it was last acquired, in acquisitions of its arena.
+        has_memory: Its pages are there: nobody acquires it without.
     """
 
     def __init__(self, arena: Arena, segment: Segment, index: int, mapping: mmap.mmap) -> None:
@@ -265,10 +276,11 @@ class Slot:
         self.namers: set[object] = set()
         self.locked: bool = False
         self.used_at: int = 0
+        self.has_memory: bool = False
 
     def acquire(self) -> bool:
         """Take the slot to write to it, if nobody in this process or another one needs it."""
-        if self.in_use or self.namers:
+        if self.in_use or self.namers or not self.has_memory:
             return False
         try:
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])
@@ -315,7 +327,6 @@ class Arena:
         self.num_links: int = 0
         self.retired: list[Segment] = []
         self._num_acquired = 0
-        self._last_two: tuple[Slot | None, Slot | None] = (None, None)
         self._closed = False
         close_in_child(self)
 
@@ -326,35 +337,31 @@ class Arena:
     @property
     def num_slots(self) -> int:
         """Slots of the current segment."""
-        return len(self.segment.slots) if self.segment else 0
+        return len(self.segment.taken) if self.segment else 0
 
     @property
     def num_left(self) -> int:
         """Slots of the current segment that only readers may still need."""
-        return sum(not slot.is_needed for slot in self.segment.slots) if self.segment else 0
+        return sum(not slot.is_needed for slot in self.segment.taken) if self.segment else 0
 
     def free_slot(self, nbytes: int) -> Slot | None:
         """Acquire a slot that no process reads, or ``None``. The caller says that it is in use."""
-        segment = self.segment
-        if self._closed or segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
-            segment = self._segment_for(nbytes)
+        segment = self._segment_for(nbytes)
         if segment is None:
             return None
         self._num_acquired += 1
-        slots = segment.slots
-        if self._last_two[0] in slots and self._num_acquired % _FIRST_FIT_SENDS:
-            # Mostly free: who computed with it has gone on to the one that is named now.
-            slots = [self._last_two[0], *slots]
-        for slot in slots:
+        # The first: what only slow workers made necessary comes to be unused.
+        for slot in segment.slots:
             if slot.acquire():
+                slot.used_at = self._num_acquired
                 break
         else:
             return None
-        slot.used_at, last = self._num_acquired, segment.slots[-1]
-        if slot is not self._last_two[1]:
-            self._last_two = self._last_two[1], slot
-        if self._num_acquired - last.used_at > _UNUSED_SENDS and last.acquire():
-            segment.shrink()
+        unused_since = self._num_acquired - _UNUSED_SENDS
+        for old in reversed(segment.slots):
+            if old.used_at < unused_since and old.acquire():
+                segment.shrink(old)
+                break
         return slot
 
     def grow(self, nbytes: int) -> Slot:
@@ -374,7 +381,6 @@ class Arena:
         if not slot.acquire():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
         slot.used_at = self._num_acquired
-        self._last_two = self._last_two[1], slot
         return slot
 
     def reserve(self, nbytes: int) -> Callable[[], None]:
@@ -407,4 +413,3 @@ class Arena:
             segment.close()
         self.retired.clear()
         self.segment = None
-        self._last_two = (None, None)

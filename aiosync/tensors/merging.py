@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiosync.tensors import FlatBuffer, Layout, copy_bytes
+from aiosync.tensors.buffer import FlatBuffer
+from aiosync.tensors.copying import copy_bytes
+from aiosync.tensors.layout import Layout
 from aiosync.tensors.values import inner_names
 from aiosync.types import Limits
 from aiosync.wire import LeafSpec, plan_manifest
