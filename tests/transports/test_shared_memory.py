@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
