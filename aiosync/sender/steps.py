@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TypeVar
@@ -43,7 +44,8 @@ class _Steps:
     Attributes:
         open: The frame of the step that a thread is in.
         copies: Those that are made, or are about to be.
-        unsettled: For each copy that is not looked at yet, where what was stepped since is.
+        unsettled: For each copy that is not looked at yet, where what was stepped since is. Weak,
+            as the loop that should look may be closed.
         num_waiting: How many steps wait for copies.
     """
 
@@ -56,7 +58,7 @@ class _Steps:
         # Taken by itself: a signal's handler that raises inside of a condition's leaves it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.unsettled: list[set[int]] = []
+        self.unsettled: list[weakref.ref[set[int]]] = []
         self.open: dict[int, FrameType] = {}
         self.copies: set[object] = set()
         self.num_waiting: int = 0
@@ -82,8 +84,10 @@ class _Steps:
             if self.unsettled:
                 groups = (each["params"] for each in optimizer.param_groups)
                 stepped = {each.data_ptr() for params in groups for each in params}
-                for each in self.unsettled:
-                    each |= stepped
+                for each in [*self.unsettled]:
+                    noted = each()
+                    if noted is not None:
+                        noted |= stepped
 
     def _after(self, *_of_step: object) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -215,7 +219,7 @@ def steadily(
             check()
             return result
         finally:
-            STEPS.unsettled.append(stepped)
+            STEPS.unsettled.append(weakref.ref(stepped, STEPS.unsettled.remove))
             STEPS.end(copy)
 
     def settle(running: asyncio.Future[_T]) -> None:
@@ -228,8 +232,6 @@ def steadily(
             done.exception()  # and if nobody does, it is no news
         else:
             done.set_result(result)
-        finally:
-            STEPS.unsettled[:] = [each for each in STEPS.unsettled if each is not stepped]
 
     try:
         STEPS.copies.add(copy)

@@ -399,13 +399,14 @@ class RayPlane(DataPlane):
 
     async def push(self, payload: list[memoryview]) -> None:
         """See :class:`DataPlane`. Waits until the peer holds the object itself."""
-        announced = self._announced
+        # Not the entry: the traceback of an error keeps what is here.
+        got = None if self._announced is None else self._announced[1]
         try:
             await self._within(self._told, _HUB_SECONDS)
         except self._ray.exceptions.RayError as exc:
             raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
-        if announced is not None:
-            await self._within(announced[1], None)
+        if got is not None:
+            await self._within(got, None)
 
     # -- receiving -----------------------------------------------------------------------------
 
