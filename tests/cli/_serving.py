@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing import reduction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +24,7 @@ from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import pytest
 
@@ -54,98 +52,20 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-class _Fd:
-    """A file descriptor that travels to the process that a process starts."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __getstate__(self) -> Any:
-        return reduction.DupFd(self.fd)
-
-    def __setstate__(self, copy: Any) -> None:
-        self.fd = copy.detach()
-
-
-def _main(fds: list[_Fd], variables: dict[str, str], args: tuple[str, ...]) -> None:
-    for number, fd in enumerate(fds):
-        os.dup2(fd.fd, number)
-        os.close(fd.fd)
-    sys.stdout = open(1, "w", 1 if os.isatty(1) else -1, closefd=False)
+def _main(
+    files: tuple[str, str], variables: dict[str, str], program: list[str], args: tuple[str, ...]
+) -> None:
+    for number, path in enumerate((os.devnull, *files)):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        os.dup2(fd, number)
+        os.close(fd)
+    if program:
+        os.execve(program[0], [*program, *args], variables)
+    sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", 1, closefd=False)
     os.environ.clear()
     os.environ.update(variables)
     sys.exit(aiosync.cli.main(args))
-
-
-class Forked:
-    """A command in a fork; what tests need of ``subprocess.Popen``."""
-
-    def __init__(
-        self, *args: str, env: dict[str, str], stdout: int, stderr: int, stdin: int | None = None
-    ) -> None:
-        """Give descriptors, or ``subprocess.PIPE`` for stdout or stderr."""
-        theirs, pipes = [], []
-        with contextlib.ExitStack() as stack:
-            if stdin is None:
-                stdin = stack.enter_context(open(os.devnull)).fileno()
-            for fd in (stdout, stderr):
-                mine = None
-                if fd == subprocess.PIPE:
-                    end, fd = os.pipe()
-                    mine = open(end)
-                    stack.callback(os.close, fd)
-                pipes.append(mine)
-                theirs.append(_Fd(fd))
-            self.stdout, self.stderr = pipes
-            self._process = harness.context("forkserver").Process(
-                target=_main, args=([_Fd(stdin), *theirs], env, args)
-            )
-            self._process.start()
-        self._returncode: int | None = None
-
-    def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def poll(self) -> int | None:
-        if self._returncode is None:
-            self._returncode = self._process.exitcode
-        return self._returncode
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def wait(self, timeout: float = PATIENCE) -> int:
-        if self._returncode is None:
-            self._process.join(timeout)
-        status = self.poll()
-        assert status is not None, "it does not end"
-        return status
-
-    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
-        """Exit status and what fits into pipes; both are closed then."""
-        self.wait(timeout)
-        shown = []
-        for pipe in (self.stdout, self.stderr):
-            shown.append("" if pipe is None else pipe.read())
-            if pipe is not None:
-                pipe.close()
-        return shown[0], shown[1]
-
-    def kill(self) -> None:
-        """End it, if it has not ended, and let go of everything."""
-        if self._returncode is None:
-            self._process.kill()
-            self.wait()
-        with contextlib.suppress(ValueError):  # closed already
-            self._process.close()
-        for pipe in (self.stdout, self.stderr):
-            if pipe is not None:
-                pipe.close()
-
-    close = kill
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -155,71 +75,67 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-class Served:
-    """``aiosync serve`` as a process."""
+class Command:
+    """A command in a fork, or a program of its own; it writes to files of a folder."""
 
-    def __init__(
-        self, folder: Path, *args: str, program: list[str] | None = None, fresh: bool = False
-    ) -> None:
-        self.log = folder / "stderr"
-        self._url = ""
-        variables = environment()
-        if "--with-token" in args:
-            variables = environment(AIOSYNC_TOKEN=SECRET)
-            args = tuple(arg for arg in args if arg != "--with-token")
-        self.process: Forked | subprocess.Popen[str]
-        with self.log.open("ab") as stderr:
-            if program is None and not fresh:
-                self.process = Forked(
-                    *("serve", *args),
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr.fileno(),
-                )
-                return
-            self.process = subprocess.Popen(
-                [*(program or command()), "serve", *args],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=variables,
-            )
+    def __init__(self, folder: Path, *args: str, program: list[str] | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.out, self.log = folder / "stdout", folder / "stderr"
+        for path in (self.out, self.log):
+            path.touch()
+        token = {"AIOSYNC_TOKEN": SECRET} if "--with-token" in args else {}
+        args = tuple(arg for arg in args if arg != "--with-token")
+        self._process = harness.context("forkserver").Process(
+            target=_main,
+            args=((str(self.out), str(self.log)), environment(**token), program or [], args),
+        )
+        self._process.start()
 
     @property
     def url(self) -> str:
-        """The first line that it prints."""
-        if not self._url:
-            assert self.process.stdout is not None
-            ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-            self._url = self.process.stdout.readline().strip() if ready else ""
-            assert self._url, self.log.read_text()
-        return self._url
+        """The first line that a server prints."""
+        wait_for(lambda: "\n" in self.out.read_text() or self.poll() is not None)
+        assert self.poll() is None, self.log.read_text()
+        return self.out.read_text().partition("\n")[0]
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        self._process.join(PATIENCE)
+        status = self.poll()
+        assert status is not None, "it does not end"
+        return status
+
+    def ended(self) -> tuple[int, str, str]:
+        """Its exit status, and all that it wrote."""
+        return self.wait(), self.out.read_text(), self.log.read_text()
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send a signal; exit status, and what it printed after its address."""
+        """Send a signal to a server; exit status, and what it printed after its address."""
         assert self.url  # the handlers are there
-        self.process.send_signal(number)
-        out, _ = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out
+        self.send_signal(number)
+        status, out, _ = self.ended()
+        return status, out.partition("\n")[2]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+    def close(self) -> None:
+        """End it, if it has not ended, and let go of everything."""
+        with contextlib.suppress(ValueError):  # that was done already
+            self._process.kill()
+            self._process.join()
+            self._process.close()
 
 
-@contextlib.contextmanager
 def serving(
     folder: Path, *args: str, program: list[str] | None = None, fresh: bool = False
-) -> Iterator[Served]:
+) -> contextlib.closing[Command]:
     """A server in a fork, unless it is a program of its own or wants a fresh interpreter."""
-    folder.mkdir(exist_ok=True)
-    server = Served(folder, *args, program=program, fresh=fresh)
-    try:
-        yield server
-    finally:
-        server.kill()
+    program = command() if fresh else program
+    return contextlib.closing(Command(folder, "serve", *args, program=program))
 
 
 def assert_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:

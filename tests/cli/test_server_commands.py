@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,17 +32,15 @@ from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
 from tests.cli._serving import (
     SECRET,
-    Forked,
-    Served,
+    Command,
     assert_same,
-    environment,
     refused,
     run,
     serving,
     wait_for,
     write_weights,
 )
-from tests.schemes._harness import PATIENCE, until
+from tests.schemes._harness import until
 from tests.server._tools import URL, described, trainer
 
 if TYPE_CHECKING:
@@ -76,7 +73,7 @@ def with_files(options: tuple[str, ...]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path, token_file: str) -> Iterator[dict[str, Served]]:
+def servers(folder: Path, token_file: str) -> Iterator[dict[str, Command]]:
     """A plain one, one with a token, and one with TLS; they start at the same time."""
     unix = f"unix://{folder / 'socket'}"
     tcp = "tcp://127.0.0.1:0"
@@ -101,7 +98,7 @@ def weights(tmp_path: Path) -> tuple[str, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_push_pull_and_status_as_processes(
-    servers: dict[str, Served],
+    servers: dict[str, Command],
     weights: tuple[str, dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
@@ -135,7 +132,7 @@ def test_push_pull_and_status_as_processes(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_round_trip_with_tls(
-    servers: dict[str, Served],
+    servers: dict[str, Command],
     weights: tuple[str, dict[str, torch.Tensor]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -177,7 +174,7 @@ def test_a_round_trip_with_tls(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_wrong_token_is_one_line(
-    servers: dict[str, Served],
+    servers: dict[str, Command],
     weights: tuple[str, dict[str, torch.Tensor]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -224,7 +221,7 @@ def test_a_token_that_others_may_read_is_noted(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_what_a_server_does_not_have(
-    servers: dict[str, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    servers: dict[str, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = servers["plain"].url
     target = tmp_path / "copy.pt"
@@ -339,15 +336,9 @@ def test_what_fails_on_the_way_is_status_1(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ctrl_c_ends_a_pull_that_waits(
-    servers: dict[str, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    servers: dict[str, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = servers["plain"].url
-    pulling = Forked(
-        *("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
 
     def waits() -> bool:
         capsys.readouterr()
@@ -355,19 +346,19 @@ def test_ctrl_c_ends_a_pull_that_waits(
         models = json.loads(capsys.readouterr().out)["models"]
         return any(model["model_id"] == "never" and model["workers"] for model in models)
 
-    with contextlib.closing(pulling):
+    args = ("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never")
+    with contextlib.closing(Command(tmp_path / "said", *args)) as pulling:
         wait_for(waits)
         pulling.send_signal(signal.SIGINT)
-        out, err = pulling.communicate(timeout=PATIENCE)
-    assert (pulling.returncode, out, err) == (130, "", "Stopped by Ctrl-C.\n")
-    assert os.listdir(tmp_path) == []
+        assert pulling.ended() == (130, "", "Stopped by Ctrl-C.\n")
+    assert os.listdir(tmp_path) == ["said"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_leaves_no_temporary_file(
-    servers: dict[str, Served],
+    servers: dict[str, Command],
     failing: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -228,7 +228,7 @@ async def test_a_weight_server_is_killed_in_mid_update(address: str, tmp_path: P
             await server.until_ready(True)
             process.send(2.0)
             await in_the_middle(proxy)
-            first.kill()
+            first.close()
             status = await server.until_ready(False)
             assert (status["state"], status["version"]) == ("stale", version)
             await server.goes_on_with(1.0)

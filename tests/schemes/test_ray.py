@@ -36,14 +36,6 @@ def test_contract(number: int, driver: Driver) -> None:
     driver.run(scenarios.contract, number, loop=("asyncio", "uvloop")[number % 2])
 
 
-@pytest.mark.parametrize("share", range(3))  # of the suite, so that no test takes long
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_conformance(driver: Driver, loop: str, share: int) -> None:
-    passed, skipped = driver.run(scenarios.conformance, share, 3, loop=loop)
-    assert passed
-    assert all("hook" in reason for reason in skipped.values()), skipped
-
-
 @pytest.mark.parametrize(
     ("scenario", "args", "loop"),
     [
@@ -65,6 +57,14 @@ def test_scenario(
     driver: Driver, scenario: Callable[..., Coroutine[Any, Any, None]], args: list[Any], loop: str
 ) -> None:
     driver.run(scenario, *args, loop=loop)
+
+
+@pytest.mark.parametrize("share", range(3))  # of the suite, so that no test takes long
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_conformance(driver: Driver, loop: str, share: int) -> None:
+    passed, skipped = driver.run(scenarios.conformance, share, 3, loop=loop)
+    assert passed
+    assert all("hook" in reason for reason in skipped.values()), skipped
 
 
 @pytest.mark.parametrize("package", [aiosync, sync])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,15 +18,13 @@ import torch
 import aiosync.cli
 from aiosync.server import WeightStore
 from tests.cli._serving import (
-    Forked,
+    Command,
     assert_same,
-    environment,
     refused,
     serving,
     wait_for,
     write_weights,
 )
-from tests.schemes._harness import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +86,11 @@ def test_a_second_signal_ends_a_server_at_once(
         # The trainer is told that the version is not on disk.
         status, text = refused(capsys, "push", weights[0], server.url, "--timeout", "1")
         assert (status, "AckTimeout" in text) == (1, True)
-        server.process.send_signal(signal.SIGINT)
+        server.send_signal(signal.SIGINT)
         wait_for(lambda: not (folder / "stuck").exists())  # it ends, and waits for the disk
-        assert server.process.poll() is None
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE) == 130
+        assert server.poll() is None
+        server.send_signal(signal.SIGINT)
+        assert server.wait() == 130
 
 
 FULL = """
@@ -128,28 +125,24 @@ def test_a_store_that_cannot_be_written_is_said(
             )
         )
         # What is being written when the signal comes fails afterwards.
-        pushing = stack.enter_context(contextlib.closing(pushed(weights[0], server.url)))
+        pushing = stack.enter_context(pushed(weights[0], server.url))
         wait_for(Path(f"{gate}-asked").exists)
-        server.process.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
         wait_for(lambda: not unix.exists())  # it ends, and waits for the disk
-        assert server.process.poll() is None
+        assert server.poll() is None
         gate.touch()
-        assert server.process.wait(PATIENCE) == 1
-        assert pushing.communicate()[0] == "" and pushing.returncode == 1
+        assert server.wait() == 1
+        assert pushing.ended()[:2] == (1, "")
         (line,) = server.log.read_text().splitlines()
         assert "policy: not stored, so refused and not served (1 so far): version 1 of " in line
         assert "File too large" in line
     assert os.listdir(store) == []
 
 
-def pushed(path: str, url: str) -> Forked:
+def pushed(path: str, url: str) -> contextlib.closing[Command]:
     """A push that is under way."""
-    return Forked(
-        *("push", path, url, "--timeout", "60"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
+    args = ("push", path, url, "--timeout", "60")
+    return contextlib.closing(Command(Path(f"{path}-pushed"), *args))
 
 
 @pytest.mark.slow
@@ -163,7 +156,7 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
     copy = tmp_path / "copy.pt"
     with serving(folder / "kill-1", *args) as first:
         assert aiosync.cli.main(["push", str(tmp_path / "1.pt"), first.url]) == 0
-        with contextlib.closing(pushed(str(tmp_path / "2.pt"), first.url)) as pushing:
+        with pushed(str(tmp_path / "2.pt"), first.url) as pushing:
             before = os.stat(store / "policy.safetensors").st_ino
             wait_for(
                 lambda: (
@@ -171,7 +164,7 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
                     or os.stat(store / "policy.safetensors").st_ino != before
                 )
             )
-            first.kill()
+            first.close()
             stored = WeightStore(store).load("policy")  # which checks every byte
             assert stored is not None
             (name,) = [leaf.name for leaf in stored.layout.manifest.leaves]
@@ -179,11 +172,11 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
             assert (name, value in (1.0, 2.0)) == ("w", True)
             # The push goes on with the next server, and ends well.
             with serving(folder / "kill-2", *args) as second:
-                assert second.url == first.url
-                out, err = pushing.communicate(timeout=PATIENCE)
-                assert (pushing.returncode, err) == (0, "")
+                assert second.url == args[1]
+                status, out, err = pushing.ended()
+                assert (status, err) == (0, "")
                 assert out.startswith("Pushed policy: version 1 of epoch ")
-                second.kill()
+                second.close()
     with serving(folder / "kill-3", *args) as third:
         assert aiosync.cli.main(["pull", third.url, str(copy)]) == 0
         assert_same(copy, big[1])

@@ -96,20 +96,6 @@ def test_methods_have_the_same_signature_and_documentation(cls: str, name: str) 
         assert twin.__name__ == original.__name__ or name == "init_on_worker"
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_bound_methods_look_like_methods(cls: str) -> None:
-    twin = getattr(aiosync.sync, cls)
-    method = twin.send
-    assert inspect.isfunction(method)
-    assert method.__qualname__.endswith("WeightSyncScheme.send")
-    assert method.__module__.startswith("aiosync.sync")
-    if cls != "WeightSyncScheme":
-        bound, original = twin().send, getattr(aiosync, cls)().send
-        assert inspect.ismethod(bound)
-        assert inspect.signature(bound).parameters == inspect.signature(original).parameters
-        assert repr(bound).startswith("<bound method")
-
-
 PROPERTIES = [
     name for name, value in _public(aiosync.WeightSyncScheme).items() if isinstance(value, property)
 ]
