@@ -1,9 +1,9 @@
 """The benchmark behind ``aiosync bench``: aiosync beside the least that the machine must do.
 
-Each contender has a trainer process of its own with real worker processes; the benchmark's process
-(:func:`run`) lets them take turns, block by block, on the cases of a :class:`Plan`. The command is
-the interface, and its JSON. The names here are for benchmarks that compare more: they
-:func:`register` contenders, and look at processes by :meth:`TrainerProcess.call`.
+Each contender has real worker processes; the trainers' halves are in the benchmark's own
+(:func:`run`), where they take turns, block by block, on the cases of a :class:`Plan`. The command
+is the interface, and its JSON. The names here are for benchmarks that compare more: they
+:func:`register` contenders.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from aiosync.bench._contenders import (
     register,
 )
 from aiosync.bench._limits import Limit, wake_up
-from aiosync.bench._results import LIMIT, Case, Figure, Machine, Missing, Results, Timing, machine
-from aiosync.bench._run import Failed, TrainerProcess, run
+from aiosync.bench._results import LIMIT, Case, Machine, Missing, Results, Timing, machine
+from aiosync.bench._run import Block, Rounds, maybe, run
 from aiosync.bench._table import limit_of, show
 from aiosync.bench._work import (
     PATIENCE,
@@ -41,21 +41,20 @@ __all__ = [
     "PATIENCE",
     "WORKLOADS",
     "AsyncTrainer",
+    "Block",
     "Case",
     "Contender",
     "Crew",
     "Desk",
     "FacadeTrainer",
-    "Failed",
-    "Figure",
     "Handle",
     "Limit",
     "Machine",
     "Missing",
     "Plan",
     "Results",
+    "Rounds",
     "Timing",
-    "TrainerProcess",
     "Workload",
     "ask_all",
     "cases_of",
@@ -63,6 +62,7 @@ __all__ = [
     "fill",
     "limit_of",
     "machine",
+    "maybe",
     "profiles",
     "register",
     "run",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from aiosync.bench._results import LIMIT, Case
+from aiosync._run import new_event_loop
+from aiosync.bench._aiosync import AsyncTrainer, FacadeTrainer
+from aiosync.bench._limits import Memcpy, Stream, wake_up
+from aiosync.bench._results import LIMIT, Case, Missing, Results
 from aiosync.bench._work import WORKLOADS
 from aiosync.errors import ConfigError
 
@@ -16,30 +21,29 @@ __all__ = ["CONTENDERS", "Contender", "Plan", "cases_of", "choose", "profiles", 
 _CLUSTERS = ("gloo", "rpc", "ray")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contender:
     """One way to move weights over one transport.
 
     Attributes:
         name: Such as ``"aiosync/facade"``; that of a limit begins with ``"limit/"``.
         loop: What drives its trainer, and its workers if they are async.
-        factory: ``"module:name"`` of what makes its trainer's half, in the trainer's process: an
-            object with ``open(case)``, which returns a handle for each worker, ``send()``,
-            ``close()`` and ``model``. Unless the loop is ``"blocking"``, the methods are
-            coroutine functions.
-        args: For the factory.
+        make: Makes its trainer's half: an object with ``open(case)``, which returns a handle for
+            each worker, ``send()``, ``close()`` and ``model``. Unless the loop is ``"blocking"``,
+            the methods are coroutine functions.
         needs: Packages that must be installed.
         surface: Another face of the same thing: left out where there are many contenders.
-        lasting: Its trainer's process serves one case after another; otherwise one only.
     """
 
     name: str
     loop: Literal["uvloop", "asyncio", "blocking"]
-    factory: str
-    args: tuple[str, ...] = ()
+    make: Callable[[], Any]
     needs: tuple[str, ...] = ()
     surface: bool = False
-    lasting: bool = True
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        """A loop of its kind, unless it is blocking."""
+        return new_event_loop() if self.loop == "uvloop" else asyncio.new_event_loop()
 
     def missing(self) -> list[str]:
         """Packages that it needs and that are not installed."""
@@ -57,32 +61,29 @@ def register(transport: str, *contenders: Contender) -> None:
     CONTENDERS[transport] = there
 
 
-def _register_own() -> None:
-    def limit(name: str, function: str, *args: str) -> Contender:
-        return Contender(f"{LIMIT}{name}", "blocking", f"aiosync.bench._limits:{function}", args)
-
-    copies = [limit("memcpy", "Memcpy"), limit("memcpy all threads", "memcpy_all_threads")]
-    limits = {
-        "shm": copies,
-        "pipe": [limit("raw unix socket", "Stream")],
-        "tcp": [limit("raw socket", "Stream", "tcp")],
-        "unix": [limit("raw unix socket", "Stream")],
-        "gloo": copies,
-    }
-    half = "aiosync.bench._aiosync:{}Trainer".format
-    for transport, its in limits.items():
-        name = (transport,)
-        register(
-            transport,
-            Contender("aiosync", "uvloop", half("Async"), name, ("uvloop",)),
-            Contender("aiosync/asyncio", "asyncio", half("Async"), name, surface=True),
-            Contender("aiosync/facade", "blocking", half("Facade"), name, surface=True),
-            limit("round trip", "wake_up"),
-            *its,
-        )
+def _limit(name: str, make: Callable[[], Any]) -> Contender:
+    return Contender(f"{LIMIT}{name}", "blocking", make)
 
 
-_register_own()
+_COPIES = [_limit("memcpy all threads", Memcpy)]
+_UNIX = [_limit("raw unix socket", Stream)]
+_LIMITS = {
+    "shm": _COPIES,
+    "pipe": _UNIX,
+    "tcp": [_limit("raw socket", partial(Stream, "tcp"))],
+    "unix": _UNIX,
+    "gloo": _COPIES,
+}
+for _name, _its in _LIMITS.items():
+    _async, _blocking = partial(AsyncTrainer, _name), partial(FacadeTrainer, _name)
+    register(
+        _name,
+        Contender("aiosync", "uvloop", _async, ("uvloop",)),
+        Contender("aiosync/asyncio", "asyncio", _async, surface=True),
+        Contender("aiosync/facade", "blocking", _blocking, surface=True),
+        _limit("round trip", wake_up),
+        *_its,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,18 @@ class Plan:
             return not case.busy
         upto = min(self.surfaces_upto, 1) if case.workload == "512MiB" else self.surfaces_upto
         return not contender.surface or case.workers <= upto
+
+    def taking(self, case: Case, results: Results) -> list[Contender]:
+        """Who takes part in a case; what is not installed is noted once for each transport."""
+        found = []
+        for each in CONTENDERS[case.transport]:
+            if self.takes(case, each) and (missing := each.missing()):
+                why = f"not installed: {', '.join(missing)}"
+                absent = Missing(f"{case.transport}, {each.name}", why)
+                results.missing += [absent] if absent not in results.missing else []
+            elif self.takes(case, each):
+                found.append(each)
+        return found
 
 
 def cases_of(

@@ -6,6 +6,7 @@ applied.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import struct
@@ -25,7 +26,7 @@ from aiosync.bench._work import PATIENCE, WORKLOADS, Crew, Desk, Handle, fill
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Limit", "Memcpy", "Stream", "memcpy_all_threads", "wake_up"]
+__all__ = ["Limit", "Memcpy", "Stream", "wake_up"]
 
 _Bytes = NDArray[np.uint8]
 
@@ -77,15 +78,14 @@ class Limit:
 class Memcpy(Limit):
     """One copy into memory that has been written before; however many workers would look at it.
 
-    Args:
-        threads: How many copy.
+    By as many threads as there are cores to use.
     """
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPoolExecutor(usable_cores())
         self._small: list[tuple[memoryview, memoryview]] = []
-        self._shares: list[list[tuple[_Bytes, _Bytes]]] = [[] for _ in range(threads)]
+        self._shares: list[list[tuple[_Bytes, _Bytes]]] = [[] for _ in range(usable_cores())]
 
     def start(self, case: Case) -> Sequence[Handle]:
         """Divide the copies of large tensors among the threads."""
@@ -117,11 +117,6 @@ class Memcpy(Limit):
         self._small.clear()
         for share in self._shares:
             share.clear()
-
-
-def memcpy_all_threads() -> Memcpy:
-    """One copy by as many threads as there are cores to use."""
-    return Memcpy(usable_cores())
 
 
 def _copy(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
@@ -185,9 +180,8 @@ class Stream(Limit):
         self._sockets, self._pieces = [], []
 
 
-def wake_up() -> Stream:
-    """One byte to each worker, which sleeps, and one back."""
-    return Stream(wake_up=True)
+wake_up = functools.partial(Stream, wake_up=True)
+"""One byte to each worker, which sleeps, and one back."""
 
 
 def _pair(family: str) -> tuple[socket.socket, socket.socket]:

@@ -15,7 +15,7 @@ from typing import Any
 from aiosync._cores import usable_cores
 from aiosync._version import __version__
 
-__all__ = ["LIMIT", "Case", "Figure", "Machine", "Missing", "Results", "Timing", "machine"]
+__all__ = ["LIMIT", "Case", "Machine", "Missing", "Results", "Timing", "machine"]
 
 _SCHEMA = 1  # of the JSON; it changes when a name or a meaning does
 
@@ -76,31 +76,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One number that is not the latency of a send; ``aiosync bench`` itself takes none.
-
-    Attributes:
-        name: What it says, such as ``"loop lag p99"``.
-        transport: As in :class:`Case`.
-        workload: Name of the model.
-        workers: Worker processes.
-        contender: As in :class:`Timing`.
-        value: The number.
-        unit: Its unit, such as ``"ms"``.
-        note: What else to know, in a few words.
-    """
-
-    name: str
-    transport: str
-    workload: str
-    workers: int
-    contender: str
-    value: float
-    unit: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Missing:
     """What could not be measured, and why.
 
@@ -151,7 +126,6 @@ class Results:
     profile: str
     elapsed: float = 0.0
     timings: list[Timing] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
     def timing(self, case: Case, contender: str) -> Timing | None:
@@ -198,6 +172,5 @@ class Results:
                 )
                 for raw in values["timings"]
             ],
-            figures=[Figure(**raw) for raw in values["figures"]],
             missing=[Missing(**raw) for raw in values["missing"]],
         )

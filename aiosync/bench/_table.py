@@ -22,18 +22,15 @@ _MIN_NBYTES_FOR_SPEED = 10**6  # below it a send is latency, and bytes per secon
 def limit_of(results: Results, case: Case) -> Timing | None:
     """Find the limit that a case is compared with: the one that takes longest.
 
-    Each of them is work that cannot be left out; none is measured with busy workers. A copy by one
-    thread is no limit where a copy by all of them was measured.
+    Each of them is work that cannot be left out; none is measured with busy workers.
     """
     quiet = Case(case.transport, case.workload, case.workers)
-    limits = {
-        timing.contender.removeprefix(LIMIT): timing
+    limits = [
+        timing
         for timing in results.timings
         if timing.case == quiet and timing.contender.startswith(LIMIT)
-    }
-    if "memcpy all threads" in limits:
-        limits.pop("memcpy", None)
-    return max(limits.values(), key=lambda limit: limit.median, default=None)
+    ]
+    return max(limits, key=lambda limit: limit.median, default=None)
 
 
 def show(results: Results, console: Console) -> None:

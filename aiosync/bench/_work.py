@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -176,7 +177,6 @@ class Desk:
 
 def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
     """A worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
-    torch.set_num_threads(1)
     model = WORKLOADS[workload].build()
     with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
@@ -188,7 +188,6 @@ def work_async(
     idx: int, pipe: Connection, scheme: Any, workload: str, loop: Callable[[], Any]
 ) -> None:
     """A worker with an event loop, on which updates arrive and forwards are computed."""
-    torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(_work(idx, pipe, scheme, WORKLOADS[workload].build()))
 
@@ -198,31 +197,27 @@ async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> No
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect()
         desk = Desk(model, scheme.reading)
-        loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
-        loop.add_reader(pipe.fileno(), asked.set)
-        try:
-            while True:
-                while desk.busy and not asked.is_set():
-                    desk.forward()
-                    await asyncio.sleep(0)
-                await asked.wait()
-                asked.clear()
-                # One question may wake up asyncio's own loop twice.
-                if pipe.poll() and not desk.serve_one(pipe):
-                    return
-        finally:
-            loop.remove_reader(pipe.fileno())
+        asked = True
+        while asked:
+            while desk.busy and not pipe.poll():
+                desk.forward()
+                await asyncio.sleep(0)
+            await asyncio.to_thread(pipe.poll, None)
+            asked = desk.serve_one(pipe)
 
 
 # -- the trainer's side -------------------------------------------------------------------------
 
 
-class Handle(Protocol):
+class Handle:
     """How the trainer asks one worker."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def ask(self, question: str, argument: Any = None) -> None:
         """Put a question; see :meth:`Desk.reply`. Does not wait."""
+        self._pipe.send((question, argument))
 
     def answer(self) -> Any:
         """Wait for the answer to it, at most :data:`PATIENCE`.
@@ -230,16 +225,6 @@ class Handle(Protocol):
         Raises:
             RuntimeError: The worker answered with an error, is gone, or says nothing.
         """
-
-
-class _PipeHandle:
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def ask(self, question: str, argument: Any = None) -> None:
-        self._pipe.send((question, argument))
-
-    def answer(self) -> Any:
         if not self._pipe.poll(PATIENCE):
             raise RuntimeError(f"a worker gave no answer in {PATIENCE:g} s")
         try:
@@ -256,6 +241,13 @@ def ask_all(handles: Sequence[Handle], question: str, argument: Any = None) -> l
     for handle in handles:
         handle.ask(question, argument)
     return [handle.answer() for handle in handles]
+
+
+def _begin(target: Callable[..., None], *args: Any) -> None:
+    # A terminal's Ctrl-C reaches every process: the benchmark's own ends the others in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    target(*args)
 
 
 class Crew:
@@ -278,12 +270,14 @@ class Crew:
         """Start processes that run ``target(worker_idx, pipe, *args)``; return all handles."""
         for idx in range(workers):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=target, args=(idx, theirs, *args), daemon=True)
+            process = self._context.Process(
+                target=_begin, args=(target, idx, theirs, *args), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        return [_PipeHandle(pipe) for pipe in self._pipes]
+        return [Handle(pipe) for pipe in self._pipes]
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ask every process to end, wait for that, and kill those that do not."""

@@ -428,7 +428,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         **options: Any,
     ) -> None:
         super().__init__(strategy, **options)
-        self.auto_register = auto_register
+        self.auto_register: bool = auto_register
         self.policy_weights: dict[str, TensorDictBase] = {}
         self._first: dict[str, TensorDictBase] = {}  # of what the program registered
         for model_id, weights in (policy_weights or {}).items():

@@ -20,16 +20,15 @@ from aiosync.bench import (
     LIMIT,
     Missing,
     Plan,
-    Results,
     choose,
     machine,
     profiles,
-    run,
 )
 from aiosync.errors import ConfigError
 from tests.bench.compare.figures import figures_of
 from tests.bench.compare.tables import show, to_markdown
 from tests.bench.compare.targets import TARGETS
+from tests.bench.processes import Comparison, run
 
 
 def plans() -> dict[str, Plan]:
@@ -47,9 +46,9 @@ def plans() -> dict[str, Plan]:
     }
 
 
-def measure(plan: Plan, json_to: str | None, figures: bool) -> Results:
+def measure(plan: Plan, json_to: str | None, figures: bool) -> Comparison:
     """Run; until the end or Ctrl-C. A file is written before every case, too."""
-    results = Results(machine(), plan.name)
+    results = Comparison(machine(), plan.name)
 
     def note(done: int, total: int, what: str) -> None:
         if json_to is not None:
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     if args.source:
-        results = Results.from_json(args.source.read_text(encoding="utf-8"))
+        results = Comparison.from_json(args.source.read_text(encoding="utf-8"))
     else:
         try:
             plan = choose(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -41,6 +42,7 @@ from aiosync.bench import (
     show,
 )
 from aiosync.testing import assert_no_leaks
+from tests.bench import processes
 
 CASE = Case("shm", "4x2", 1)
 
@@ -61,7 +63,7 @@ def plain(text: str) -> str:
         (["--contender", "aiosink"], "there is no aiosink; there is: aiosync, aiosync/asyncio"),
         (["--workers", "0"], "--workers"),
         (["--workers", "3"], "select nothing in the profile quick, which contains: shm 4x2 to 1"),
-        (["--transport", "tcp", "--contender", "limit/memcpy"], "select nothing"),
+        (["--transport", "tcp", "--contender", "limit/memcpy all threads"], "select"),
         (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
         (["--from", "/no/such/file"], "cannot be read"),
         (["--from", __file__], "holds no results"),
@@ -91,7 +93,7 @@ def test_choices_narrow_a_profile() -> None:
     assert not any(case.busy for case in plan.cases)
     plan = choose(full, transports=["shm"], contenders=["limits"])
     taking = {each.name for each in CONTENDERS["shm"] if plan.takes(CASE, each)}
-    assert taking == {"limit/round trip", "limit/memcpy", "limit/memcpy all threads"}
+    assert taking == {"limit/round trip", "limit/memcpy all threads"}
 
 
 def older() -> Results:
@@ -138,10 +140,10 @@ def test_the_exit_status(timings: list[str], missing: list[Missing], status: int
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def measure(*cases: Case, contenders: list[str] | None = None) -> Results:
-    plan = Plan("test", cases, blocks=1, scale=0.002, contenders=contenders)
-    results = Results(machine(), plan.name)
-    run(plan, results, lambda *_: None)
+def measure(*cases: Case, runs: Any = run) -> Results:
+    plan = Plan("test", cases, blocks=1, scale=0.002)
+    results = processes.Comparison(machine(), plan.name)
+    runs(plan, results, lambda *_: None)
     return results
 
 
@@ -201,7 +203,9 @@ class Broken:
 
     def open(self, case: Case) -> Any:
         if case.workload == "1MB":
-            os.kill(os.getpid(), signal.SIGKILL)
+            if multiprocessing.parent_process() is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("it did not start")
         self.model = WORKLOADS["1MB"].build()
         self.crew = Crew()
         return self.crew.start(work, 1, 2.0)
@@ -214,19 +218,24 @@ class Broken:
 
 
 @pytest.mark.slow
-def test_failures_are_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("runs", "ended"), [(run, "it did not start"), (processes.run, "exit code -9")]
+)
+def test_failures_are_told_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, runs: Any, ended: str
+) -> None:
     """Weights that did not arrive, a trainer that dies, a package that is not there."""
     monkeypatch.setitem(CONTENDERS, "shm", CONTENDERS["shm"][:1])
     register(
         "shm",
-        Contender("broken", "blocking", f"{__name__}:Broken"),
-        Contender("absent", "blocking", "no.such:thing", needs=("no_such_package",)),
+        Contender("broken", "blocking", Broken),
+        Contender("absent", "blocking", Broken, needs=("no_such_package",)),
     )
     cases = [CASE, Case("shm", "1MB", 1), Case("shm", "1000x4KiB", 1)]
-    results = measure(*cases)
+    results = measure(*cases, runs=runs)
     missing = {entry.what: entry.why for entry in results.missing}
     assert "no_such_package" in missing["shm, absent"]
-    assert "exit code -9" in missing["shm 1MB to 1, broken"]
+    assert ended in missing["shm 1MB to 1, broken"]
     for case in (CASE, cases[2]):  # it was started again
         assert "the trainer sent 3.0" in missing[f"{case}, broken"]
     assert [(each.contender, each.case) for each in results.timings] == [

@@ -5,33 +5,39 @@ Importing this registers them.
 
 from __future__ import annotations
 
-from aiosync.bench import LIMIT, Contender, register
+from functools import partial
+
+from aiosync.bench import LIMIT, AsyncTrainer, Contender, register, wake_up
+from tests.bench.processes import Lazy, OneCase
 
 _HERE = "tests.bench.compare"
 
 
-def _theirs(factory: str, name: str = "torchrl", **more: object) -> Contender:
-    needs = ("torchrl", *more.pop("needs", ()))
-    surface = name != "torchrl"
-    return Contender(name, "blocking", f"{_HERE}.{factory}", needs=needs, surface=surface, **more)
+def _theirs(
+    factory: str, name: str = "torchrl", needs: tuple[str, ...] = (), kind: type = Contender
+) -> Contender:
+    make = Lazy(f"{_HERE}.{factory}")
+    return kind(name, "blocking", make, needs=("torchrl", *needs), surface=name != "torchrl")
 
 
 def _ours(module: str, function: str, needs: tuple[str, ...] = ()) -> list[Contender]:
-    factory = f"{_HERE}.{module}:{function}"
+    make, facade, network = (
+        Lazy(f"{_HERE}.{module}:{function}{kind}") for kind in ("", "_facade", "_network")
+    )
     fast = ("uvloop", *needs)
     return [
-        Contender("aiosync", "uvloop", factory, needs=fast),
-        Contender("aiosync/asyncio", "asyncio", factory, needs=needs, surface=True),
-        Contender("aiosync/facade", "blocking", f"{factory}_facade", needs=needs, surface=True),
-        Contender("aiosync/network", "uvloop", f"{factory}_network", needs=fast),
+        Contender("aiosync", "uvloop", make, needs=fast),
+        Contender("aiosync/asyncio", "asyncio", make, needs=needs, surface=True),
+        Contender("aiosync/facade", "blocking", facade, needs=needs, surface=True),
+        Contender("aiosync/network", "uvloop", network, needs=fast),
     ]
 
 
 def _limit(name: str, factory: str, needs: tuple[str, ...] = ()) -> Contender:
-    return Contender(f"{LIMIT}{name}", "blocking", f"{_HERE}.limits:{factory}", needs=needs)
+    return Contender(f"{LIMIT}{name}", "blocking", Lazy(f"{_HERE}.limits:{factory}"), needs=needs)
 
 
-_WAKE_UP = Contender(f"{LIMIT}round trip", "blocking", "aiosync.bench:wake_up")
+_WAKE_UP = Contender(f"{LIMIT}round trip", "blocking", wake_up)
 _BROADCAST = _limit("gloo broadcast", "GlooBroadcast")
 _GLOO = _theirs("torchrl_local:gloo")
 
@@ -43,10 +49,9 @@ register("pipe", _theirs("torchrl_local:pipe_aliased", "torchrl/aliased"))
 register("tcp", _GLOO)
 register("unix", _GLOO)
 # Workers as if on other hosts, which a scheme treats differently.
-_NETWORK = "aiosync.bench:AsyncTrainer"
 register(
     "gloo",
-    Contender("aiosync/network", "uvloop", _NETWORK, ("gloo_network",), ("uvloop",)),
+    Contender("aiosync/network", "uvloop", partial(AsyncTrainer, "gloo_network"), ("uvloop",)),
     _GLOO,
     _BROADCAST,
 )
@@ -54,7 +59,7 @@ register(
     "rpc",
     *_ours("aiosync_rpc", "rpc"),
     # References of torch's RPC belong to the first group that a process joins.
-    _theirs("torchrl_rpc:rpc", lasting=False),
+    _theirs("torchrl_rpc:rpc", kind=OneCase),
     _WAKE_UP,
     _BROADCAST,
 )

@@ -26,14 +26,13 @@ from aiosync.bench import (
     WORKLOADS,
     Case,
     Desk,
-    Figure,
     Handle,
-    TrainerProcess,
     ask_all,
     fill,
     work_async,
 )
 from tests.bench.compare.lag import Tick, Ticker
+from tests.bench.processes import Figure, TrainerProcess
 
 _NBYTES = {"64MiB": 64 * 2**20, "512MiB": 512 * 2**20}
 """Of the models that are large enough for figures of memory and bandwidth."""

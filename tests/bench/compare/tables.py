@@ -1,4 +1,4 @@
-"""Results as tables: on a console with rich, and as Markdown. One description serves both."""
+"""Comparison as tables: on a console with rich, and as Markdown. One description serves both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from aiosync.bench import LIMIT, Case, Figure, Results, Timing, limit_of
+from aiosync.bench import LIMIT, Case, Timing, limit_of
 from tests.bench.compare.targets import judge, ratio, share_of_limit, show_ratio, throughput
+from tests.bench.processes import Comparison, Figure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +78,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def headline(results: Results) -> list[str]:
+def headline(results: Comparison) -> list[str]:
     """Say in two lines where and how the results were made."""
     machine = results.machine
     cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
@@ -86,7 +87,7 @@ def headline(results: Results) -> list[str]:
     return [f"Profile {results.profile}, {results.elapsed:.0f} s, {where}", versions]
 
 
-def failures(results: Results) -> list[str]:
+def failures(results: Comparison) -> list[str]:
     """List what failed, by its cause in one line: the last one of a traceback."""
     return [
         f"{missing.what}: {_last_line(missing.why)}"
@@ -102,7 +103,7 @@ def _last_line(why: str) -> str:
     return (raised or lines or ["no reason given"])[-1].strip()
 
 
-def install_advice(results: Results) -> list[str]:
+def install_advice(results: Comparison) -> list[str]:
     """Say what was left out because a package is not installed, and how to install it."""
     left_out: dict[str, list[str]] = {}
     for missing in results.missing:
@@ -119,7 +120,7 @@ def install_advice(results: Results) -> list[str]:
 # -- tables -------------------------------------------------------------------------------------
 
 
-def _grids(results: Results) -> Iterator[_Grid]:
+def _grids(results: Comparison) -> Iterator[_Grid]:
     for transport in dict.fromkeys(timing.case.transport for timing in results.timings):
         yield _transport_grid(results, transport)
     if results.figures:
@@ -128,7 +129,7 @@ def _grids(results: Results) -> Iterator[_Grid]:
         yield _targets_grid(results)
 
 
-def _transport_grid(results: Results, transport: str) -> _Grid:
+def _transport_grid(results: Comparison, transport: str) -> _Grid:
     timings = [timing for timing in results.timings if timing.case.transport == transport]
     names = _ordered(
         timing.contender for timing in timings if not timing.contender.startswith(LIMIT)
@@ -176,7 +177,7 @@ def _limit_cell(limit: Timing) -> _Cell:
     return _Cell(show_seconds(limit.median), limit.contender.removeprefix(LIMIT))
 
 
-def _ratio_cell(results: Results, case: Case) -> _Cell:
+def _ratio_cell(results: Comparison, case: Case) -> _Cell:
     found = ratio(results, case)
     facade = ratio(results, case, "aiosync/facade")
     return _Cell(
@@ -185,7 +186,7 @@ def _ratio_cell(results: Results, case: Case) -> _Cell:
     )
 
 
-def _share_cell(results: Results, case: Case, limit: Timing | None) -> _Cell:
+def _share_cell(results: Comparison, case: Case, limit: Timing | None) -> _Cell:
     share = share_of_limit(results, case, limit)
     ours = results.timing(case, "aiosync")
     speed = throughput(ours) if ours is not None else None
@@ -195,7 +196,7 @@ def _share_cell(results: Results, case: Case, limit: Timing | None) -> _Cell:
     return _Cell("-" if share is None else f"{share:.2f}", beside)
 
 
-def _figures_grid(results: Results) -> _Grid:
+def _figures_grid(results: Comparison) -> _Grid:
     names = _ordered(figure.contender for figure in results.figures)
     headings = ["figure", "unit", "transport", "work", "workers", *names]
     grid = _Grid("Figures", headings, 5)
@@ -227,7 +228,7 @@ def _whose(figures: Sequence[Figure]) -> str:
     return ", ".join(_ordered(figure.contender for figure in figures))
 
 
-def _targets_grid(results: Results) -> _Grid:
+def _targets_grid(results: Comparison) -> _Grid:
     verdicts = judge(results)
     measured = [verdict for verdict in verdicts if verdict.met is not None]
     title = (
@@ -248,7 +249,7 @@ def _targets_grid(results: Results) -> _Grid:
 # -- on a console -------------------------------------------------------------------------------
 
 
-def show(results: Results, console: Console) -> None:
+def show(results: Comparison, console: Console) -> None:
     """Print everything: tables, targets, and what is missing."""
     for line in headline(results):
         console.print(Text(line))
@@ -285,7 +286,7 @@ def _rich_cell(cell: _Cell) -> Text:
     return text
 
 
-def _missing(results: Results) -> Iterator[tuple[str, list[str]]]:
+def _missing(results: Comparison) -> Iterator[tuple[str, list[str]]]:
     failed, advice = failures(results), install_advice(results)
     if failed:
         yield "Not measured:", failed
@@ -296,7 +297,7 @@ def _missing(results: Results) -> Iterator[tuple[str, list[str]]]:
 # -- as Markdown --------------------------------------------------------------------------------
 
 
-def to_markdown(results: Results) -> str:
+def to_markdown(results: Comparison) -> str:
     """Return everything as Markdown, with headings of the third level."""
     parts = ["\n".join(f"{line}  " for line in headline(results)).rstrip()]
     if not results.timings:

@@ -181,7 +181,7 @@ def _faster(
 BUSY_CASES = cases_of(("shm", "pipe", "tcp", "gloo"), {"4x2": (1,), "1000x4KiB": (1,)}, busy=True)
 _GLOO = "over Gloo"
 _NETWORK = "aiosync/network"
-_MEMCPY = ("memcpy all threads", "memcpy")
+_MEMCPY = ("memcpy all threads",)
 _SPEED = (
     *_faster("shm", "4x2", {1: 3, 8: 12}),
     *_faster("shm", "4x2", {1: 1.2, 8: 5}, "aiosync/facade"),
