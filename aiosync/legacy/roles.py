@@ -27,6 +27,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportBroken,
 )
+from aiosync.legacy.backends import Backend
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.strategy import WeightStrategy, hint
 from aiosync.legacy.transports import MPTransport, is_patient
@@ -141,6 +142,12 @@ class WeightSender(OfScheme):
     def use(self, worker_idx: int, transport: Any) -> None:
         """Send to one more worker, over this transport."""
         self._transports[worker_idx] = transport
+
+    def meet(self) -> None:
+        """Let transports that have to meet the workers do so."""
+        for transport in self._ends():
+            if isinstance(transport, Backend):
+                transport.meet_workers()
 
     @property
     def context(self) -> Any:
@@ -538,6 +545,15 @@ class WeightReceiver(OfScheme):
         else:
             with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
                 self._destination.find()
+
+    def meet(self) -> None:
+        """Let a transport that has to meet the trainer do so, and take its weights."""
+        if isinstance(self._transport, Backend):
+            scheme = self._scheme
+            strategy = WeightStrategy(scheme.strategy)
+            weights = self._transport.meet_trainer(scheme.worker_idx or 0, strategy)
+            if weights is not None:
+                self._destination.put(weights)
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.legacy.backends import Backend
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.store import DistributedTransport
@@ -194,6 +195,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _transport_for(self, end: Any) -> Any:
         """What a role has of one end. The worker of a pipe may come at any time."""
         transport = self._make_transport(end)
+        if isinstance(transport, facade.InitialSyncTransport):
+            return Backend(transport, self.model_id or "policy")
         if isinstance(transport, MPTransport):
             transport.timeout = self.timeout
             transport.link.patient = True
@@ -234,6 +237,11 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         if self._needs_pipes and context is None and kwargs.get("transport") is None:
             raise ConfigError("pipe must be provided via context or kwargs")
         super().init_on_receiver(model_id, context, **kwargs)
+
+    def init_on_receiver(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # as well
+        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
+        own = kwargs.get("pipe") is not None
+        (self.init_on_worker if own else super().init_on_receiver)(*args, **kwargs)
 
     def _init_receiver(
         self,
@@ -309,12 +317,33 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """
         raise NotImplementedError(f"{type(self).__name__} has no transport")
 
-    def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
-        """As :meth:`aiosync.sync.WeightSyncScheme.connect`; with pipes there is nothing to do."""
+    @property
+    def _side(self) -> Any:
+        """The sender or receiver of a scheme with transports; ``None`` where it has links."""
         core = self._scheme
-        has_pipes = self.initialized_on_sender or self.initialized_on_receiver
-        if core.initialized_on_sender or core.initialized_on_receiver or not has_pipes:
+        links = core.initialized_on_sender or core.initialized_on_receiver
+        return None if links else self._sender or self._receiver
+
+    def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
+        """As :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
+
+        Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
+        """
+        side = self._side
+        if side is None:
             super().connect(**kwargs)
+        else:
+            side.meet()
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
+        """As :meth:`aiosync.sync.WeightSyncScheme.send`; with pipes as the sender's."""
+        side = self._side
+        return super().send(*args, **kwargs) if side is None else side.send(*args, **kwargs)
+
+    def receive(self, timeout: float | None = None) -> Any:  # type: ignore[misc]  # as well
+        """As :meth:`aiosync.sync.WeightSyncScheme.receive`; with pipes as the receiver's."""
+        side = self._side
+        return super().receive(timeout) if side is None else side.receive(timeout)
 
     @property
     def initialized_on_sender(self) -> bool:

@@ -17,8 +17,8 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from torch import nn
 
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["WeightSyncScheme"]
+
+Runtime: TypeAlias = WeightSender | WeightReceiver
 
 _log = logging.getLogger("aiosync")
 
@@ -243,15 +245,23 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def _bind(self, sources: Sources) -> None:
         """Have workers that dial be heard, once the sender connects."""
 
-    # Let workers in from now on. Called on the loop.
-    _start_listening: Callable[[WeightSender], None]
-    # One attempt to get a link to the trainer; told if there was one before.
-    _dial_trainer: Callable[[Left, bool], Awaitable[Transport]]
-    # What an error says while there is no trainer, within a time that it is given.
-    _nobody: Callable[[str], str]
-    # Whether no other attempt to meet the trainer follows after an error.
-    _is_final: Callable[[AiosyncError], bool]
-    _longest_pause: float  # between two attempts
+    def _start_listening(self, sender: WeightSender) -> None:
+        """Let workers in from now on. Called on the loop."""
+
+    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
+        """One attempt to get a link to the trainer; told if there was one before."""
+        name = type(self).__name__
+        raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
+
+    def _nobody(self, within: str) -> str:
+        """What an error says while there is no trainer, within a time that it is given."""
+        return f"the trainer did not answer{within}"
+
+    def _is_final(self, error: AiosyncError) -> bool:
+        """Whether no other attempt to meet the trainer follows after an error."""
+        return True
+
+    _longest_pause = 2.0  # between two attempts
 
     async def _reach(self, left: Left, again: bool) -> Transport:
         if self._pipe is not None:
@@ -454,7 +464,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return 0 if runtime is None else runtime.lag
 
     @property
-    def _runtime(self) -> WeightSender | WeightReceiver | None:
+    def _runtime(self) -> Runtime | None:
         return self._receiver if self._sender is None else self._sender
 
     @property
@@ -877,11 +887,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class C: the transfer goes on in the background, from the sender's own snapshot.
         """
-        sender, limit = self._require_sender("send"), self._limit(timeout)
-        planned = self._plan(weights)
-        if weights is not None or worker_ids is not None:
-            return await sender.send(planned, _named(weights, worker_ids), limit)
-        return await sender.send(planned, None, limit)
+        sender: WeightSender = self._require("send", "sender")
+        limit, planned = self._limit(timeout), self._plan(weights)
+        return await sender.send(planned, _named(weights, worker_ids), limit)
 
     def _send_at_once(
         self,
@@ -932,13 +940,14 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 initial weights.
             ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
         """
-        sender, limit = self._require_sender("send_nowait"), self._limit(timeout)
-        planned = self._plan(weights)
+        sender: WeightSender = self._require("send_nowait", "sender")
+        limit, planned = self._limit(timeout), self._plan(weights)
         return SendHandle(*sender.send_nowait(planned, _named(weights, worker_ids), limit))
 
     def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
         assert self._sender is not None
+        self._sender.require = self.require  # it may have been assigned since
         maker, sources = self._sender.copier, self._sources
         mapped = sources.per_worker or sources.device_map
         if weights is None and sources.weights is not None and not mapped:  # as nearly always
@@ -1012,7 +1021,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        receiver = self._require_receiver("receive")
+        receiver: WeightReceiver = self._require("receive", "receiver")
         validate_timeout(timeout)
         if not await receiver.receive(timeout):
             return None
@@ -1046,9 +1055,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
+        runtime: Runtime = self._require("wait_for_version")
         limit = self._limit(timeout)
         late = self._late(f"version {version} was not applied within {limit or 0:g} s")
-        runtime = self._require("wait_for_version")
         return await runtime.wait_for(version, timeout=limit, late=late)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
@@ -1079,9 +1088,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
+        runtime: Runtime = self._require("wait_staged")
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
-        runtime = self._require("wait_staged")
         return await runtime.wait_for(version, staged=True, timeout=limit, late=late)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
@@ -1107,7 +1116,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A; the update may still arrive.
         """
-        receiver = self._require_receiver("pull")
+        receiver: WeightReceiver = self._require("pull", "receiver")
         least = 0 if min_version is None else min_version
         limit = self._limit(timeout)
         late = self._late(f"no version from {least} on was applied within {limit or 0:g} s")
@@ -1126,9 +1135,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return self._runtime is not None and self._runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
+        runtime: Runtime = self._require("ready")
         limit = self._limit(timeout)
         late = RecvTimeout(f"no complete version after {limit or 0:g} s")
-        runtime = self._require("ready")
         await runtime.wait_until(runtime.is_ready, timeout=limit, late=late)
 
     def _on_flip(self, epoch: int, version: int) -> None:
@@ -1332,29 +1341,18 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
-    def _require(self, method: str) -> WeightSender | WeightReceiver:
-        """What does what both sides can do."""
-        self._check_has_role()
-        if self._role == "sender":
-            return self._require_sender(method)
-        return self._require_receiver(method)
+    def _require(self, method: str, role: str | None = None) -> Any:
+        """What sends or receives, if it is connected, here, in that role or in any.
 
-    def _require_sender(self, method: str) -> WeightSender:
-        self._check_usable(method, "sender")
-        assert self._sender is not None
-        self._sender.require = self.require  # it may have been assigned since
-        return self._sender
-
-    def _require_receiver(self, method: str) -> WeightReceiver:
-        self._check_usable(method, "receiver")
-        assert self._receiver is not None
-        return self._receiver
-
-    def _check_usable(self, method: str, role: str) -> None:
-        """Raise why a method of a connected sender or receiver cannot be called now."""
+        Raises:
+            LocalProtocolError: It is not: why the method cannot be called now.
+        """
+        if role is None:
+            self._check_has_role()
+            role = self._role
         here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
         if here and self._connected and self._role == role and not self._closed:
-            return
+            return self._runtime
         self._check_open()
         doing = "sending" if role == "sender" else "receiving"
         if self._role != role:

@@ -116,7 +116,7 @@ def check_open(scheme: WeightSyncScheme) -> None:
 
 def check_sender(scheme: WeightSyncScheme, method: str) -> None:
     """Raise why a method cannot be called, unless it is a connected sender, here."""
-    scheme._check_usable(method, "sender")
+    scheme._require(method, "sender")
 
 
 def separate(scheme: WeightSyncScheme) -> None:

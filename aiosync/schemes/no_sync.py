@@ -92,7 +92,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Send nothing."""
         del weights, worker_ids
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
-        self._check_usable("send", "sender")
+        self._require("send", "sender")
         await asyncio.sleep(0)  # who sends in a loop lets others run
         return _NOTHING
 
@@ -106,7 +106,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Send nothing."""
         del weights, worker_ids
         self._limit(timeout)
-        self._check_usable("send_nowait", "sender")
+        self._require("send_nowait", "sender")
         future = asyncio.get_running_loop().create_future()
         future.set_result(_NOTHING)
         return SendHandle(0, future)
@@ -126,7 +126,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             Class A.
         """
         limit = None if timeout is None else self._limit(timeout)
-        self._check_usable("receive", "receiver")
+        self._require("receive", "receiver")
         if timeout is None or timeout <= 0:
             await asyncio.sleep(0)  # who receives in a loop lets others run
             return None
@@ -155,7 +155,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: there is nothing to ask for."""
-        self._check_usable("pull", "receiver")
+        self._require("pull", "receiver")
         return await self.wait_for_version(min_version or 0, timeout=timeout)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
@@ -172,7 +172,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def _wait_until_ready(self, timeout: float | None) -> None:
         self._limit(timeout)
         self._check_has_role()
-        self._check_usable("ready", self._role or "receiver")
+        self._require("ready", self._role or "receiver")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """There is no link.

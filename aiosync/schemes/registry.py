@@ -6,17 +6,32 @@ Must not import a concrete scheme: those register themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiosync.errors import ConfigError
 from aiosync.schemes.base import WeightSyncScheme
 
 __all__ = [
+    "WeightSyncBackend",
     "backend_names",
     "register_weight_sync_backend",
     "scheme_class",
     "scheme_from_backend",
 ]
+
+WeightSyncBackend: TypeAlias = Literal[
+    "none",
+    "direct",
+    "shared",
+    "thread",
+    "process",
+    "multiprocessing",
+    "distributed",
+    "rpc",
+    "ray",
+    "tcp",
+]
+"""Names of back-ends; :func:`register_weight_sync_backend` adds others, of which no type tells."""
 
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 _known: dict[str, type[WeightSyncScheme]] = {}

@@ -6,8 +6,11 @@ nothing; the first call that has to wait starts one background thread.
 
 from __future__ import annotations
 
+from aiosync.schemes.registry import WeightSyncBackend
+from aiosync.strategy import WeightStrategy
 from aiosync.sync._schemes import (
     DistributedWeightSyncScheme,
+    InitialSyncTransport,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RayModuleTransformScheme,
@@ -20,6 +23,7 @@ from aiosync.sync._schemes import (
 
 __all__ = [
     "DistributedWeightSyncScheme",
+    "InitialSyncTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
@@ -27,5 +31,7 @@ __all__ = [
     "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
+    "WeightStrategy",
+    "WeightSyncBackend",
     "WeightSyncScheme",
 ]

@@ -14,7 +14,17 @@ import os
 import threading
 import warnings
 from collections.abc import Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 import aiosync.schemes as aio
 from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
@@ -63,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClass",
     "DistributedWeightSyncScheme",
+    "InitialSyncTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
@@ -82,6 +93,37 @@ _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
 _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
 _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
+
+
+@runtime_checkable
+class InitialSyncTransport(Protocol):
+    """What a transport has that was made for TorchRL's schemes, and has to meet the other side.
+
+    Schemes of :mod:`aiosync.legacy` take such transports from a ``create_transport()`` of yours.
+    """
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Meet the worker. Called by the trainer's ``connect()``."""
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """Meet the trainer. Called by the worker's ``connect()``.
+
+        Args:
+            worker_idx: Index of the worker.
+            weights: ``None``.
+            model: ``None``: what is returned is put into the model.
+            strategy: How the scheme takes weights out of a model.
+
+        Returns:
+            The initial weights; ``None`` where there are none yet.
+        """
 
 
 class _Tenant:

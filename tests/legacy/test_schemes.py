@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import queue
 import threading
 from multiprocessing import Pipe
 from typing import Any
@@ -436,6 +437,64 @@ class Box:
 class BoxScheme(legacy.WeightSyncScheme):
     def create_transport(self, pipe_or_context: Any) -> Box:
         return Box(pipe_or_context)
+
+
+class QueueTransport:
+    """A transport as TorchRL's present schemes have them: blocking, over two queues."""
+
+    def __init__(self, updates: Any, answers: Any) -> None:
+        self.updates, self.answers = updates, answers
+
+    def send_weights(self, weights: Any) -> None:
+        self.updates.put(weights.detach().clone())
+
+    def wait_ack(self) -> None:
+        assert self.answers.get(timeout=tools.PATIENCE) == "updated"
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any, model: Any, strategy: Any
+    ) -> Any:
+        assert (weights, model) == (None, None)  # the scheme changes it, between two forwards
+        try:
+            return self.updates.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def send_ack(self, message: str) -> None:
+        self.answers.put(message)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        assert self.answers.get(timeout=tools.PATIENCE) == "here"
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any:
+        assert (worker_idx, strategy.extract_as) == (0, "tensordict")
+        self.answers.put("here")
+        return TensorDict.from_module(tools.filled(7.0))
+
+
+class QueueScheme(legacy.WeightSyncScheme):
+    def create_transport(self, pipe_or_context: Any) -> QueueTransport:
+        return QueueTransport(*pipe_or_context)
+
+
+def test_a_backend_of_ones_own_as_torchrl_has_them() -> None:
+    queues = queue.Queue[Any](), queue.Queue[Any]()
+    model, trained = tools.filled(0.0), tools.filled(1.0)
+    assert isinstance(QueueTransport(*queues), sync.InitialSyncTransport)
+    with QueueScheme("tensordict") as scheme, QueueScheme("tensordict") as other:
+        scheme.init_on_sender(model_id="policy", pipes=[queues], model=trained)
+        other.init_on_receiver(model_id="policy", pipe=queues, model=model, worker_idx=0)
+        with tools.threads(other.connect):
+            scheme.connect()
+        assert tools.value_of(model) == 7.0  # what the transport brought
+        assert not other.receive(timeout=0.01)
+        for value in (1.0, 2.0):
+            tools.fill(trained, value)
+            with tools.threads(scheme.send):
+                assert other.receive(timeout=tools.PATIENCE)
+            assert tools.value_of(model) == value
 
 
 def test_a_scheme_with_a_transport_of_its_own() -> None:

@@ -17,6 +17,7 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.sync import _tools as tools
 
 pytestmark = pytest.mark.one_loop
 both = pytest.mark.parametrize("make", harness.SCHEMES)
@@ -243,3 +244,38 @@ def test_schemes_by_back_end_name() -> None:
             assert named.strategy_str == "state_dict"
     with pytest.raises(aiosync.ConfigError, match="shared"):
         aiosync.WeightSyncScheme.from_backend("carrier pigeon")
+
+
+class OwnScheme(aiosync.WeightSyncScheme):
+    """All that a scheme of one's own has to have."""
+
+    def create_transport(self, pipe_or_context: Any) -> aiosync.Transport:
+        return aiosync.MPTransport(pipe_or_context)
+
+
+class OwnBlockingScheme(aiosync.sync.WeightSyncScheme, twin_of=OwnScheme):
+    """Its twin."""
+
+
+@pytest.mark.asyncio
+async def test_a_scheme_of_ones_own_needs_nothing_but_its_transport() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    options = {"sender": {"model": models.linear(), "pipes": [ours]}, "receiver": {"pipe": theirs}}
+    async with harness.here(OwnScheme(), models.linear(), **options) as pair:
+        await harness.deliver(*pair, 2.0)
+    async with OwnScheme() as lonely:
+        lonely.init_on_receiver(model=models.linear())
+        with pytest.raises(aiosync.ConfigError, match="OwnScheme dials nobody: pass pipe="):
+            await lonely.connect()
+
+
+def test_and_so_has_its_blocking_twin() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with OwnBlockingScheme(timeout=harness.PATIENCE) as sender, OwnBlockingScheme() as receiver:
+        sender.init_on_sender(model=models.linear(), pipes=[ours])
+        receiver.init_on_receiver(model=models.linear(), pipe=theirs)
+        with tools.threads(receiver.connect):
+            sender.connect()
+        models.fill(sender.model, 3.0)
+        assert sender.send().acked == {0}
+        assert models.holds(receiver, 3.0)

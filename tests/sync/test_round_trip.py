@@ -131,3 +131,13 @@ def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
         with pytest.raises(aiosync.PartialSyncError) as caught:
             sender.wait_async()
         assert len(caught.value.__notes__) < 20
+
+
+def test_require_may_be_assigned_between_two_sends() -> None:
+    """Also where the send needs no loop."""
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(aiosync.sync.SharedMemWeightSyncScheme, source, target) as (sender, _):
+        assert sender.send().acked == {0}
+        sender.require = 2
+        with pytest.raises(aiosync.PartialSyncError, match="require= asks for more"):
+            sender.send()
