@@ -219,8 +219,10 @@ class WeightsChanged(WeightsError):
     """The weights were written to while they were copied. No worker gets that version."""
 
 
-class ManifestMismatch(WeightsError, ValueError):
+class ManifestMismatch(WeightsError, ValueError, KeyError):
     """The weights do not fit the target. Nothing was changed.
+
+    A ``KeyError`` as well, which TorchRL's ``WeightStrategy`` raises.
 
     Attributes:
         missing: Names that the target has and the weights lack.
@@ -251,6 +253,10 @@ class ManifestMismatch(WeightsError, ValueError):
             parts.append(f"mismatched: {listed}")
         text = "the weights do not fit the target (" + " | ".join(parts or ["no detail"]) + ")"
         super().__init__(f"{text}. {hint}" if hint else text)
+
+    def __str__(self) -> str:
+        """The text, around which a ``KeyError`` would put quotes."""
+        return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (

@@ -15,6 +15,7 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.tensors.apply import Target
 from aiosync.tensors.layout import Layout
+from aiosync.tensors.match import Strict
 from aiosync.tensors.tensordicts import is_tensor_collection, is_tensordict
 from aiosync.tensors.walk import ExtractAs, ModuleTree, collect
 from aiosync.wire import NO_LIMITS
@@ -82,7 +83,7 @@ class WeightStrategy:
         raise _unsupported(source)
 
     def apply_weights(
-        self, destination: Any, weights: Any, inplace: bool = True, *, strict: bool = True
+        self, destination: Any, weights: Any, inplace: bool = True, *, strict: Strict = True
     ) -> None:
         """Put weights into a model: all of them, or none when something raises.
 
@@ -95,12 +96,12 @@ class WeightStrategy:
                 does nothing.
             inplace: Keep the tensor objects and their memory. Otherwise new ones with memory of
                 their own take their places; not for a dict.
-            strict: The names and dtypes must be the same on both sides; see
-                :class:`~aiosync.tensors.Target`.
+            strict: The names, extra state and dtypes must be the same on both sides; ``"warn"``
+                warns where only extra state is missing. See :class:`~aiosync.tensors.Target`.
 
         Raises:
             ConfigError: The weights or the destination are of an unsupported type.
-            ManifestMismatch: They do not fit; all names are listed.
+            ManifestMismatch: They do not fit; all names are listed. (A ``KeyError``, too.)
         """
         if weights is None:
             return

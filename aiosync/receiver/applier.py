@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import LoadTarget
+from aiosync.tensors.match import Strict
 from aiosync.transports._fork import FORKING
 from aiosync.wire import NO_LIMITS
 
@@ -84,6 +85,7 @@ class Applier:
         strict: Every name and dtype must match.
         guard: Keeps reads and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
+        methods: Other methods of it, whose calls are to be reads.
         reads_words: What a word names is taken as it is.
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not wait. What it raises is the error of a version that was taken.
@@ -104,9 +106,10 @@ class Applier:
         resolve: Callable[[], Any],
         manual: bool,
         copy: bool,
-        strict: bool,
+        strict: Strict,
         guard: Guard,
         install_hooks: bool,
+        methods: Sequence[str],
         reads_words: bool,
         flipped: Callable[[int, int], None],
     ) -> None:
@@ -123,6 +126,7 @@ class Applier:
         self._resolve = resolve
         self._strict = strict
         self._install_hooks = install_hooks
+        self._methods = methods
         self._reads_words = reads_words
         self._flipped = flipped
         self._loop = asyncio.get_running_loop()
@@ -548,13 +552,13 @@ class Applier:
                 raise _misfit(newest.version, exc) from exc
 
     def _use(self, model: Any) -> None:
+        self._guard_forwards(model)
         self._target = None if model is None else self._target_for(model)
         self._target_of, self._dropped = model, False
-        self._guard_forwards(model)
 
     def _guard_forwards(self, model: Any) -> None:
         if self._install_hooks and why_unguarded(model) is None:
-            self.guard.install(model)
+            self.guard.install(model, self._methods, watch=not self.manual)
         else:
             self.guard.uninstall()
 
@@ -605,18 +609,20 @@ class Applier:
         if self._timer is not None:
             self._timer.cancel()
         current = self.current
-        if current is not None and not self.copy:
-            # The memory goes back to the trainer, who writes the next version into it; but not
-            # below a forward that does not end. To that the values stay the same.
-            if self.guard.exclusively(self._detach, timeout=0.0):
-                self._updates.retire(current)
-            else:
-                with FORKING:  # a thread may be applying: one after the other
-                    self._detach()
-                self._updates.keep(current)
-                self.guard.submit([current].clear)  # once the reads that there are have ended
-        self.current = self._target = self._target_of = None
-        self.guard.uninstall()
+        try:
+            if current is not None and not self.copy:
+                # The memory goes back to the trainer, who writes the next version into it; but not
+                # below a forward that does not end. To that the values stay the same.
+                if self.guard.exclusively(self._detach, timeout=0.0):
+                    self._updates.retire(current)
+                else:
+                    with FORKING:  # a thread may be applying: one after the other
+                        self._detach()
+                    self._updates.keep(current)
+                    self.guard.submit([current].clear)  # once the reads that there are have ended
+        finally:
+            self.current = self._target = self._target_of = None
+            self.guard.uninstall()
 
 
 def _is_interrupt(error: BaseException) -> bool:

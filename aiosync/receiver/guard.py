@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import os
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -32,7 +34,7 @@ import torch
 from torch import nn
 
 from aiosync._tasks import current_task
-from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PATIENCE_SECONDS",
     "Guard",
+    "Guarded",
     "Reading",
     "has_own_call",
     "is_held_by_caller",
@@ -58,6 +61,7 @@ _PAUSE_SECONDS = 0.001
 # not for three times as long, and so on; the last turn takes 64 times as long.
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
+_MOST_LOOKS = 1000
 
 # What makes torch operations of a thread do something else than they say: dispatch modes (tracers,
 # fake tensors) and transforms of torch.func. Private API; without it torch refuses updates there.
@@ -115,6 +119,8 @@ class Guard:
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
+        self._methods: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._watch: _Watch | None = None
         self.reset()
         _guards.add(self)
 
@@ -426,6 +432,11 @@ class Guard:
                 self._claims -= 1
                 self._wake()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether any thread reads, as far as is known."""
+        return bool(self._open)
+
     def is_free(self) -> bool:
         """Whether no other thread reads or applies at this moment."""
         with self._lock:
@@ -486,10 +497,20 @@ class Guard:
 
     # -- forward hooks -------------------------------------------------------------------------
 
-    def install(self, module: nn.Module) -> None:
+    def install(
+        self, module: nn.Module, methods: Sequence[str] = (), *, watch: bool = False
+    ) -> None:
         """Make every forward pass of ``module`` a read, through its forward hooks.
 
         Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
+
+        Args:
+            module: The module.
+            methods: Names of other methods, whose calls become reads as well.
+            watch: Warn once where a child of it computes outside of every read.
+
+        Raises:
+            ConfigError: It has no such method, or a generator.
         """
         if self._module is not None and self._module() is module:
             return
@@ -502,6 +523,15 @@ class Guard:
             torch.compiler.reset()
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self))
+        for name in methods:
+            method = Guarded(self, getattr(module, name, None), name)
+            # Of what a wrapper (torch.compile) has inside it is the method of that.
+            owner = getattr(inspect.unwrap(method), "__self__", module)
+            vars(owner)[name] = method
+            self._methods.append((weakref.ref(owner), name))
+        if watch and "torch._dynamo" not in sys.modules:
+            children = {child for part in parts for child in part.children()}
+            self._watch = _Watch(self, type(module).__name__, children - parts.keys())
 
     def uninstall(self) -> None:
         """Do not guard it any more. Idempotent."""
@@ -510,7 +540,13 @@ class Guard:
             if part is not None:
                 hooks = _hooks[part]
                 hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
-        self._parts, self._module = [], None
+        for owned, name in self._methods:
+            owner = owned()
+            if owner is not None and getattr(vars(owner).get(name), "guard", None) is self:
+                del vars(owner)[name]
+        if self._watch is not None:
+            self._watch.end()
+        self._parts, self._methods, self._module, self._watch = [], [], None, None
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -614,6 +650,89 @@ def _call_frame(caller: FrameType) -> FrameType:
     ):
         frame = frame.f_back
     return frame or caller
+
+
+class _Watch:
+    """Before the forwards of a model's children: warns once of one outside of every read.
+
+    It looks at the first thousand, and is gone then: no hook costs as much as a tenth of the
+    forward of a small model.
+    """
+
+    def __init__(self, guard: Guard, model: str, children: Iterable[nn.Module]) -> None:
+        self._guard, self._model, self._left = guard, model, _MOST_LOOKS
+        self._handles = [child.register_forward_pre_hook(self) for child in children]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._left -= 1
+        outside = not self._guard.is_read
+        if outside or not self._left:
+            self.end()
+        if outside:
+            warnings.warn(
+                f"a {type(module).__name__} of the {self._model} computed outside of its forward "
+                "pass, where an update may come in between: name the method that calls it in "
+                "init_on_receiver(methods=[...]), or use scheme.guarded(function) or "
+                "`with scheme.reading():`",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Look no more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    __deepcopy__ = _Hook.__deepcopy__
+    __reduce__ = _Hook.__reduce__
+
+
+class Guarded:
+    """A function each call of which is a read. Copies and pickles as the function itself.
+
+    Args:
+        guard: What keeps updates out meanwhile.
+        function: The function, or what makes a coroutine.
+        name: What an error calls it.
+
+    Raises:
+        ConfigError: It is no function, or a generator.
+    """
+
+    def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
+        if not callable(function):
+            raise ConfigError(f"{name!r} cannot be guarded: there is no such function")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
+        functools.update_wrapper(self, function)
+        self.guard = guard
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it while no update is applied."""
+        if self._is_async:
+            return self._wait(args, kwargs)
+        frame = sys._getframe()
+        self.guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self.guard.leave(frame)
+            del frame
+
+    async def _wait(self, args: Any, kwargs: Any) -> Any:
+        async with Reading(self.guard):
+            return await self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._function,)
+
+
+def _itself(function: Any) -> Any:
+    return function
 
 
 def _no_guard(*_args: object) -> None:

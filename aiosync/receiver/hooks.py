@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from aiosync._tasks import WorkerThread
 from aiosync.errors import ConfigError
 
-__all__ = ["SchemeHooks", "run_hook"]
+__all__ = ["SchemeHooks", "in_thread", "run_hook"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,18 @@ def _is_async(hook: object) -> bool:
     """Whether calling it gives a coroutine."""
     called = getattr(type(hook), "__call__", None)  # noqa: B004 - of an object, perhaps async
     return inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(called)
+
+
+async def in_thread(call: Callable[[], object]) -> None:
+    """Call what may block in a thread of its own, and wait for it.
+
+    A thread of a pool would keep a process from ending whose workers do not answer.
+    """
+    thread = WorkerThread("aiosync-cascade")
+    try:
+        await thread.run(call, patience=0.0)
+    finally:
+        thread.close(patience=1.0)
 
 
 async def run_hook(hook: Callable[..., object], *args: object) -> None:

@@ -18,9 +18,11 @@ sender.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -44,6 +46,7 @@ from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.reconnect import KeptLink
+from aiosync.tensors.match import Strict
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport, make_ack
 from aiosync.types import AckStatus
@@ -54,6 +57,8 @@ __all__ = ["Refusal", "Relay", "WeightReceiver"]
 Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Called with the epoch and the version that the model has now."""
 
+_log = logging.getLogger("aiosync")
+_log.addHandler(logging.NullHandler())
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
 
@@ -94,6 +99,7 @@ class WeightReceiver:
         strict: Every name and dtype must match.
         guard: Keeps forwards and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
+        methods: Other methods of it, whose calls are to be reads.
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not wait. What it raises is told, and the model has the version.
         relay: Passes on what was applied before the trainer is told; asked for at each update.
@@ -123,9 +129,10 @@ class WeightReceiver:
         resolve: Callable[[], Any],
         apply: Literal["auto", "manual"],
         copy: bool,
-        strict: bool,
+        strict: Strict,
         guard: Guard,
         install_hooks: bool,
+        methods: Sequence[str] = (),
         flipped: Callable[[int, int], None] = lambda epoch, version: None,
         relay: Callable[[], Relay | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
@@ -156,6 +163,7 @@ class WeightReceiver:
             strict=strict,
             guard=guard,
             install_hooks=install_hooks,
+            methods=methods,
             reads_words=self._transformer is None,
             flipped=flipped,
         )
@@ -388,6 +396,13 @@ class WeightReceiver:
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         since = time.monotonic() if self.refusing is None else self.refusing.since
         self.refused = self.refusing = Refusal(epoch, version, without_frames(error), since)
+        _log.warning(
+            "version %d refused: %s: %s",
+            version,
+            type(error).__name__,
+            str(error).partition("\n")[0],
+            extra={"version": version, "phase": "apply"},
+        )
         self.withdraw_promise()
         self._answer(epoch, version, AckStatus.NACK, error)
 
@@ -767,31 +782,36 @@ class WeightReceiver:
         except BaseException:  # goes on to the caller
             self.abort()
             raise
-        self._end()
-        self._outgoing.say(Leave())
         try:
-            await self._tasks.aclose()
+            self._end()
         finally:
-            self.transport.abort()
+            try:
+                self._outgoing.say(Leave())
+                await self._tasks.aclose()
+            finally:
+                self.transport.abort()
 
     def abort(self) -> None:
         """The same from synchronous code, without waiting for the tasks."""
         if self._closed:
             return
-        self._end()
-        self._tasks.abort()
-        self.transport.abort()
+        try:
+            self._end()
+        finally:
+            self._tasks.abort()
+            self.transport.abort()
 
     def _end(self) -> None:
         if self._closed:
             return  # meanwhile, by another call
-        waiting = self.applier.end()
-        if waiting is not None:
-            waiting.give_back()
-        self.report()  # another thread may have applied something meanwhile
-        self._closed = True
-        if self._transformer is not None:
-            self._transformer.close()
-        self.applier.close()
-        self._updates.close()
-        self._changed.notify()
+        with contextlib.ExitStack() as last:  # each, whatever those before it raise
+            last.callback(self._changed.notify)
+            last.callback(self._updates.close)
+            last.callback(self.applier.close)
+            if self._transformer is not None:
+                last.callback(self._transformer.close)
+            waiting = self.applier.end()
+            if waiting is not None:
+                waiting.give_back()
+            self.report()  # another thread may have applied something meanwhile
+            self._closed = True

@@ -11,6 +11,7 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -34,8 +35,8 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_timeout
 from aiosync.protocol.indices import as_index, as_indices
-from aiosync.receiver.guard import Guard, Reading, has_own_call, why_unguarded
-from aiosync.receiver.hooks import SchemeHooks, run_hook
+from aiosync.receiver.guard import Guard, Guarded, Reading, has_own_call, why_unguarded
+from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, Left
@@ -59,6 +60,7 @@ from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_wire_dtype
 from aiosync.tensors.apply import Loader, LoadTarget
+from aiosync.tensors.match import Strict
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena, can_lock
 from aiosync.types import Limits, Require, SendReport
@@ -72,6 +74,8 @@ __all__ = ["WeightSyncScheme"]
 Runtime: TypeAlias = WeightSender | WeightReceiver
 
 _log = logging.getLogger("aiosync")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class WeightSyncScheme(SchemeOptions, abc.ABC):
@@ -97,11 +101,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             at the received memory. Slower, but addresses stay the same.
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
-        strict: Every name and dtype must match; otherwise the declared subset is applied and
-            floating dtypes are cast. Buffers that are not persistent may be missing, or be rounded,
-            in any case. A subset never replaces, on its way to a slow worker, an
-            update that holds other names: it comes after it, or together with it. A worker that
-            joins later gets the newest of each name. Neither has what the trainer never had.
+        strict: Every name and dtype must match, and a module's extra state be there; otherwise the
+            declared subset is applied and floating dtypes are cast. Buffers that are not persistent
+            may be missing, or be rounded, in any case. A subset never replaces, on its way to a
+            slow worker, an update that holds other names: it comes after it, or together with it. A
+            worker that joins later gets the newest of each name. Neither has what the trainer never
+            had.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
             a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
             soon as that many have. Like ``timeout`` it may be assigned between two sends; the
@@ -151,6 +156,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     # Whether workers may take what they were named in a forward, and say nothing.
     _promises: bool = True
+    _strictly: Strict = True  # what strict=True asks for
 
     def _reset(self) -> None:
         """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
@@ -178,6 +184,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._session = secrets.token_bytes(16)
         self._idx_chosen = False  # by the trainer, and not by the user
         self._hooks = SchemeHooks()
+        self._methods: Sequence[str] = ()
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -353,6 +360,24 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 "have: pass the model itself (model=, and num_workers= on the sender)"
             ) from exc
         self._replace("_context_ref", reference)
+        if self._hooks.relay is None and callable(getattr(value, "update_policy_weights_", None)):
+            self._hooks = dataclasses.replace(self._hooks, relay=self._cascade)
+
+    async def _cascade(self, epoch: int, version: int) -> None:
+        """Have the context pass a version on, as TorchRL's does to the collectors below it."""
+        del epoch, version
+        update = getattr(self.context, "update_policy_weights_", None)
+        if update is None:
+            return
+
+        def call() -> Any:
+            return update(policy_or_weights=self.weights, model_id=self._model_id)
+
+        if inspect.iscoroutinefunction(update):
+            async with self.reading():
+                await call()
+        else:  # it blocks, perhaps for this very loop
+            await in_thread(self.guarded(call))
 
     @property
     def model(self) -> Any:
@@ -588,6 +613,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         pipe: Any = None,
         transport: Transport | None = None,
         hooks: SchemeHooks | None = None,
+        methods: Sequence[str] = (),
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
@@ -604,7 +630,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Args:
             model_id: Name of the model, as the sender calls it.
             context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
-                connecting warns if it has no such model, for which updates then wait.
+                connecting warns if it has no such model, for which updates then wait. If it has
+                ``update_policy_weights_()``, plain or ``async``, that is called with
+                ``policy_or_weights=`` and ``model_id=`` for each version that was applied, to
+                pass it on to what is below, before the trainer is told; a plain one is called in
+                a thread. What it raises refuses the version.
             worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
                 lets the sender choose.
             model: Module to keep up to date. May be given later, by setting :attr:`model`.
@@ -624,6 +654,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
+            methods: Names of methods of the model, beside its ``forward()``, that compute with the
+                weights, such as ``("act", "evaluate")``. An update waits for a call of one of them
+                as for a forward pass. See also :meth:`guarded`.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target
@@ -643,7 +676,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if hooks is not None and not isinstance(hooks, SchemeHooks):
             raise ConfigError(f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}")
         loader = None if load is None else LoadTarget(load)
+        if isinstance(methods, str) or (methods and self.guard != "forward"):
+            raise ConfigError("methods must be a list of names, and needs guard='forward'")
         target = model if model is not None else weights if weights is not None else load
+        self._methods = tuple(methods)
         self._check_guard(target)
         self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
@@ -809,9 +845,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             resolve=self._resolve_target,
             apply=self.apply,
             copy=self.apply_copy or self._loader is not None,
-            strict=self.strict,
+            strict=self.strict and self._strictly,
             guard=self._guard_object,
             install_hooks=self.guard == "forward",
+            methods=self._methods,
             flipped=self._on_flip,
             relay=lambda: self._hooks.after,
             before_apply=self._hooks.before_apply,
@@ -1153,6 +1190,17 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         return Reading(self._guard_object)
 
+    def guarded(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """The function, or coroutine function, each call of which sees one version.
+
+        Args:
+            function: What computes with the model beside its forward passes. No generator.
+
+        Raises:
+            ConfigError: It cannot be called, or is a generator: those need :meth:`reading`.
+        """
+        return Guarded(self._guard_object, function, getattr(function, "__name__", "function"))
+
     def apply_pending(self) -> int | None:
         """Apply the staged update now, on this thread. For ``apply="manual"``.
 
@@ -1372,6 +1420,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         )
 
     def _check_guard(self, target: Any) -> None:
+        for name in self._methods if isinstance(target, nn.Module) else ():
+            Guarded(self._guard_object, getattr(target, name, None), name)  # or raises
         lacks = None if target is None else why_unguarded(target)
         if lacks is not None and self.apply == "auto" and self.guard == "forward":
             raise ConfigError(

@@ -25,6 +25,7 @@ __all__ = [
     "check_open",
     "check_sender",
     "follow",
+    "forgive_extra_state",
     "guard_of",
     "is_closed",
     "is_inherited",
@@ -97,6 +98,11 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
     scheme._longest_pause = longest_pause
     if isinstance(scheme, StreamScheme):
         scheme.reconnect = None
+
+
+def forgive_extra_state(scheme: WeightSyncScheme) -> None:
+    """Have a receiver that is going to connect warn where a module's extra state is missing."""
+    scheme._strictly = "warn"
 
 
 def not_met(scheme: WeightSyncScheme) -> BaseException | None:

@@ -412,6 +412,7 @@ class WeightSyncScheme(SchemeOptions):
     apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
     apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
     reading: Final = direct(aio.WeightSyncScheme.reading)
+    guarded: Final = direct(aio.WeightSyncScheme.guarded)
 
     def send_async(
         self,

@@ -5,6 +5,7 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.copying import copy_tensors
-from aiosync.tensors.match import Mode, Plan, is_ordinary
+from aiosync.tensors.match import Mode, Plan, Strict, is_ordinary
 from aiosync.tensors.tensordicts import is_tensor_collection, is_tensordict, is_tensordict_params
 from aiosync.tensors.values import inner_names, set_item, unpack_value
 from aiosync.tensors.walk import Place, walk
@@ -49,7 +50,7 @@ class Target:
     """
 
     def __init__(
-        self, target: nn.Module | TensorDictBase | dict[str, Any], *, strict: bool = True
+        self, target: nn.Module | TensorDictBase | dict[str, Any], *, strict: Strict = True
     ) -> None:
         """Choose the target; it is not looked at yet.
 
@@ -58,9 +59,11 @@ class Target:
             strict: Weights must have exactly the target's names and dtypes, but for buffers that
                 are not persistent: those may be missing, and are rounded if the target has them
                 in less precision. Otherwise names that only one side has are left alone, and
-                floating-point values are cast; shapes must be the same in any case.
+                floating-point values are cast; shapes must be the same in any case. ``"warn"``
+                warns once where extra state is missing, and keeps what the target has.
         """
         self.target = target
+        self._stateless: list[str] = []  # was warned of
         self.strict = strict
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
@@ -202,6 +205,13 @@ class Target:
             return plan
         self._plan = None
         plan = Plan(self.target, layout, values, mode, strict=self.strict)
+        if plan.stateless and plan.stateless != self._stateless:
+            self._stateless = plan.stateless
+            warnings.warn(
+                f"the weights lack extra state of the {type(self.target).__name__}, which keeps "
+                f"what it has: {', '.join(plan.stateless)}; send the module itself to send it",
+                stacklevel=2,
+            )
         # What gets other objects or memory now has to be looked at again by the next apply.
         if not (plan.installs or plan.owns):
             self._plan, self._key = plan, key

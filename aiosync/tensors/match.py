@@ -37,7 +37,7 @@ from aiosync.tensors.walk import (
     walk,
 )
 
-__all__ = ["Mode", "Plan", "Spot", "is_ordinary", "is_shared"]
+__all__ = ["Mode", "Plan", "Spot", "Strict", "is_ordinary", "is_shared"]
 
 Mode: TypeAlias = Literal["flip", "copy", "replace"]
 """How tensors get their new values.
@@ -46,6 +46,10 @@ Mode: TypeAlias = Literal["flip", "copy", "replace"]
 ``"copy"``: everything is copied in place. ``"replace"``: new objects with memory of their own take
 the places of the old ones.
 """
+
+
+Strict: TypeAlias = bool | Literal["warn"]
+"""``"warn"`` is strict, but extra state that was not sent is only warned of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,7 @@ class Plan:
         equal: Tensors whose leaf must have the same bytes as others: these were sent
             separately for names that are tied here.
         values: Where the values go; those of modules may be bare tensors.
+        stateless: Extra state that was not sent, and stays.
         flips: Parameters that become views, and ``flip_leaves`` what they become views of.
         pick: Of tensors in the order of the leaves, those that ``flips`` become views of; only if
             that changes all there is to change, and cannot fail.
@@ -96,7 +101,7 @@ class Plan:
     """
 
     def __init__(
-        self, target: Any, layout: Layout, values: Mapping[str, Any], mode: Mode, *, strict: bool
+        self, target: Any, layout: Layout, values: Mapping[str, Any], mode: Mode, *, strict: Strict
     ) -> None:
         """Look at a target, and change nothing.
 
@@ -106,7 +111,8 @@ class Plan:
             values: Non-tensor values that were sent, packed.
             mode: How tensors get their values.
             strict: Refuse names that only one side has, and other dtypes. Buffers that are not
-                part of ``state_dict()`` may be missing, and may be rounded.
+                part of ``state_dict()`` may be missing, and may be rounded. ``"warn"`` lets
+                extra state be missing.
 
         Raises:
             ManifestMismatch: They do not fit; all names are listed.
@@ -126,6 +132,7 @@ class Plan:
         self.assigned: list[tuple[Spot, int]] = []
         self.equal: list[tuple[Spot, int, list[int]]] = []
         self.values: list[Place] = []
+        self.stateless: list[str] = []
         self._match(layout, values, strict=strict)
         self._refuse_overlapping()
         self.flips: list[torch.Tensor] = []
@@ -172,7 +179,7 @@ class Plan:
         """The tensors that are copied in place."""
         return [tensor for tensor, _ in self.copies]
 
-    def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: bool) -> None:
+    def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: Strict) -> None:
         """Decide what gets which leaf and which value."""
         leaves = layout.manifest.leaves
         index = {leaf.name: position for position, leaf in enumerate(leaves)}
@@ -186,7 +193,11 @@ class Plan:
             names = [place.name for place in spot.places]
             sent = {index[name]: name for name in reversed(names) if name in index}
             if not sent:
-                missing += [] if spot.is_optional else names
+                plain = [name for name in names if name in values]
+                for name in plain:
+                    mismatched[name] = f"expected a tensor, got a {type(values[name]).__name__}"
+                taken.update(plain)
+                missing += [] if spot.is_optional or plain else names
                 continue
             taken.update(names)
             for position, name in sent.items():
@@ -200,17 +211,23 @@ class Plan:
         for name, place in self.found.values.items():
             if name in values or (name in index and self.tree is not None):
                 self.values.append(place)
-            elif name.rpartition(".")[2] != EXTRA_STATE:
+                taken.add(name)
+            elif strict == "warn" and name.rpartition(".")[2] == EXTRA_STATE:
+                self.stateless.append(name)
+            else:
                 missing.append(name)
-                continue
-            taken.add(name)
         unexpected = [name for name in (*index, *values) if name not in taken and name not in inner]
         lost = sorted(inner - index.keys())
         disjoint = bool(not taken and missing and unexpected)
         if mismatched or lost or disjoint or (strict and (missing or unexpected)):
-            hint = _STRICT_HINT if strict else " They have no name in common." if disjoint else ""
+            hint = "" if strict or not disjoint else " They have no name in common."
+            if strict and all(why.startswith("expected dtype") for why in mismatched.values()):
+                hint = _STRICT_HINT
             if any("dtype" in why for why in mismatched.values()):
                 hint = _DTYPE_HINT + hint
+            for name in unexpected:
+                if isinstance(values.get(name), list | tuple):
+                    hint += f" {name!r} is a list, which is one value and holds no weights."
             raise ManifestMismatch(
                 missing=[*missing, *lost] if strict or disjoint else lost,
                 unexpected=unexpected if strict or disjoint else (),
@@ -272,11 +289,11 @@ _DTYPE_HINT = (
 )
 _STRICT_HINT = (
     " With strict=False on the receiving scheme, what both sides have is taken, and floating-point "
-    "dtypes are cast; shapes have to be the same in any case"
+    "dtypes are cast."
 )
 
 
-def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: bool) -> str:
+def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: Strict) -> str:
     """Say in words what does not fit; empty if it fits."""
     tensor = spot.tensor
     if not _can_be_written(tensor):

@@ -11,6 +11,8 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 import aiosync
 from tests.contract.bench import (
     PATIENCE,
@@ -414,7 +416,89 @@ async def check_nothing_is_left(bench: Bench) -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
+class Below(Owner):
+    """A context with a scheme of its own to workers below it: a blocking call, or ``async``."""
+
+    def __init__(self, policy: Any, below: Any) -> None:
+        super().__init__(policy)
+        self.below, self.fails = below, False
+
+    def get_model(self, model_id: str) -> Any:
+        """See :meth:`aiosync.WeightSyncScheme.init_on_receiver`."""
+        return {"policy": self.policy}[model_id]
+
+
+class Blocking(Below):
+    """Its call blocks; it computes on a thread of its own."""
+
+    def update_policy_weights_(self, *, policy_or_weights: Any, model_id: str) -> None:
+        """Put the weights into the model below."""
+        if self.fails:
+            raise ValueError(f"no {model_id}")
+        self.below.load_state_dict(policy_or_weights.flatten_keys(".").to_dict())
+
+
+class Awaiting(Below):
+    """Its call is awaited."""
+
+    async def update_policy_weights_(self, *, policy_or_weights: Any, model_id: str) -> None:
+        """Send the weights on."""
+        assert model_id == "policy"
+        await self.below.sender.send(policy_or_weights)
+
+
+async def check_context_passes_on(bench: Bench) -> None:
+    """A context with ``update_policy_weights_()`` has it called before the trainer is told."""
+    async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
+        context = Blocking(small(), small())
+        worker = crew.hire(None, context=context)
+        worker.model = context.policy
+        await asyncio.gather(crew.sender.connect(), worker.connect())
+        for number in (2.0, 3.0):
+            assert (await crew.send(number)).acked == {0}
+            assert value_of(worker.scheme, context.below) == number
+        context.fails = True
+        error = await raises(aiosync.PartialSyncError, crew.send(4.0))
+        assert "ValueError: no policy" in str(error.failed[0])
+
+
+async def check_context_sends_on(bench: Bench) -> None:
+    """The same where the context awaits a scheme of its own, on the same loop."""
+    async with bench.crew(small(1.0), [small()]) as below, bench.sender(small(1.0)) as crew:
+        context = Awaiting(small(), below)
+        worker = crew.hire(None, context=context)
+        worker.model = context.policy
+        await asyncio.gather(crew.sender.connect(), worker.connect())
+        await crew.send(2.0)
+        assert (await below.values(), await crew.values()) == ([2.0], [2.0])
+
+
+async def check_close_that_fails(bench: Bench) -> None:
+    """What goes wrong while a worker closes is raised; the link ends, and the model is free."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        await crew.send(2.0)
+        assert await worker.value() == 2.0
+
+        def fails(*_: Any) -> Any:
+            raise MemoryError("none left")
+
+        clone, torch.Tensor.clone = torch.Tensor.clone, fails  # type: ignore[method-assign]
+        try:
+            await raises(MemoryError, worker.leave())
+        finally:
+            torch.Tensor.clone = clone  # type: ignore[method-assign]
+        await until(lambda: not crew.sender.worker_versions)
+        again = await crew.join(small(), 0)
+        assert (await crew.sender.send()).acked == {0}
+        assert await again.value() == 2.0
+        assert value_of(crew.sender, worker.model) == 2.0
+
+
 CHECKS = (
+    check_close_that_fails,
+    check_context_passes_on,
+    check_context_sends_on,
     check_cut_link,
     check_other_trainer,
     check_worker_before_trainer,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
+import pickle
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -360,3 +364,151 @@ async def test_a_thread_that_computes_all_the_time_starves_no_update(make, kind)
                 await receiver.wait_for_version(version, timeout=harness.PATIENCE)
                 assert time.monotonic() - started < harness.PATIENCE / 10
                 assert models.filled(target, float(version))
+
+
+# -- other methods of a model ------------------------------------------------------------------
+
+
+class _Policy(nn.Module):
+    """Computes in methods beside ``forward()``; says whether an update could come in between."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+        models.fill(self, value)
+        self.between: Any = list
+
+    def forward(self, x: torch.Tensor) -> tuple[float, float]:
+        first = self.first(x).sum().item()
+        self.between()
+        return first, self.second(x).sum().item()
+
+    def act(self, x: torch.Tensor) -> tuple[float, float]:
+        return self.forward(x)
+
+    async def ponder(self, x: torch.Tensor) -> tuple[float, float]:
+        first = self.first(x).sum().item()
+        await asyncio.sleep(0.02)
+        return first, self.second(x).sum().item()
+
+    def stream(self, x: torch.Tensor) -> Any:
+        yield self.first(x)
+
+
+def _looks_at(model: _Policy) -> bool:
+    return bool(vars(model.first)["_forward_pre_hooks"])
+
+
+@contextlib.asynccontextmanager
+async def _acting(make: Any, model: Any, **init: Any) -> Any:
+    source = {"model": _Policy(1.0)}
+    async with harness.here(make(), model, sender=source, receiver=init) as pair:
+        yield pair
+
+
+async def _sent_while(sender: Any, call: Any) -> Any:
+    """What a call finds that an update meets in the middle."""
+    sending = asyncio.create_task(sender.send(_Policy(sender.version + 1.0)))
+    found = await call()
+    await sending
+    return found
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", harness.ANSWERING)
+@pytest.mark.parametrize("how", ["methods", "guarded"])
+async def test_named_methods_see_one_version_each(make: Any, how: str) -> None:
+    model = _Policy()
+    options = {"guard": "forward"} if make is harness.AnsweringScheme else {}
+    init = {"methods": ("act", "ponder")} if how == "methods" else {}
+    async with _acting(lambda: make(**options), model, **init) as (sender, receiver):
+        act, ponder = model.act, model.ponder
+        if how == "guarded":
+            act, ponder = receiver.guarded(model.act), receiver.guarded(model.ponder)
+        model.between = lambda: time.sleep(0.02)
+        for _ in range(5):
+            calls = [lambda: asyncio.to_thread(act, torch.ones(4)), lambda: ponder(torch.ones(4))]
+            for call in calls:
+                first, second = await _sent_while(sender, call)
+                assert first == second
+            with receiver.reading():  # nested
+                assert len(set(act(torch.ones(4)))) == 1
+        model.between = list
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in copies:
+        models.fill(each, 7.0)
+        assert (
+            each.act(torch.ones(4))[0]
+            == each(torch.ones(4))[0]
+            == 70.0
+            != model.act(torch.ones(4))[0]
+        )
+    assert "act" not in vars(model)
+
+
+@pytest.mark.asyncio
+async def test_methods_of_a_compiled_model_and_of_the_next_one() -> None:
+    model, other = _Policy(), _Policy()
+    compiled: Any = torch.compile(model, backend="eager")
+    model.between = other.between = lambda: time.sleep(0.02)
+    async with _acting(
+        lambda: harness.AnsweringScheme(guard="forward"), compiled, methods=["act"]
+    ) as (
+        sender,
+        worker,
+    ):
+        for each in (compiled, other):
+            worker.model = each
+            for _ in range(3):
+                call = functools.partial(asyncio.to_thread, each.act, torch.ones(4))
+                assert len(set(await _sent_while(sender, call))) == 1
+        assert ("act" in vars(other), "act" in vars(model)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("methods", "text"),
+    [("act", "list of names"), (["fly"], "no such function"), (["stream"], "generator")],
+)
+def test_methods_that_cannot_be_guarded_are_refused(methods: Any, text: str) -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    with pytest.raises(aiosync.ConfigError, match=text):
+        scheme.init_on_receiver(model=_Policy(), methods=methods)
+    with pytest.raises(aiosync.ConfigError, match="no such function"):
+        scheme.guarded(3)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_a_child_outside_of_every_read_is_warned_of_once(make: Any) -> None:
+    model = _Policy()
+    async with _acting(make, model) as (_, receiver):
+        assert _looks_at(model)
+        model(torch.ones(4))
+        with receiver.reading():
+            model.act(torch.ones(4))
+        with pytest.warns(UserWarning, match=r"Linear of the _Policy.*methods=\[.*guarded"):
+            model.act(torch.ones(4))
+        model.act(torch.ones(4))  # warnings are errors here
+        assert not _looks_at(model)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("nothing_compiled")
+async def test_whoever_looks_for_such_children_stops_after_a_while() -> None:
+    """So that no forward is slower than without."""
+    model, other = _Policy(), _Policy()
+    async with _acting(aiosync.SharedMemWeightSyncScheme, model) as (_, receiver):
+        for _ in range(500):
+            model(torch.ones(4))
+        assert not _looks_at(model)
+        receiver.model = other
+        assert _looks_at(other)
+    assert not _looks_at(other)
+    async with _acting(lambda: aiosync.SharedMemWeightSyncScheme(apply="manual"), model):
+        model.act(torch.ones(4))

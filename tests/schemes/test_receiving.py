@@ -146,6 +146,23 @@ async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_wo
 
 
 @answering
+async def test_a_refusal_is_one_line_in_the_log_of_the_worker(make: Any, caplog: Any) -> None:
+    target = models.linear(2.0)
+    async with harness.here(make(), target, sender={"model": models.linear()}) as (sender, worker):
+        target.double()
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send()
+        with pytest.raises(aiosync.ApplyError) as caught:
+            await worker.wait_for_version(2, timeout=harness.PATIENCE)
+        assert type(caught.value.__cause__) is aiosync.ManifestMismatch
+        assert caught.value.__cause__.__cause__ is None
+    [record] = [each for each in caplog.records if each.name == "aiosync"]
+    assert (record.levelname, record.version, record.phase) == ("WARNING", 2, "apply")
+    assert record.getMessage().startswith("version 2 refused: ManifestMismatch: the weights do not")
+    assert "\n" not in record.getMessage()
+
+
+@answering
 async def test_waiting_for_a_version_that_was_refused_names_the_worker(make: Any) -> None:
     targets = [models.linear(), models.linear()]
     async with harness.crowd(make(), targets, sender={"model": models.linear()}) as (sender, _):

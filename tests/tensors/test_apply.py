@@ -320,9 +320,17 @@ def test_extra_state_sees_the_new_weights(copy: bool) -> None:
     assert target.cached == bits(source.weight)
 
 
-def test_extra_state_may_be_missing_but_not_unexpected(copy: bool) -> None:
+def test_extra_state_has_to_be_there_or_is_warned_of_once(copy: bool) -> None:
+    """Otherwise a part of a model stays old, and the trainer is told that all of it is new."""
     model, target = nn.Module(), Stateful("kept")
-    send(model, target, copy=copy)
+    with pytest.raises(ManifestMismatch, match="missing: _extra_state"):
+        send(model, target, copy=copy)
+    send(model, target, copy=copy, strict=False)
+    lenient = Target(target, strict="warn")
+    with pytest.warns(UserWarning, match="Stateful, which keeps what it has: _extra_state"):
+        send(model, lenient, copy=copy)
+    lenient.target = target = Stateful("kept")
+    send(model, lenient, copy=copy)  # a second warning would be an error
     assert target.extra == "kept"
     with pytest.raises(ManifestMismatch, match="unexpected: _extra_state"):
         send(Stateful(1), model, copy=copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from aiosync.errors import ConfigError
+from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.strategy import WeightStrategy, get_strategy
-from tests.tensors._models import Everything, Stateful
+from tests.tensors._models import Everything, Stateful, all_bits
 
 FORMS = ["tensordict", "state_dict"]
 
@@ -73,6 +74,39 @@ def test_root_extra_state_has_its_own_key() -> None:
 def test_refusals(target: Any, weights: Any, inplace: bool, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         WeightStrategy().apply_weights(target, weights, inplace=inplace)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says", "says_not"),
+    [
+        ({"bias": torch.ones(2)}, "missing: weight.*With strict=False", "tensor"),
+        (
+            {"weight": torch.ones(2, 2).double(), "bias": torch.ones(2)},
+            "With strict=False",
+            "shape",
+        ),
+        (
+            {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
+            "got .3, 2..*was changed.$",
+            "strict",
+        ),
+        (
+            {"weight": [[1.0] * 2] * 2, "bias": [0.0, 0.0]},
+            "weight: expected a tensor, got a list",
+            "miss",
+        ),
+        ({"layers": [torch.ones(2)]}, "'layers' is a list, which is one value", "shape"),
+    ],
+)
+def test_a_misfit_says_what_it_is_and_what_helps(weights: Any, says: str, says_not: str) -> None:
+    target = nn.Linear(2, 2)
+    before = all_bits(target)
+    with pytest.raises(KeyError, match=says) as caught:  # as in TorchRL; and a ValueError
+        WeightStrategy().apply_weights(target, weights)
+    assert isinstance(caught.value, ManifestMismatch)
+    assert says_not not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert all_bits(target) == before
 
 
 def test_get_strategy() -> None:

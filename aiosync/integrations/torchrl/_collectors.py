@@ -33,6 +33,7 @@ from aiosync.integrations.torchrl._policies import (
 from aiosync.integrations.torchrl._workers import Cascade, Labels, has_workers
 from aiosync.schemes.inside import (
     change_hooks,
+    forgive_extra_state,
     guard_of,
     is_closed,
     loop_of,
@@ -82,6 +83,7 @@ class CollectorOwner:
         self._made = False  # by factories: what the workers began with
         self._counted = scheme.version  # what the trainer's tracker stands for
         self._lock = threading.Lock()
+        forgive_extra_state(core_of(scheme))  # TensorDict.from_module() has none
         if scheme.initialized_on_receiver:
             self._attach(scheme, collector)  # it had begun before there was a collector
 
@@ -258,7 +260,9 @@ class CollectorOwner:
         if has_workers(collector):
             self._cascade = Cascade(collector, scheme)
             change_hooks(core, relay=self._cascade.pass_on)
-        elif model_id == "policy":
+            return
+        change_hooks(core, relay=None)  # there is nobody below it
+        if model_id == "policy":
             labels = Labels(
                 collector,
                 guard_of(core),

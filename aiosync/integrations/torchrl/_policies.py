@@ -181,7 +181,7 @@ def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: floa
     given = scheme.strategy.extract_weights(weights)
 
     def apply() -> None:
-        scheme.strategy.apply_weights(model, given, strict=scheme.strict)
+        scheme.strategy.apply_weights(model, given, strict=scheme.strict and "warn")
 
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
         raise SyncTimeout(

@@ -8,8 +8,6 @@ forward begins. Must not import collectors.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import inspect
 import threading
@@ -21,6 +19,7 @@ import torch
 from torch import nn
 
 from aiosync.receiver.guard import Guard
+from aiosync.receiver.hooks import in_thread
 from aiosync.sync import WeightSyncScheme
 
 __all__ = ["Cascade", "Labels", "has_workers"]
@@ -150,30 +149,7 @@ class Cascade:
     async def pass_on(self, epoch: int, version: int) -> None:
         """Update the collector's workers, in a thread of its own, and wait for them."""
         del epoch, version
-        # The collector's call blocks, and its scheme may use this very loop. A thread of a pool
-        # would keep a process from ending whose workers do not answer.
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: BaseException | None) -> None:
-            if done.done():
-                return  # cancelled: the scheme was closed
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                self._update()
-            except BaseException as exc:  # noqa: BLE001 - raised in the relay, for the trainer
-                error = exc
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(settle, error)
-
-        threading.Thread(target=run, name="aiosync-cascade", daemon=True).start()
-        await done
+        await in_thread(self._update)  # it blocks, and its scheme may use this very loop
 
     def _update(self) -> None:
         collector, scheme = self._collector(), self._scheme()
