@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError, ManifestMismatch, PartialSyncError
 from aiosync.strategy import WeightStrategy as _Strategy
+from aiosync.tensors.match import Strict
 from aiosync.tensors.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class WeightStrategy(_Strategy):
         return weights
 
     def apply_weights(
-        self, destination: Any, weights: Any, inplace: bool = True, *, strict: bool = True
+        self, destination: Any, weights: Any, inplace: bool = True, *, strict: Strict = True
     ) -> None:
         """Put weights into a model: all of them, or none when something raises.
 
@@ -67,7 +68,8 @@ class WeightStrategy(_Strategy):
                 never aliased. ``None`` does nothing.
             inplace: Keep the tensor objects and their memory.
             strict: Refuse names that only one side has, and other dtypes. Otherwise what both
-                have is applied, and floating point numbers are cast.
+                have is applied, and floating point numbers are cast. ``"warn"`` warns where only
+                extra state is missing.
 
         Raises:
             ConfigError: The weights or the destination are of an unsupported type (a

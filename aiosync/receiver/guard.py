@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -46,7 +46,6 @@ __all__ = [
     "Guard",
     "Guarded",
     "Reading",
-    "has_own_call",
     "is_held_by_caller",
     "on_behalf_of_reader",
     "why_unguarded",
@@ -582,60 +581,44 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 # Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
 _CALL = nn.Module._call_impl.__code__
 _NO_FORWARD = nn.Module.forward
-_CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call", "_wrapped_call_impl"})
 
 
-class _Hook:
-    """Before or after a forward: enters or leaves guards. Stays where compiled code may call it.
+class _Hooks:
+    """Before and after the forwards of one module: gets into guards, and out of them.
 
-    Copies and pickles as a hook that does nothing: a copied module is not guarded.
-
-    Args:
-        does: What it does with them.
+    Stays where compiled code may call it. Copies and pickles as hooks that do nothing: a copied
+    module is not guarded.
     """
 
-    def __init__(self, does: Literal["enter", "leave"]) -> None:
-        self._does = does
+    def __init__(self) -> None:
         self.guards: tuple[Guard, ...] = ()
+        self.handles: list[RemovableHandle] = []
 
     @never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *output: Any) -> None:
         frame = sys._getframe(1)
         if frame.f_code.co_name not in _CALL_FRAMES:
             frame = _call_frame(frame)
         for guard in self.guards:
-            getattr(guard, self._does)(frame)
+            if output:  # or None, after a forward that raised
+                guard.leave(frame)
+            else:
+                guard.enter(frame)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_guard
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copied_hook, ()
-
-
-class _Hooks:
-    """The hooks of one module."""
-
-    def __init__(self) -> None:
-        self._enter, self._leave = _Hook("enter"), _Hook("leave")
-        self.handles: list[RemovableHandle] = []
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (_no_guard,)
 
     def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
         """Have forwards of the module, whose hooks these are, get into these guards."""
-        self._enter.guards = self._leave.guards = guards
+        self.guards = guards
         if guards and not self.handles:
             self.handles = [
-                module.register_forward_pre_hook(self._enter, prepend=True),
-                module.register_forward_hook(self._leave, always_call=True),
+                module.register_forward_pre_hook(self, prepend=True),
+                module.register_forward_hook(self, always_call=True),
             ]
         elif not guards and "torch._dynamo" not in sys.modules:
             while self.handles:
                 self.handles.pop().remove()
-
-    @property
-    def guards(self) -> tuple[Guard, ...]:
-        """Those that they get into."""
-        return self._enter.guards
 
 
 _hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
@@ -684,8 +667,7 @@ class _Watch:
         while self._handles:
             self._handles.pop().remove()
 
-    __deepcopy__ = _Hook.__deepcopy__
-    __reduce__ = _Hook.__reduce__
+    __reduce__ = _Hooks.__reduce__
 
 
 class Guarded:
@@ -739,10 +721,6 @@ def _no_guard(*_args: object) -> None:
     """Stand-in for the hooks in copies of a guarded module. May be traced: it does nothing."""
 
 
-def _copied_hook() -> Callable[..., None]:
-    return _no_guard
-
-
 def why_unguarded(model: object) -> str | None:
     """Why hooks would not tell of the forward passes of this; ``None`` if they do."""
     if not isinstance(model, nn.Module):
@@ -759,16 +737,6 @@ def why_unguarded(model: object) -> str | None:
         if why is not None:
             return why if part is model else f"has a {type(part).__name__} that {why}"
     return None
-
-
-def has_own_call(model: object) -> bool:
-    """Whether the class of a model has a ``__call__`` that does not seem to run any hooks."""
-    for part in _forward_parts(model) if isinstance(model, nn.Module) else ():
-        call = inspect.unwrap(type(part).__call__)
-        code = getattr(call, "__code__", None)
-        if call is not nn.Module.__call__ and code and not _CALLS.intersection(code.co_names):
-            return True
-    return False
 
 
 def _forward_parts(module: nn.Module) -> list[nn.Module]:

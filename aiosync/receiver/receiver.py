@@ -58,7 +58,6 @@ Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Called with the epoch and the version that the model has now."""
 
 _log = logging.getLogger("aiosync")
-_log.addHandler(logging.NullHandler())
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
 
@@ -117,7 +116,6 @@ class WeightReceiver:
             one ended.
         error: Why nothing more will come.
         refused: What the model refused last, of this trainer.
-        refusing: The same, while it has nothing newer.
         progress: Parts of updates that arrived, and answers.
         reported: Epoch and version that :meth:`receive` told of last.
     """
@@ -178,7 +176,6 @@ class WeightReceiver:
         # What the trainer was told last: epoch, version, and what.
         self._answered: tuple[int, int, AckStatus, BaseException | None] | None = None
         self.refused: Refusal | None = None
-        self.refusing: Refusal | None = None
         self._to_pass_on: tuple[Relay, int, int] | None = None  # or is being passed on
         self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
@@ -395,7 +392,7 @@ class WeightReceiver:
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         since = time.monotonic() if self.refusing is None else self.refusing.since
-        self.refused = self.refusing = Refusal(epoch, version, without_frames(error), since)
+        self.refused = Refusal(epoch, version, without_frames(error), since)
         _log.warning(
             "version %d refused: %s: %s",
             version,
@@ -444,9 +441,7 @@ class WeightReceiver:
                 self._has_come(epoch, version)
 
     def _applied(self, epoch: int, version: int) -> None:
-        refusing, relay = self.refusing, self._relay()
-        if refusing is not None and (epoch != refusing.epoch or version > refusing.version):
-            self.refusing = None
+        relay = self._relay()
         if relay is None:
             self._answer(epoch, version, AckStatus.APPLIED)
             return
@@ -509,8 +504,8 @@ class WeightReceiver:
 
     def hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
-        pulls, waited = self.pulls, self._num_waiting or self.refusing is not None
-        return bool(self._promised != digest or waited or pulls.wanted or pulls.promised)
+        pulls = self.pulls
+        return bool(self._promised != digest or self._num_waiting or pulls.wanted or pulls.promised)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -537,19 +532,16 @@ class WeightReceiver:
         """Version that the model has; 0 before any."""
         return self.inbox.version
 
+    @property
+    def refusing(self) -> Refusal | None:
+        """What the model refused last, while it has nothing newer."""
+        refused, inbox = self.refused, self.inbox
+        newer = refused and inbox.epoch == refused.epoch and inbox.version > refused.version
+        return None if newer else refused
+
     def is_ready(self) -> bool:
         """Whether the model has a version, or one waits for a model."""
-        return self.inbox.version > 0 or (self.has_staged and self._resolve() is None)
-
-    @property
-    def has_staged(self) -> bool:
-        """Whether an update waits to be applied, or to be applied again."""
-        return self.applier.has_staged
-
-    @property
-    def staged_version(self) -> int:
-        """Version of the update that is waiting to be applied; 0 if there is none."""
-        return self.applier.staged_version
+        return self.inbox.version > 0 or (self.applier.has_staged and self._resolve() is None)
 
     @property
     def applied_version(self) -> int:
@@ -605,9 +597,9 @@ class WeightReceiver:
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
         self.pulls.has_come(epoch, version)
-        refusing = self.refusing
-        if refusing is not None and (refusing.epoch, refusing.version) == (epoch, version):
-            self.refused = dataclasses.replace(refusing)  # news to who asked
+        refused = self.refused
+        if refused is not None and (refused.epoch, refused.version) == (epoch, version):
+            self.refused = dataclasses.replace(refused)  # news to who asked
         self._changed.notify()
 
     async def wait_until(
@@ -623,13 +615,6 @@ class WeightReceiver:
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
             return
-        if timeout is not None and timeout <= 0:
-            await asyncio.sleep(0)
-            self.applier.look_now()
-            if not condition():
-                self.check()
-                raise late
-            return
 
         def rung() -> bool:
             self._ring_me()
@@ -637,7 +622,7 @@ class WeightReceiver:
 
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(None if timeout is None else max(timeout, 0.0)):
                 await asyncio.sleep(0)
                 while not condition():
                     self.check()
@@ -646,7 +631,10 @@ class WeightReceiver:
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
-            raise late from (exc if self.cut_off is None else self.cut_off[1])
+            self.applier.look_now()
+            if not condition():
+                self.check()
+                raise late from (exc if self.cut_off is None else self.cut_off[1])
         finally:
             self._num_waiting -= 1
             slots = self._updates.slots
@@ -684,7 +672,7 @@ class WeightReceiver:
             # What comes before the newest may be a mistake that all workers have refused.
             self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
             if self._resolve() is None:
-                return self.has_staged
+                return self.applier.has_staged
             if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
                 return inbox.version >= welcome.version
             return inbox.version > 0
@@ -723,7 +711,7 @@ class WeightReceiver:
         """
 
         def newest() -> int:
-            return max(self.applied_version, self.staged_version if staged else 0)
+            return max(self.applied_version, self.applier.staged_version if staged else 0)
 
         def reached() -> bool:
             if newest() < version:
@@ -752,9 +740,9 @@ class WeightReceiver:
 
         def arrived() -> bool:
             self.check_refused(beside=refused)
-            if self.has_staged:
+            if self.applier.has_staged:
                 self._check_not_inside("pull", lambda: False)
-            if inbox.version < least or self.has_staged or self.lag or pulls.promised:
+            if inbox.version < least or self.applier.has_staged or self.lag or pulls.promised:
                 return False
             return pulls.answers != answers or (inbox.epoch, inbox.version) != before
 

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ManifestMismatch
 from aiosync.receiver.hooks import run_hook
 from aiosync.receiver.updates import Buffers, Staged, UpdateReader
-from aiosync.tensors import FlatBuffer, Layout, dtype_name
+from aiosync.tensors import FlatBuffer, Layout, Leaf, Leaves
 from aiosync.tensors.apply import named_views
-from aiosync.tensors.copying import as_bytes, is_plain_cpu
+from aiosync.tensors.copying import copy_bytes, copy_tensors
 from aiosync.tensors.values import EXTRA_STATE, inner_names
-from aiosync.wire import NO_LIMITS, plan_manifest
+from aiosync.wire import NO_LIMITS
 
 __all__ = ["Transform", "Transformer"]
 
@@ -68,8 +67,6 @@ class Transformer:
         self._next: Staged | None = None
         self.since: float | None = None
         self._thread = WorkerThread("aiosync-mapping")
-        self._facts: list[Any] = []  # of the last result
-        self._layout: Layout | None = None
         self._buffers = Buffers()
         self._closed = False
 
@@ -118,7 +115,7 @@ class Transformer:
         if self._transform is None:
             nbytes = staged.layout.nbytes
             flat = self._buffers.take(nbytes)
-            flat.memoryview()[:nbytes] = staged.flat.memoryview()[:nbytes]
+            copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
             return staged.layout, flat
         # What is inside of extra states and other values is not the transform's business.
         inside = inner_names(staged.values) if staged.values else frozenset[str]()
@@ -131,7 +128,7 @@ class Transformer:
             return self._place(chain(self._transform(iter(outer)), inner))
 
     def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
-        """Copy what a transform gave; where the last version had it, if nothing differs."""
+        """Copy what a transform gave."""
         found: dict[str, torch.Tensor] = {}
         for each in given:
             try:
@@ -145,28 +142,8 @@ class Transformer:
             if name in found:
                 raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
             found[name] = tensor.detach()
-        facts: list[Any] = [
-            (name, dtype_name(tensor.dtype), tuple(tensor.shape), "param", ())
-            for name, tensor in found.items()
-        ]
-        layout = self._layout
-        if layout is None or facts != self._facts:
-            layout = Layout(plan_manifest(facts, NO_LIMITS))
-            self._layout, self._facts = layout, facts
+        leaves = tuple(Leaf(name, tensor) for name, tensor in found.items())
+        layout = Layout.plan(Leaves(leaves), NO_LIMITS)
         flat = self._buffers.take(layout.nbytes)
-        for leaf in layout.manifest.leaves:
-            _put(found[leaf.name], flat, leaf.offset)
+        copy_tensors(zip(flat.views(layout), found.values(), strict=True))
         return layout, flat
-
-
-def _put(tensor: torch.Tensor, flat: FlatBuffer, offset: int) -> None:
-    """Copy a tensor into a buffer; without torch's thread pool where the bytes are in order."""
-    if not tensor.numel():
-        return
-    if is_plain_cpu(tensor):
-        source = as_bytes(tensor)
-        np.copyto(flat.array[offset : offset + source.nbytes], source)
-        return
-    nbytes = tensor.numel() * tensor.element_size()
-    target = torch.from_numpy(flat.array[offset : offset + nbytes])
-    target.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -35,7 +35,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_timeout
 from aiosync.protocol.indices import as_index, as_indices
-from aiosync.receiver.guard import Guard, Guarded, Reading, has_own_call, why_unguarded
+from aiosync.receiver.guard import Guard, Guarded, Reading, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
@@ -58,7 +58,7 @@ from aiosync.schemes.sources import (
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.strategy import WeightStrategy, get_strategy
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.tensors.match import Strict
 from aiosync.transports.base import Transport
@@ -501,7 +501,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     @property
     def staged_version(self) -> int:
         """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
-        return 0 if self._receiver is None else self._receiver.staged_version
+        return 0 if self._receiver is None else self._receiver.applier.staged_version
 
     @property
     def link_lost(self) -> AiosyncError | None:
@@ -789,7 +789,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         copier = SnapshotCopier(
             self._make_arena(),
             self._strategy.extract_as,
-            check_wire_dtype(self.wire_dtype),  # a mapping may have been changed since
+            check_dtypes(self.wire_dtype, "wire_dtype"),  # a mapping may have been changed since
             self._planning_limits(),
         )
         self._sender = sender = WeightSender(
@@ -1428,12 +1428,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 f"a {type(target).__name__} {lacks}: construct the scheme "
                 "with guard='reading' and read inside `with scheme.reading():`, or with "
                 "apply='manual' and call apply_pending()"
-            )
-        if self.apply == "auto" and self.guard == "forward" and has_own_call(target):
-            warnings.warn(
-                f"a {type(target).__name__} has a __call__ of its own: unless that calls "
-                "nn.Module's, no hook guards it, and guard='reading' is needed",
-                stacklevel=3,
             )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, ov
 from aiosync.errors import ConfigError
 from aiosync.protocol import ChunkPlan, validate_require, validate_seconds
 from aiosync.protocol.indices import as_count
-from aiosync.tensors import Dtypes, check_wire_dtype
+from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.types import Limits, Require
 
 __all__ = [
@@ -165,7 +165,7 @@ class SchemeOptions:
         seconds(endless=True, none=True), "Default timeout of calls in seconds."
     )
     wire_dtype: Option[Dtypes | None] = Option(
-        lambda _, value: check_wire_dtype(value), "What weights are cast to on their way."
+        lambda name, value: check_dtypes(value, name), "What weights are cast to on their way."
     )
 
 

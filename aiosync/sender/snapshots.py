@@ -19,7 +19,6 @@ from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, Transpo
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
     CastingFlattener,
-    CastPrepared,
     CopyPool,
     Dtypes,
     FlatBuffer,
@@ -401,7 +400,7 @@ class SnapshotCopier:
             return steadily(start, call, layout, tensors, timeout, lambda: self._closed)
 
         large = prepared.layout.nbytes > _INLINE_NBYTES
-        if large and how != "copy" and not isinstance(prepared, CastPrepared):
+        if large and how != "copy" and prepared.signature is not None:
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":
             snapshot = self._private(prepared)

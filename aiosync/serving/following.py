@@ -147,7 +147,7 @@ class Following:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             await receiver.wait_until(
-                lambda: receiver.has_staged, timeout=None, late=SwapTimeout("never")
+                lambda: receiver.applier.has_staged, timeout=None, late=SwapTimeout("never")
             )
             try:
                 await self._switch(receiver)
@@ -155,7 +155,7 @@ class Following:
                 self._blocked = None  # the receiver knows that it was refused
             except SwapTimeout as exc:
                 since = time.monotonic() if self._blocked is None else self._blocked[0]
-                waits = f"version {receiver.staged_version} waits to be switched to"
+                waits = f"version {receiver.applier.staged_version} waits to be switched to"
                 self._blocked = (since, f"{waits}: {exc}")
                 # Requests must be let in for longer than they were kept waiting.
                 pause = min(2 * pause, self._max_pause)
@@ -200,7 +200,9 @@ class Following:
         # One that was applied in the thread is no news.
         receiver.reported = (receiver.inbox.epoch, receiver.inbox.version)
         while await self._scheme.receive(timeout=limit) is None:
-            if receiver.has_staged:  # and nobody is going to apply it: receive() took that back
+            if (
+                receiver.applier.has_staged
+            ):  # and nobody is going to apply it: receive() took that back
                 raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
             if not receiver.guard.retry():
                 return  # nothing is left that could come

@@ -13,19 +13,16 @@ from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.flatten import (
     CastingFlattener,
-    CastPrepared,
     Flattener,
     LiveBytes,
     Prepared,
-    check_wire_dtype,
 )
 from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
-from aiosync.tensors.mapping import Dtypes, WeightMap
+from aiosync.tensors.mapping import Dtypes, WeightMap, check_dtypes
 from aiosync.tensors.sharded import gather_weights, sharded_names
 from aiosync.tensors.walk import Leaf, Leaves, collect, lacks_memory
 
 __all__ = [
-    "CastPrepared",
     "CastingFlattener",
     "CopyPool",
     "Dtypes",
@@ -38,7 +35,7 @@ __all__ = [
     "Prepared",
     "Target",
     "WeightMap",
-    "check_wire_dtype",
+    "check_dtypes",
     "collect",
     "copy_bytes",
     "dtype_name",

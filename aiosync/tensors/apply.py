@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from aiosync.tensors.buffer import FlatBuffer
-    from aiosync.tensors.copying import CopyPool
     from aiosync.tensors.layout import Layout
 
 __all__ = ["LoadTarget", "Loader", "Target", "named_views"]
@@ -68,9 +67,6 @@ class Target:
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"<Target {type(self.target).__name__} strict={self.strict}>"
-
     def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Raise unless the weights fit the target as it is now. Changes nothing.
 
@@ -93,7 +89,6 @@ class Target:
         values: Mapping[str, Any],
         *,
         copy: bool,
-        pool: CopyPool | None = None,
     ) -> None:
         """Put the weights into the target. All of it, or nothing when something raises.
 
@@ -109,7 +104,6 @@ class Target:
                 false. Buffers, and parameters of any other kind, are copied in place. Tensors
                 of a module in memory that torch shares between processes get memory of their
                 own. ``True`` copies everything in place.
-            pool: Threads that share the copies of large tensors.
 
         Raises:
             ManifestMismatch: The weights do not fit, or a tensor is none that can be a target.
@@ -129,7 +123,7 @@ class Target:
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
             _flip(plan.flips, plan.pick(flat.views(layout)))
             return
-        self._apply(layout, flat.views(layout), values, "copy" if copy else "flip", pool)
+        self._apply(layout, flat.views(layout), values, "copy" if copy else "flip")
 
     def apply_tensors(
         self,
@@ -152,7 +146,7 @@ class Target:
             ManifestMismatch: They do not fit; nothing was changed.
             ConfigError: The target cannot be a target.
         """
-        self._apply(layout, tensors, values, "copy" if inplace else "replace", None)
+        self._apply(layout, tensors, values, "copy" if inplace else "replace")
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
         """Whether :meth:`apply_` would change pointers, and copy next to nothing.
@@ -223,7 +217,6 @@ class Target:
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
         mode: Mode,
-        pool: CopyPool | None,
     ) -> None:
         plan = self._resolve(layout, values, mode)
         undo: Undo = []
@@ -233,7 +226,7 @@ class Target:
                 written = {_storage_of(spot.tensor) for spot, _ in plan.assigned} - {0}
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
-                self._change(plan, sources, pool, undo)
+                self._change(plan, sources, undo)
                 if plan.values:
                     self._change_values(plan, layout, sources, values)
             except BaseException:  # goes on to the caller, once all is as it was
@@ -246,7 +239,6 @@ class Target:
         self,
         plan: Plan,
         sources: Sequence[torch.Tensor],
-        pool: CopyPool | None,
         undo: Undo,
     ) -> None:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
@@ -264,7 +256,7 @@ class Target:
             undo.append(partial(_set_data, tensor, tensor.data))
             tensor.data = data
         if plan.copies:
-            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies), pool)
+            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies))
             torch.autograd.graph.increment_version(plan.copied())
         if plan.flips:
             _flip(plan.flips, [sources[leaf] for leaf in plan.flip_leaves])
@@ -436,9 +428,6 @@ class LoadTarget:
             raise ConfigError(f"load must be a function, got {type(load).__name__}")
         self.load = load
 
-    def __repr__(self) -> str:
-        return f"<LoadTarget {self.load!r}>"
-
     def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Raise unless the weights can be handed over. What fits is the function's to say.
 
@@ -459,7 +448,6 @@ class LoadTarget:
         values: Mapping[str, Any],
         *,
         copy: bool,
-        pool: CopyPool | None = None,
     ) -> None:
         """Call the function with the weights.
 
@@ -468,7 +456,6 @@ class LoadTarget:
             flat: Buffer that holds them.
             values: Non-tensor values by name; there must be none.
             copy: Not used: the function copies.
-            pool: Not used.
 
         Raises:
             ConfigError: There are values that are not tensors.

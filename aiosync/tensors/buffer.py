@@ -92,9 +92,6 @@ class FlatBuffer:
         self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
         self.release()
 
-    def __repr__(self) -> str:
-        return f"<FlatBuffer nbytes={self.nbytes} at={self.address:#x}>"
-
     def memoryview(self) -> memoryview:
         """Return the bytes as a 1-D memoryview of format ``B``. Always the same object."""
         return self._bytes

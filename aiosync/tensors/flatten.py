@@ -49,13 +49,11 @@ if TYPE_CHECKING:
     from aiosync.types import Limits
 
 __all__ = [
-    "CastPrepared",
     "CastingFlattener",
     "Flattener",
     "LiveBytes",
     "Prepared",
     "Signature",
-    "check_wire_dtype",
 ]
 
 try:  # C++ comparison of type, dtype, shape, strides and device: 0.1 us a tensor. Private API.
@@ -124,7 +122,8 @@ class Prepared:
         layout: Where each leaf goes. The same object for as long as nothing changes.
         tensors: The live tensors, one for each leaf, in order.
         values: Non-tensor values by dotted name, of plain msgpack types.
-        signature: How the tensors look, apart from where they are. Kept as ``layout`` is.
+        signature: How the tensors look, apart from where they are. Kept as ``layout`` is. ``None``
+            where some have another dtype than the layout says.
         computed: Names of a module's buffers that are not persistent: they are computed, not
             learned. Kept as ``layout`` is.
     """
@@ -134,11 +133,6 @@ class Prepared:
     values: dict[str, Any] = field(default_factory=dict)
     signature: Signature | None = field(default=None, kw_only=True)
     computed: frozenset[str] = field(default=frozenset(), kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class CastPrepared(Prepared):
-    """Like :class:`Prepared`, where some tensors have another dtype than the layout says."""
 
 
 class _Plan:
@@ -357,15 +351,6 @@ class _Program:
 # -- other dtypes on the way ----------------------------------------------------------------------
 
 
-def check_wire_dtype(value: object) -> Dtypes | None:
-    """Check the option ``wire_dtype`` of a scheme; a mapping is copied.
-
-    Raises:
-        ConfigError: It is not a floating-point dtype that can travel, nor a mapping to such.
-    """
-    return check_dtypes(value, "wire_dtype")
-
-
 class CastingFlattener(Flattener):
     """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
 
@@ -377,17 +362,17 @@ class CastingFlattener(Flattener):
 
     Args:
         extract_as: As for :class:`Flattener`.
-        dtype: A floating-point dtype, or name patterns to dtypes; see :func:`check_wire_dtype`.
+        dtype: A floating-point dtype, or name patterns to dtypes; see ``check_dtypes()``.
         limits: As for :class:`Flattener`.
 
     Raises:
-        ConfigError: As for :class:`Flattener` and :func:`check_wire_dtype`.
+        ConfigError: As for :class:`Flattener` and :func:`~aiosync.tensors.mapping.check_dtypes`.
     """
 
     def __init__(
         self, extract_as: ExtractAs, dtype: Dtypes, limits: Limits = DEFAULT_LIMITS
     ) -> None:
-        checked = check_wire_dtype(dtype)
+        checked = check_dtypes(dtype, "wire_dtype")
         assert checked is not None
         self._rule = DtypeRule(checked)
         self._cast_for: tuple[Layout, frozenset[str], frozenset[str]] | None = None
@@ -411,7 +396,7 @@ class CastingFlattener(Flattener):
             self._cast_for = facts
         if self._cast.digest == layout.digest:
             return prepared
-        return CastPrepared(self._cast, prepared.tensors, values)
+        return Prepared(self._cast, prepared.tensors, values)
 
     def _plan_cast(
         self, layout: Layout, inside: frozenset[str], computed: frozenset[str]

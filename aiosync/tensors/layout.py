@@ -85,9 +85,6 @@ class Layout:
         self.nbytes: int = manifest.nbytes
         self.digest: bytes = manifest.digest
 
-    def __repr__(self) -> str:
-        return f"<Layout leaves={len(self.manifest.leaves)} nbytes={self.nbytes}>"
-
     @classmethod
     def plan(cls, leaves: Leaves, limits: Limits = DEFAULT_LIMITS) -> Layout:
         """Lay the leaves out one after the other, each on a multiple of 64 bytes.

@@ -12,7 +12,6 @@ from torch import nn
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors import (
-    CopyPool,
     Layout,
     Target,
     collect,
@@ -87,11 +86,10 @@ def test_copy_keeps_the_memory_of_the_target() -> None:
         loss.backward()  # autograd notices the write
 
 
-@pytest.mark.parametrize("pool", [None, CopyPool(1)])
-def test_large_tensors_are_copied(pool: CopyPool | None) -> None:
+def test_large_tensors_are_copied() -> None:
     source, target = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
     layout, flat, values = packed(source)
-    Target(target).apply_(layout, flat, values, copy=True, pool=pool)
+    Target(target).apply_(layout, flat, values, copy=True)
     assert all_bits(target) == all_bits(source)
 
 

@@ -113,7 +113,7 @@ class ServerOwner:
         receiver = receiver_of(core_of(scheme))
         if kwargs.get("timeout") == 0 and receiver is not None:
             # The server asks before every batch: look before going to the other thread.
-            if not receiver.has_staged and (receiver.error is None or self._ended):
+            if not receiver.applier.has_staged and (receiver.error is None or self._ended):
                 return None
         try:
             update = proceed(*args, **kwargs)
