@@ -12,8 +12,6 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib", "safetensors"})
-_SMALL_COMMANDS = frozenset({"bench", "serve", "push", "pull", "status"})
-"""Commands that need the extra ``cli`` and not all of ``demo``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -38,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if package not in _EXTRA_PACKAGES:
             raise
         given = sys.argv[1:] if args is None else args
-        extra = "cli" if given and given[0] in _SMALL_COMMANDS else "demo"
+        extra = "demo" if given[:1] == ["demo"] else "cli"
         sys.stderr.write(
             f"aiosync: this command needs {package}, which is not installed.\n"
             "Install it with everything else that the command line needs:\n"

@@ -5,6 +5,7 @@ Must not import torch, nor, but inside a function, what imports it: ``--help`` h
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -21,6 +22,8 @@ from rich.markup import escape
 from aiosync.errors import AiosyncError, ConfigError
 
 if TYPE_CHECKING:
+    from rich.progress import Task
+
     from aiosync.server import WeightClient
     from aiosync.transports.credentials import TLS
 
@@ -37,7 +40,7 @@ __all__ = [
     "TokenFile",
     "UseTls",
     "check_model_ids",
-    "connection",
+    "dialling",
     "errors_to",
     "failing",
     "plain",
@@ -57,6 +60,24 @@ INTERRUPTED = 130
 
 _MAX_TOKEN_NBYTES = 65536
 _LOOK_SECONDS = 0.1
+
+_FLAGS = {
+    "TLS(cert=..., key=...)": "--tls-cert and --tls-key",
+    "TLS(key=...) needs cert=": "--tls-key needs --tls-cert",
+    "TLS(verify_clients=True) needs ca=": "--tls-verify-clients needs --tls-ca",
+    "(an encrypted key needs password=)": "(a key must not be encrypted)",
+    "tls=aiosync.TLS(ca=...)": "--tls-ca",
+    "tls=aiosync.TLS(...)": "--tls-cert and --tls-key",
+    "TLS(ca=...)": "--tls-ca",
+    "pull_token=": "--pull-token-file",
+    "pull_token": "--pull-token-file",
+    "token=...": "--token-file",
+    "token=": "--token-file",
+    "tls=": "--tls",
+    "another model_id": "another --model-id",
+    "the model_id another": "the --model-id another",
+}
+"""How a command calls what an error of the library names."""
 
 Show: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that are done, and with how many there are."""
@@ -129,29 +150,34 @@ class Connection(NamedTuple):
         return WeightClient(self.url, token=self.token, tls=self.tls)
 
 
-def connection(
+@contextmanager
+def dialling(
+    command: str,
     url: str,
-    console: Console,
-    *,
     token_file: Path | None,
     tls: bool,
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
-) -> Connection:
-    """Return what the options of a command say, and find what is wrong before anything is sent.
+    *model_ids: str,
+) -> Iterator[tuple[Connection, Console, list[int]]]:
+    """:func:`failing` of a command that asks somebody, with what its options say.
 
-    Raises:
-        ConfigError: Not an address, no token, or a file that cannot be used.
+    What is wrong with them is found before anything is sent.
+
+    Yields:
+        Whom to ask, where errors and notes go, and what :func:`failing` yields.
     """
-    from aiosync.transports.credentials import Credentials
+    errors = errors_to()
+    with failing(command, errors) as status:
+        from aiosync.transports.credentials import Credentials
 
-    given = Connection(
-        url, read_token(token_file, console), tls_of(wanted=tls, ca=ca, cert=cert, key=key)
-    )
-    Credentials(token=given.token, tls=given.tls).dialling_context()
-    given.client()
-    return given
+        check_model_ids(model_ids)
+        given = tls_of(wanted=tls, ca=ca, cert=cert, key=key)
+        server = Connection(url, read_token(token_file, errors), given)
+        Credentials(token=server.token, tls=server.tls).dialling_context()
+        server.client()
+        yield server, errors, status
 
 
 def errors_to() -> Console:
@@ -159,12 +185,13 @@ def errors_to() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def read_token(path: Path | None, console: Console) -> bytes | None:
+def read_token(path: Path | None, console: Console, option: str = "--token-file") -> bytes | None:
     """Return the token of a file, without one newline at its end, or that of the environment.
 
     Args:
         path: The file, if there is one.
         console: Where a note goes if others can read the file.
+        option: How errors call it.
 
     Raises:
         ConfigError: It cannot be read, is empty or is too large for a token.
@@ -177,15 +204,15 @@ def read_token(path: Path | None, console: Console) -> bytes | None:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(_MAX_TOKEN_NBYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"--token-file: {path}: cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
     token = token.removesuffix(b"\n").removesuffix(b"\r")
     if not token:
         raise ConfigError(
-            f"--token-file: {path} is empty: make a token with "
+            f"{option}: {path} is empty: make a token with "
             "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
         )
     if len(token) > _MAX_TOKEN_NBYTES:
-        raise ConfigError(f"--token-file: {path} is too large for a token")
+        raise ConfigError(f"{option}: {path} is too large for a token")
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         console.print(f"Note: other users can read {path}: chmod 600 is advised.", markup=False)
     return token
@@ -255,22 +282,29 @@ def say_done(
 
 
 @contextmanager
-def transfer_bar(console: Console, title: str) -> Iterator[Show]:
+def transfer_bar(console: Console, title: str, waits: str) -> Iterator[Show]:
     """Show a bar with bytes and rate on a terminal, and nothing elsewhere. No thread is started.
 
     Args:
         console: On stderr.
         title: What is transferred.
+        waits: What it waits for before the first bytes.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    class Download(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return Text(waits) if task.total is None else super().render(task)
 
     text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (text, BarColumn(), Download(), TransferSpeedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task(title, total=None)
+        progress.refresh()
         next_at = 0.0
 
         def show(done: int, total: int) -> None:
@@ -295,11 +329,11 @@ def check_model_ids(given: Iterable[str]) -> None:
 
 @contextmanager
 def failing(command: str, console: Console) -> Iterator[list[int]]:
-    """Show errors of aiosync as one line, and end the command.
+    """Show errors of aiosync as one line, and end the command; and what aiosync warns of.
 
     Args:
         command: Its name, for the line.
-        console: Where the line goes.
+        console: Where the lines go.
 
     Yields:
         A list with the exit status of a :class:`~aiosync.errors.ConfigError`: 2 until the
@@ -309,14 +343,32 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
         typer.Exit: With the status.
     """
     status = [2]
+    lines, log = _Lines(console), logging.getLogger("aiosync")
+    log.addHandler(lines)
     try:
         yield status
     except AiosyncError as exc:
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
         name = "" if isinstance(exc, ConfigError) else f"{type(exc).__name__}: "
-        text = escape(plain(f"{name}{exc}", 2000))
-        console.print(f"[red]aiosync {command}:[/red] {text}")
+        text = str(exc)
+        for option, flag in _FLAGS.items():
+            text = text.replace(option, flag)
+        console.print(f"[red]aiosync {command}:[/red] {escape(plain(name + text, 2000))}")
         raise typer.Exit(status[0] if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        log.removeHandler(lines)
+
+
+class _Lines(logging.Handler):
+    """Shows what is logged, from warnings on, with the time."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = plain(record.getMessage(), 2000)
+        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False)

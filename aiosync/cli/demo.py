@@ -187,6 +187,30 @@ class Progress:
             "workers": self.workers,
         }
 
+    def line(self) -> str:
+        """The run so far in one line."""
+        workers = ", ".join(
+            f"worker {idx}: version {worker['version']} lag {worker['lag']}"
+            for idx, worker in enumerate(self.workers)
+        )
+        p50, p95 = (self.latency(percent) * 1e3 for percent in (50, 95))
+        return f"{self._summary_line()}  {workers}  send p50 {p50:.2f} ms p95 {p95:.2f} ms"
+
+    def _summary_line(self) -> str:
+        return (
+            f"{self.elapsed:.0f} of {self.seconds:.0f} s of training  "
+            f"return {self.mean_return():6.1f}  version {self.version}"
+        )
+
+    def table(self) -> Table:
+        """The run so far as a table, for 60 columns or more."""
+        table = Table(caption=self._summary_line(), caption_justify="left")
+        for name in self.workers[0]:
+            table.add_column(name, justify="right", min_width=7, no_wrap=True)
+        for worker in self.workers:
+            table.add_row(*(f"{value:,}" for value in worker.values()))
+        return table
+
 
 def _mean(values: list[float]) -> float:
     return statistics.fmean(values) if values else math.nan
@@ -205,35 +229,12 @@ def _showing(console: Console, title: str) -> Iterator[Callable[[Progress], None
             return
         next_at = time.monotonic() + (2.0 if live is None else 0.5)
         if live is None:
-            console.print(_line(progress), markup=False)
+            console.print(progress.line(), markup=False)
         else:
-            live.update(_table(progress), refresh=True)
+            live.update(progress.table(), refresh=True)
 
     with live or nullcontext():
         yield show
-
-
-def _line(progress: Progress) -> str:
-    """The run so far in one line."""
-    workers = ", ".join(
-        f"worker {idx}: version {worker['version']} lag {worker['lag']}"
-        for idx, worker in enumerate(progress.workers)
-    )
-    p50, p95 = (progress.latency(percent) * 1e3 for percent in (50, 95))
-    return (
-        f"{progress.elapsed:5.1f} s  return {progress.mean_return():6.1f}  "
-        f"version {progress.version}  {workers}  send p50 {p50:.2f} ms p95 {p95:.2f} ms"
-    )
-
-
-def _table(progress: Progress) -> Table:
-    """The run so far as a table."""
-    table = Table(caption=_line(progress).partition("  worker")[0], caption_justify="left")
-    for name in progress.workers[0]:
-        table.add_column(name, justify="right", min_width=9)
-    for worker in progress.workers:
-        table.add_row(*(f"{value:,}" for value in worker.values()))
-    return table
 
 
 def _check_plot(path: Path) -> None:

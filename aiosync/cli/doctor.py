@@ -74,9 +74,7 @@ def _checks() -> list[tuple[str, bool, Callable[[], str]]]:
         ("cores", False, lambda: f"{usable_cores()} usable of {os.cpu_count()}"),
         ("torch threads", False, _torch_threads),
         ("memfd", sys.platform == "linux", _memfd),
-        ("/dev/shm", False, _dev_shm),
         ("unix sockets", True, _unix_sockets),
-        ("loopback TCP", False, _loopback),
         ("open files", False, _open_files),
     ]
 
@@ -122,12 +120,6 @@ def _memfd() -> str:
     return "anonymous shared memory works; nothing stays behind when a process is killed"
 
 
-def _dev_shm() -> str:
-    stats = os.statvfs("/dev/shm")
-    free = stats.f_bavail * stats.f_frsize
-    return f"{free / 2**30:.1f} GiB free (not used by aiosync, but by others on this machine)"
-
-
 def _unix_sockets() -> str:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with left, right, open(os.devnull, "rb") as file:
@@ -139,19 +131,6 @@ def _unix_sockets() -> str:
         if data != b"x" or len(received) != 1:
             raise OSError("a descriptor sent through a socket pair did not arrive")
     return "data and descriptors pass"
-
-
-def _loopback() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(5.0)
-        with socket.create_connection(server.getsockname(), timeout=5.0) as client:
-            accepted, _ = server.accept()
-            with accepted:
-                accepted.settimeout(5.0)
-                client.sendall(b"x")
-                if accepted.recv(1) != b"x":
-                    raise OSError("a byte sent over loopback did not arrive")
-    return "connects"
 
 
 def _open_files() -> str:

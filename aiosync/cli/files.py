@@ -7,12 +7,10 @@ than ``weights_only`` allows is refused. This module must never import typer or 
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import pickle
 import re
-import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.server.store import DTYPES
+from aiosync.server.store import DTYPES, replacing
 from aiosync.wire import encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
 
@@ -47,6 +45,7 @@ _ALIASES = "aiosync.aliases"
 _VALUES = "aiosync.values"
 _STORE = "aiosync.format"
 _ZIP = b"PK\x03\x04"
+_CHECKPOINT = (_ZIP, b"\x80")  # a pickle of any protocol that torch ever wrote
 
 
 def load_weights(
@@ -78,6 +77,8 @@ def load_weights(
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     if safetensors is not None:
         return _load_safetensors(safetensors, path)
+    if not magic.startswith(_CHECKPOINT):
+        raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: it begins with {magic!r}")
     return _find_weights(path, _load_torch(path, mapped=magic == _ZIP), note)
 
 
@@ -108,28 +109,13 @@ def save_weights(
     safetensors = _kind(path)
     tensors, values = _split(path, mapping)
     texts = dict(metadata or {})
-    temporary = os.path.join(os.path.dirname(path), f".aiosync-{secrets.token_hex(8)}.tmp")
     try:
-        mode = os.stat(path).st_mode & 0o777 if os.path.exists(path) else None
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            # Until everything is there, not more readable than what it replaces.
-            fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
-            with open(fd, "wb") as file:
-                if mode is None:
-                    mode = os.fstat(fd).st_mode & 0o777  # as the umask has it
-                if safetensors is not None:
-                    # The package replaces it by a private one.
-                    _write_safetensors(safetensors, path, temporary, tensors, values, texts)
-                else:
-                    _write_torch(path, file, {**tensors, **values}, texts)
-            os.chmod(temporary, mode)
-            _sync(temporary)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # it has become the file
-                os.unlink(temporary)
-        _sync(os.path.dirname(path))
+        with replacing(path) as (file, temporary):
+            if safetensors is not None:
+                # The package replaces it by a private one.
+                _write_safetensors(safetensors, path, temporary, tensors, values, texts)
+            else:
+                _write_torch(path, file, {**tensors, **values}, texts)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
 
@@ -182,14 +168,6 @@ def _kind(path: str) -> ModuleType | None:
         advice = ".safetensors files need safetensors: pip install 'aiosync[cli]'"
         raise ConfigError(advice) from exc
     return safetensors
-
-
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _split(path: str, mapping: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,16 +16,10 @@ from aiosync.cli._common import (
     TlsKey,
     TokenFile,
     UseTls,
-    check_model_ids,
-    connection,
-    errors_to,
-    failing,
+    dialling,
     say_done,
     transfer_bar,
 )
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 __all__ = ["pull"]
 
@@ -57,18 +47,15 @@ def pull(
 
     Waits for a first version. The file is replaced in one step, once everything is there.
     """
-    errors = errors_to()
-    with failing("pull", errors) as exit_status:
-        check_model_ids([model_id])
-        server = connection(
-            url, errors, token_file=token_file, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key
-        )
-        import aiosync
-        from aiosync.cli.files import check_target, save_weights
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("pull", *given, model_id) as (server, errors, exit_status):
+        waits = f"waits for {url}"
+        with transfer_bar(errors, f"pull {model_id}", waits) as show:  # torch takes its time
+            import aiosync
+            from aiosync.cli.files import check_target, save_weights
 
-        check_target(file)
-        exit_status[0] = 1
-        with transfer_bar(errors, f"pull {model_id}") as show:
+            check_target(file)
+            exit_status[0] = 1
             started = time.monotonic()
             getting = server.client().pull(
                 model_id, min_version=min_version, timeout=timeout, progress=show
@@ -76,40 +63,5 @@ def pull(
             got = aiosync.run(getting)
             seconds = time.monotonic() - started
         about = {"model_id": model_id, "epoch": str(got.epoch), "version": str(got.version)}
-        with _ending_in_order():
-            save_weights(file, got.mapping(), metadata=about)
+        save_weights(file, got.mapping(), metadata=about)
         say_done("Pulled", model_id, got.epoch, got.version, got.nbytes, seconds, got.reconnects)
-
-
-@contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: what it began is cleaned up.
-
-    The second signal ends the process at once. One that is ignored, as with nohup, stays so.
-
-    Raises:
-        SystemExit: One came; the status is 128 and its number.
-    """
-    ended: SystemExit | None = None
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        nonlocal ended
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        ended = SystemExit(128 + number)
-        raise ended
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # others cannot handle signals
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(each) is signal.SIG_DFL:
-                before[each] = signal.signal(each, end)
-    try:
-        yield
-    except Exception:  # goes on to the caller, unless it only follows from the signal
-        if ended is None:
-            raise
-        raise ended from None
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

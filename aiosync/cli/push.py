@@ -18,17 +18,14 @@ from aiosync.cli._common import (
     TlsKey,
     TokenFile,
     UseTls,
-    check_model_ids,
-    connection,
-    errors_to,
-    failing,
+    dialling,
     say_done,
     transfer_bar,
 )
-from aiosync.errors import ConfigError, ConnectError, PartialSyncError, TransportError
+from aiosync.errors import ConnectError, PartialSyncError, TransportError
 
 if TYPE_CHECKING:
-    from aiosync.sender import WeightSender
+    from aiosync.schemes import TCPWeightSyncScheme
 
 __all__ = ["push"]
 
@@ -53,17 +50,13 @@ def push(
     Every worker of that model gets it, whatever its strategy. It counts as a restarted trainer:
     version 1 of a new epoch.
     """
-    errors = errors_to()
-    with failing("push", errors) as exit_status:
-        check_model_ids([model_id])
-        server = connection(
-            url, errors, token_file=token_file, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key
-        )
-        from aiosync.cli.files import check_source, load_weights
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("push", *given, model_id) as (server, errors, exit_status):
+        with transfer_bar(errors, f"push {model_id}", f"reads {file.name}") as show:
+            from aiosync.cli.files import check_source, load_weights
 
-        check_source(file)
-        exit_status[0] = 1
-        with transfer_bar(errors, f"push {model_id}") as show:
+            check_source(file)
+            exit_status[0] = 1
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
@@ -102,20 +95,21 @@ async def _push(
     scheme.strategy_str = ANY_STRATEGY  # a file says nothing of how its weights were extracted
     scheme.init_on_sender(model_id, num_workers=1)
     async with scheme:
-        await scheme.connect(timeout=left())
-        sender = sender_of(scheme)
-        assert sender is not None
-        looking = loop.create_task(_look(sender, nbytes, show))
+        looking = loop.create_task(_look(scheme, nbytes, show))
         try:
+            await scheme.connect(timeout=left())
             await scheme.send(weights, timeout=left())
         except PartialSyncError as exc:
-            if not isinstance(exc.failed[0], TransportError):
-                raise exc.failed[0] from exc
+            error = exc.failed[0]
+            if scheme.version == 0 or not isinstance(error, TransportError):
+                raise error from exc
             # The scheme dials again, and the server knows what it has already.
             await scheme.wait_for_version(scheme.version, timeout=left())
         finally:
             looking.cancel()
             await asyncio.wait({looking})
+        sender = sender_of(scheme)
+        assert sender is not None
         show(nbytes, nbytes)
         return sender.workers.clock.epoch, scheme.version, nbytes, loop.time() - started
 
@@ -124,13 +118,9 @@ async def _check_server(server: Connection, model_id: str, timeout: float) -> No
     """Find out at once what would otherwise be tried again until the time is up.
 
     Raises:
-        AiosyncError: Nobody is there, it is not a weight server, or it does not take this model.
+        AiosyncError: Nobody is there, it is not a weight server, or another trainer pushes there.
     """
     status = await server.client().status(timeout=timeout)
-    allowed = status.get("model_ids")
-    if isinstance(allowed, list) and model_id not in allowed:
-        known = ", ".join(map(str, allowed))
-        raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
     for model in status.get("models") or ():
         if model.get("model_id") == model_id and model.get("trainer"):
             raise ConnectError(
@@ -139,9 +129,12 @@ async def _check_server(server: Connection, model_id: str, timeout: float) -> No
             )
 
 
-async def _look(sender: WeightSender, nbytes: int, show: Show) -> None:
+async def _look(scheme: TCPWeightSyncScheme, nbytes: int, show: Show) -> None:
+    from aiosync.schemes.inside import sender_of
+
     while True:
-        link = sender.links.get(0)
+        sender = sender_of(scheme)
+        link = None if sender is None else sender.links.get(0)
         if link is not None and link.stream is not None:
             show(min(nbytes, link.stream.sent_nbytes + link.stream.resumed_nbytes), nbytes)
         await asyncio.sleep(_LOOK_SECONDS)

@@ -32,7 +32,7 @@ from aiosync.cli._common import (
     read_token,
     tls_of,
 )
-from aiosync.cli.status import models_table, refusal_line, version_line
+from aiosync.cli.status import models_table, version_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -54,6 +54,14 @@ def serve(
         ),
     ],
     token_file: TokenFile = None,
+    pull_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File with a second token, of those who may pull and not push.",
+        ),
+    ] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
@@ -90,13 +98,16 @@ def serve(
         import aiosync
         from aiosync.server import WeightServer
 
-        token = read_token(token_file, errors)
+        token, pull_token = read_token(token_file, errors), None
+        if pull_token_file is not None:
+            pull_token = read_token(pull_token_file, errors, "--pull-token-file")
         tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
 
         def make() -> WeightServer:
             return WeightServer(
                 listen,
                 token=token,
+                pull_token=pull_token,
                 tls=tls,
                 model_ids=model_id or None,
                 store=store,
@@ -115,24 +126,27 @@ async def _serve(make: Callable[[], WeightServer], errors: Console) -> int:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
         before could not be stored at the end.
     """
-    log = _Log(errors)
     with _signals() as came:
+        server, before = make(), 0
         try:
-            server = make()
-            try:
-                async with server:
-                    typer.echo(server.url)
-                    await _watch(server, log)
-            finally:
-                late = log.show(server.status(), versions=False)  # what was written last
+            async with server:
+                typer.echo(server.url)
+                try:
+                    await _watch(server, errors)
+                finally:
+                    before = _not_stored(server)
         except asyncio.CancelledError:
             if not came:
                 raise
     if came == [signal.SIGINT]:
         errors.print("Stopped by Ctrl-C.")
-    if late:
+    if _not_stored(server) > before:
         return 1
     return INTERRUPTED if came == [signal.SIGINT] else 0
+
+
+def _not_stored(server: WeightServer) -> int:
+    return sum(model["refused"] for model in server.status()["models"])
 
 
 @contextlib.contextmanager
@@ -162,16 +176,22 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-async def _watch(server: WeightServer, log: _Log) -> None:
-    """Show what the server has, until it ends."""
+async def _watch(server: WeightServer, errors: Console) -> None:
+    """Show what the server has, until it ends: a table, or one line for each version seen."""
     console = Console(highlight=False)
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    seen: dict[str, tuple[int, int]] = {}
 
-    def show() -> None:
+    def show(hint: str = "; Ctrl-C ends it") -> None:
         status = server.status()
         if live is not None:
-            live.update(_render(status), refresh=True)
-        log.show(status, versions=live is None)
+            live.update(_render(status, hint), refresh=True)
+            return
+        for model in status["models"]:
+            now = model["epoch"], model["version"]
+            if seen.get(model["model_id"], (0, 0)) != now:
+                seen[model["model_id"]] = now
+                errors.print(f"{time.strftime('%H:%M:%S')} {version_line(model)}", markup=False)
 
     ended = asyncio.ensure_future(server.wait_closed())
     with live or contextlib.nullcontext():
@@ -182,41 +202,14 @@ async def _watch(server: WeightServer, log: _Log) -> None:
             await ended
         finally:
             ended.cancel()
-            show()
+            show("")
 
 
-def _render(status: Mapping[str, Any]) -> RenderableType:
+def _render(status: Mapping[str, Any], hint: str) -> RenderableType:
     connections = f"{plain(status['connections'])} connections"
     if not status["models"]:
-        return Text(f"{connections}, no models yet; Ctrl-C ends it")
+        return Text(f"{connections}, no models yet{hint}")
     table = models_table(status)
-    table.caption = f"{connections}; Ctrl-C ends it"
+    table.caption = f"{connections}{hint}"
     table.caption_justify = "left"
     return table
-
-
-class _Log:
-    """One line for each change that is seen; at most one for each model and look."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._seen: dict[str, tuple[Any, ...]] = {}
-
-    def show(self, status: Mapping[str, Any], *, versions: bool) -> bool:
-        """Print what is new: what could not be stored, and ``versions``.
-
-        Returns:
-            Whether something could not be stored.
-        """
-        failed = False
-        for model in status["models"]:
-            epoch, version, refused = now = model["epoch"], model["version"], model["refused"]
-            before = self._seen.get(model["model_id"], (0, 0, 0))
-            self._seen[model["model_id"]] = now
-            lines = [version_line(model)] if versions and (epoch, version) != before[:2] else []
-            if refused != before[2]:
-                lines.append(refusal_line(model))
-                failed = True
-            for line in lines:
-                self._console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False)
-        return failed

@@ -6,13 +6,15 @@ Must not import torch: people ask often.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -24,18 +26,18 @@ from aiosync.cli._common import (
     TlsKey,
     TokenFile,
     UseTls,
-    connection,
-    errors_to,
-    failing,
+    dialling,
     plain,
     show_nbytes,
 )
+from aiosync.errors import RemoteProtocolError
 
-__all__ = ["models_table", "refusal_line", "status", "version_line"]
+__all__ = ["models_table", "status", "version_line"]
 
 Values = Mapping[str, Any]
 
 _WIDTH = 200  # a pipe has none; rows stay whole
+_WIDE = 90  # where there is room between the columns
 
 
 def status(
@@ -51,18 +53,21 @@ def status(
     timeout: Timeout = 30.0,
 ) -> None:
     """Show what a weight server serves, by whom and to whom."""
-    errors = errors_to()
-    with failing("status", errors) as exit_status:
-        server = connection(
-            url, errors, token_file=token_file, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key
-        )
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("status", *given) as (server, _, exit_status):
         exit_status[0] = 1
         values = run(server.client().status(timeout=timeout))
         if as_json:
             typer.echo(json.dumps(values, indent=2, default=str))
-        else:
-            width = None if sys.stdout.isatty() else _WIDTH
-            Console(highlight=False, width=width).print(_tables(values))
+            return
+        try:
+            shown = _tables(values)
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise RemoteProtocolError(
+                f"{url} sent a status of another release: see --json"
+            ) from exc
+        width = None if sys.stdout.isatty() else _WIDTH
+        Console(highlight=False, width=width).print(shown)
 
 
 def _show_seconds(seconds: float) -> str:
@@ -79,20 +84,19 @@ def models_table(values: Values) -> Table:
     table = _table(
         "model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag", "trainer"
     )
-    for model in _maps(values, "models"):
-        workers = _maps(model, "workers")
-        age = time.time() - _number(model, "updated_at")
-        empty = not model.get("version")
+    for model in values["models"]:
+        newest = ["-"] * 4
+        if model["version"]:
+            age = _show_seconds(time.time() - model["updated_at"])
+            nbytes, tensors = show_nbytes(model["nbytes"]), _text(model["tensors"])
+            newest = [_text(model["version"]), nbytes, tensors, age]
         table.add_row(
-            _text(model.get("model_id")),
-            _text(model.get("strategy")),
-            "-" if empty else _text(model.get("version")),
-            "-" if empty else show_nbytes(_number(model, "nbytes")),
-            "-" if empty else _text(model.get("tensors")),
-            "-" if model.get("updated_at") is None else _show_seconds(age),
-            str(len(workers)),
-            str(max((int(_number(worker, "lag")) for worker in workers), default=0)),
-            _text(model.get("trainer") or "-"),
+            _text(model["model_id"]),
+            _text(model["strategy"]),
+            *newest,
+            str(len(model["workers"])),
+            str(_lag(model)),
+            _text(model["trainer"] or "-"),
         )
     return table
 
@@ -101,16 +105,12 @@ def _workers_table(values: Values) -> Table:
     table = _table(
         "model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate", ">since"
     )
-    for model in _maps(values, "models"):
-        for worker in _maps(model, "workers"):
-            sent, seconds = _number(worker, "sent_nbytes"), _number(worker, "connected_seconds")
+    for model in values["models"]:
+        for worker in model["workers"]:
+            sent, seconds = worker["sent_nbytes"], worker["connected_seconds"]
             table.add_row(
-                _text(model.get("model_id")),
-                _text(worker.get("worker_idx")),
-                _text(worker.get("name")),
-                _text(worker.get("pid")),
-                _text(worker.get("version")),
-                _text(worker.get("lag")),
+                _text(model["model_id"]),
+                *(_text(worker[name]) for name in ("worker_idx", "name", "pid", "version", "lag")),
                 show_nbytes(sent),
                 f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
                 _show_seconds(seconds),
@@ -120,71 +120,52 @@ def _workers_table(values: Values) -> Table:
 
 def _tables(values: Values) -> RenderableType:
     """Return everything that a status says, as tables."""
+    models = values["models"]
     parts: list[RenderableType] = [
         Text(
-            f"{plain(values.get('url'))}, aiosync {plain(values.get('aiosync'))}, up "
-            f"{_show_seconds(_number(values, 'uptime_seconds'))}, "
-            f"{_text(values.get('connections'))} connections now, "
-            f"{_text(values.get('accepted'))} in all"
-            f"{', with a store' if values.get('store') else ''}"
-        )
+            f"{plain(values['url'])}, aiosync {plain(values['aiosync'])}, up "
+            f"{_show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
+            f"connections now, {plain(values['accepted'])} in all"
+            f"{', with a store' if values['store'] else ''}"
+        ),
+        models_table(values) if models else Text("No models yet."),
     ]
-    models = _maps(values, "models")
-    parts.append(models_table(values) if models else Text("No models yet."))
-    if any(_maps(model, "workers") for model in models):
+    if any(model["workers"] for model in models):
         parts.append(_workers_table(values))
-    parts += [Text(refusal_line(model)) for model in models if model.get("refusal")]
-    for word in ("refused", "ended"):
-        counts = values.get(word)
-        if isinstance(counts, Mapping) and counts:
-            listed = ", ".join(f"{plain(name)} {count}" for name, count in counts.items())
-            what = "Refused connections" if word == "refused" else "Links that ended"
+    parts += [Text(plain(model["refusal"], 2000)) for model in models if model["refusal"]]
+    for what, counts in (
+        ("Refused connections", values["refused"]),
+        ("Links that ended", values["ended"]),
+    ):
+        listed = ", ".join(f"{plain(name)} {count}" for name, count in counts.items())
+        if listed:
             parts.append(Text(f"{what}: {listed}"))
     return Group(*parts)
 
 
+def _lag(model: Values) -> int:
+    return max((worker["lag"] for worker in model["workers"]), default=0)
+
+
 def version_line(model: Values) -> str:
     """Say in one line which version of a model there is, and who has it."""
-    workers = _maps(model, "workers")
-    lag = max((int(_number(worker, "lag")) for worker in workers), default=0)
     return (
-        f"{plain(model.get('model_id'))}: version {model.get('version')} of epoch "
-        f"{model.get('epoch')}, {show_nbytes(_number(model, 'nbytes'))}, "
-        f"{len(workers)} workers, lag {lag}"
-    )
-
-
-def refusal_line(model: Values) -> str:
-    """Say in one line what could not be stored last, and why."""
-    why = plain(model.get("refusal") or "an older version", 2000)
-    return (
-        f"{plain(model.get('model_id'))}: not stored, so refused and not served "
-        f"({model.get('refused')} so far): {why}"
+        f"{plain(model['model_id'])}: version {model['version']} of epoch {model['epoch']}, "
+        f"{show_nbytes(model['nbytes'])}, {len(model['workers'])} workers, lag {_lag(model)}"
     )
 
 
 def _table(*headings: str) -> Table:
-    table = Table(pad_edge=False)
+    """A table whose texts are folded where there is no room; half a number would be another one."""
+    wide = shutil.get_terminal_size((_WIDTH, 0)).columns >= _WIDE
+    table = Table(pad_edge=False, padding=(0, 1 if wide else 0))
     for heading in headings:
-        table.add_column(
-            heading.lstrip(">"),
-            justify="right" if heading.startswith(">") else "left",
-            overflow="fold",
-        )
+        if heading.startswith(">"):
+            table.add_column(heading[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
     return table
 
 
-def _maps(values: Values, key: str) -> list[Values]:
-    # A peer sent it: what is not as it should be is left out.
-    found = values.get(key)
-    items: Iterable[Any] = found if isinstance(found, list | tuple) else ()
-    return [item for item in items if isinstance(item, Mapping)]
-
-
-def _number(values: Values, key: str) -> float:
-    found = values.get(key)
-    return found if isinstance(found, int | float) else 0.0
-
-
-def _text(value: Any) -> Text:
-    return Text(plain(value, 60))
+def _text(value: Any) -> str:
+    return escape(plain(value, 60))

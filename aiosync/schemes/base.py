@@ -861,11 +861,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         receiver.start()
         if initial and self._subscribes and (welcome.version or self._serves):
             late = "the initial weights did not arrive"
+            note = f"; {welcome.note}" if welcome.note else ""
             if not welcome.version:
                 late = f"the weight server got no version of {self._model_id!r}"
+                _log.info("the weight server has no version of %r yet%s", self._model_id, note)
             left = None if ends is None else max(0.0, ends - clock())
             await receiver.wait_for_first(
-                welcome, timeout=left, late=ConnectTimeout(f"{late} within {timeout or 0:g} s")
+                welcome,
+                timeout=left,
+                late=ConnectTimeout(f"{late} within {timeout or 0:g} s{note}"),
             )
         elif not welcome.version:
             _log.info("worker %s joined before there were weights", self._worker_idx)

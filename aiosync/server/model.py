@@ -8,6 +8,7 @@ the disk refuses cannot be taken back from a worker that has it. Must not import
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
@@ -36,6 +37,8 @@ from aiosync.types import AckStatus
 from aiosync.wire import Hello
 
 __all__ = ["ServedModel"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Arrival(NamedTuple):
@@ -267,8 +270,12 @@ class ServedModel:
                     await self._save(store, arrival)
                 except AiosyncError as exc:  # what was served before is served on
                     self._refusals += 1
-                    version = arrival.snapshot.version
-                    self._refusal = f"version {version} of epoch {arrival.epoch}: {exc}"
+                    self._refusal = (
+                        f"{self._model_id}: not stored, so refused and not served "
+                        f"({self._refusals} so far): version {arrival.snapshot.version} of epoch "
+                        f"{arrival.epoch}: {exc}"
+                    )
+                    _log.warning("%s", self._refusal)
                     arrival.snapshot.release()
                     arrival.say(AckStatus.NACK, without_frames(exc))
                 else:

@@ -5,27 +5,40 @@ Must not import a web framework, nor a concrete scheme.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import functools
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiosync.errors import ConfigError
+from aiosync._tasks import TaskOwner, WorkerThread
+from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import follow
-from aiosync.serving.following import Following
-from aiosync.serving.gate import Admission, AdmissionGate
+from aiosync.schemes.inside import change_hooks, follow, not_met, receiver_of
+from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from aiosync.receiver.receiver import WeightReceiver
     from aiosync.receiver.transform import Transform
     from aiosync.schemes import Ready
     from aiosync.tensors.apply import Loader
 
 __all__ = ["FeedStatus", "WeightFeed"]
+
+_FIRST_PAUSE_SECONDS = 0.05
+_STALL_SECONDS = 5.0  # without a byte in the middle of an update
+_SLOW_SECONDS = 5.0  # for a function of the user's, before the status mentions it
+_CLOSE_SECONDS = 4.0
+
+_STALLED = "the source has been silent for {:.0f} s in the middle of an update"
+_LOADING = "a new version has been being put in place for {:.0f} s"
+_TRANSFORMING = "the transform of a new version has been working for {:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +159,18 @@ class WeightFeed:
         self._config = copy.copy(scheme)
         # What is more than a change of pointers must not hold the loop.
         self._in_thread = model is None or scheme.apply_copy or not scheme.strict
-        self._make().abort()  # says now what is wrong with the arguments
+        self._scheme = self._make()  # says now what is wrong with the arguments
+        self._scheme.abort()
         self._users = 0
-        self._following: Following | None = None
+        # Of one run, from the first start() on.
+        self._thread = WorkerThread("aiosync-apply")
+        self._tasks = TaskOwner(lambda error: None)  # see _ended()
+        self._receiver: WeightReceiver | None = None  # over one link after the other
+        self._crash: BaseException | None = None  # what ended it, if it was not closed
+        self._activated_at: float | None = None  # when it switched the last time
+        self._blocked: tuple[float, str] | None = None
+        self._loading_since: float | None = None
+        self._started = 0.0
 
     def _make(self) -> WeightSyncScheme:
         scheme = copy.copy(self._config)
@@ -166,15 +188,13 @@ class WeightFeed:
         may then be started again.
         """
         self._users += 1
-        if self._users == 1:
-            self._following = Following(
-                self._make(),
-                gate=self.gate,
-                memory=self._memory,
-                max_pause=self.max_pause,
-                in_thread=self._in_thread,
-            )
-            self._following.start()
+        if self._users > 1:
+            return
+        self._scheme, self._started = self._make(), time.monotonic()
+        self._crash = self._blocked = self._activated_at = None
+        self._thread = WorkerThread("aiosync-apply")
+        self._tasks = TaskOwner(lambda error: None)
+        self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
 
     async def aclose(self) -> None:
         """Stop the feed, unless another :meth:`start` is still active.
@@ -184,8 +204,11 @@ class WeightFeed:
         if self._users == 0:
             return
         self._users -= 1
-        if self._users == 0 and self._following is not None:
-            await self._following.aclose()
+        if self._users == 0:
+            try:
+                await self._tasks.aclose()
+            finally:
+                self._thread.close(patience=_CLOSE_SECONDS)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -218,10 +241,9 @@ class WeightFeed:
         If that newest version is of another epoch, all of its versions count.
         0 while no source is reached, because no newer version is known then: see :attr:`status`.
         """
-        receiver = None if self._following is None else self._following.receiver
-        if receiver is None:
+        if self._receiver is None:
             return 0
-        inbox = receiver.inbox
+        inbox = self._receiver.inbox
         if inbox.newest_epoch != self.gate.epoch:
             return inbox.newest
         return max(inbox.newest - self.gate.version, 0)
@@ -244,32 +266,170 @@ class WeightFeed:
     @property
     def status(self) -> FeedStatus:
         """The state of the feed and its link to the source, at this moment."""
-        now, following, version = time.monotonic(), self._following, self.gate.version
-        if self._users == 0 or following is None:
-            following, receiver, causes = None, None, []
-            state: Any = "closed"
-            reason = "the feed is not running: start it with `async with feed`"
-        else:
-            receiver, causes = following.receiver, following.causes(now)
+        now, version = time.monotonic(), self.gate.version
+        receiver, causes = self._receiver, list[tuple[float, str]]()
+        state: Any = "closed"
+        reason = "the feed is not running: start it with `async with feed`"
+        if self._users:
+            causes = self._causes(now)
             state = "starting" if version == 0 else "stale" if causes else "live"
             reason = "; ".join(text for _, text in causes)
-            if following.crash is not None:
-                state, reason = "failed", f"{type(following.crash).__name__}: {following.crash}"
+        if self._users and self._crash is not None:
+            state, reason = "failed", f"{type(self._crash).__name__}: {self._crash}"
         refusing = None if receiver is None else receiver.refusing
-        at = None if self._following is None else self._following.activated_at
         return FeedStatus(
             state=state,
             reason=reason,
             epoch=self.gate.epoch,
             version=version,
             newest=version if receiver is None else receiver.inbox.newest or version,
-            connected=following is not None and following.connected,
-            age=None if at is None else now - at,
+            connected=self._connected,
+            age=None if self._activated_at is None else now - self._activated_at,
             stale_for=max((now - since for since, _ in causes), default=0.0),
             refused=None if refusing is None else refusing.version,
             reconnects=0 if receiver is None else receiver.reconnects,
             swaps=self.gate.swaps,
         )
+
+    @property
+    def _connected(self) -> bool:
+        """Whether there is a link to the source."""
+        receiver = self._receiver
+        return receiver is not None and receiver.lost is None and receiver.error is None
+
+    def _causes(self, now: float) -> list[tuple[float, str]]:
+        """Since when, and why, it does not follow the source."""
+        receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
+        why = None if self._connected else not_met(self._scheme)
+        last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
+        if receiver is None:
+            return [(self._started, f"the source was not reached yet{last}"), *found]
+        if receiver.cut_off is not None:
+            text = f"the link to the source was lost: {receiver.cut_off[1]}{last}"
+            if receiver.lost is None:
+                text = f"what is newer has not come since {text}"
+            found.insert(0, (receiver.cut_off[0], text))
+        if receiver.refusing is not None:
+            refusing = receiver.refusing
+            text = f"version {refusing.version} was refused: {refusing.text}"
+            found.append((refusing.since, text))
+        stalled = receiver.partial_since if self._connected else None
+        for since, limit, text in (
+            (stalled, _STALL_SECONDS, _STALLED),
+            (self._loading_since, _SLOW_SECONDS, _LOADING),
+            (receiver.transforming_since, _SLOW_SECONDS, _TRANSFORMING),
+        ):
+            if since is not None and now - since > limit:
+                found.append((since, text.format(now - since)))
+        return found
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._users == 0:
+            return
+        # A bug, or somebody cancelled a task that is not his.
+        self._crash = RuntimeError("it was cancelled") if task.cancelled() else task.exception()
+        task.get_loop().call_exception_handler(
+            {"message": "the weight feed ended with an error", "exception": self._crash}
+        )
+
+    async def _run(self) -> None:
+        """Reach the source and follow it; both go on until this is closed."""
+        scheme = self._scheme
+        try:
+            await scheme.connect(timeout=math.inf, initial=False)
+            self._receiver = receiver = receiver_of(scheme)
+            assert receiver is not None
+            await self._follow(receiver)
+        finally:
+            if self._receiver is not None:
+                self._receiver.applier.leave_memory()  # copying a large model would hold the loop
+                self._receiver = None
+            await scheme.aclose()
+
+    async def _follow(self, receiver: WeightReceiver) -> None:
+        """Switch to each version that is complete."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            await receiver.wait_until(
+                lambda: receiver.applier.has_staged, timeout=None, late=SwapTimeout("never")
+            )
+            try:
+                await self._switch(receiver)
+            except ApplyError:
+                self._blocked = None  # the receiver knows that it was refused
+            except SwapTimeout as exc:
+                since = time.monotonic() if self._blocked is None else self._blocked[0]
+                waits = f"version {receiver.applier.staged_version} waits to be switched to"
+                self._blocked = (since, f"{waits}: {exc}")
+                # Requests must be let in for longer than they were kept waiting.
+                pause = min(2 * pause, self.max_pause)
+                await asyncio.sleep(max(pause, 2 * (self.gate.swap_timeout or 0.0)))
+            else:
+                self._blocked = None
+                pause = _FIRST_PAUSE_SECONDS
+
+    async def _switch(self, receiver: WeightReceiver) -> None:
+        old = self._memory() if receiver.inbox.version == 0 else []
+        loop = asyncio.get_running_loop()
+        async with self.gate.swap() as swap:
+            swap.version = self.gate.version  # nothing has changed so far
+            change_hooks(self._scheme, applied=functools.partial(self._on_flip, loop, swap))
+            try:
+                if self._in_thread or not receiver.applier.is_quick:
+                    await self._apply_in_thread(receiver)
+                else:
+                    await self._apply(receiver)
+            finally:
+                change_hooks(self._scheme, applied=None)
+        if old:
+            # What the model had of its own goes back to the system, which takes its time.
+            self._thread.submit(old.clear)
+
+    def _on_flip(
+        self, loop: asyncio.AbstractEventLoop, swap: Swap, epoch: int, version: int
+    ) -> None:
+        # Before the trainer is told, so that it never knows more than the gate does.
+        def activate() -> None:
+            swap.activate(version, epoch)
+            self._activated_at = time.monotonic()
+
+        if asyncio._get_running_loop() is loop:
+            activate()
+        else:
+            loop.call_soon_threadsafe(activate)
+
+    async def _apply(self, receiver: WeightReceiver) -> None:
+        """Change the pointers on the loop; or, with a forward in another thread, there."""
+        limit = self.gate.swap_timeout or math.inf
+        # One that was applied in the thread is no news.
+        receiver.reported = (receiver.inbox.epoch, receiver.inbox.version)
+        while await self._scheme.receive(timeout=limit) is None:
+            if receiver.applier.has_staged:  # nobody is going to apply it: receive() took that back
+                raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
+            if not receiver.guard.retry():
+                return  # nothing is left that could come
+
+    async def _apply_in_thread(self, receiver: WeightReceiver) -> None:
+        limit = self.gate.swap_timeout or math.inf
+
+        def apply() -> None:
+            try:
+                receiver.applier.apply_pending(patience=limit)
+            except Exception:  # goes on to _follow()
+                raise
+            except BaseException as exc:  # of a function of the user's: no end of this program
+                raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
+
+        self._loading_since = time.monotonic()
+        try:
+            # What has begun ends: nobody may compute on weights that are half in place.
+            await self._thread.run(apply, patience=None)
+        except SyncTimeout as exc:
+            raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s") from exc
+        finally:
+            self._loading_since = None
 
     def _memory(self) -> list[Any]:
         """What keeps the memory alive that the model has now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,7 +18,10 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("gymnasium")
 
+from rich.console import Console
+
 import aiosync.cli
+from aiosync.cli.demo import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,6 +59,17 @@ def test_a_missing_package_ends_in_advice(
     assert package in shown
 
 
+@pytest.mark.parametrize("args", [[], ["--help"], ["doctor"], ["pull"]])
+def test_without_typer_the_small_extra_is_enough(
+    args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("aiosync.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert aiosync.cli.main(args) == 1
+    assert "pip install 'aiosync[cli]'" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert aiosync.cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"aiosync {aiosync.__version__}\n"
@@ -80,6 +95,18 @@ def test_wrong_usage_is_refused_before_anything_starts(
     assert text in plain
     assert "Traceback" not in plain
     assert shown.out == ""
+
+
+def test_a_narrow_terminal_shows_whole_numbers() -> None:
+    progress = Progress(2, 50.0, lambda _: None)
+    progress.elapsed, progress.version = 14.2, 12345
+    progress.workers[0].update(version=12345, lag=2, steps=1_234_567, episodes=54321)
+    stream = io.StringIO()
+    Console(file=stream, width=60).print(progress.table())
+    shown = stream.getvalue()
+    assert max(map(len, shown.splitlines())) <= 60
+    for each in ("14 of 50 s of training", "version 12345", "12,345", "1,234,567", "54,321"):
+        assert each in shown
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import random
 import stat
 import sys
 from collections import OrderedDict
@@ -172,6 +173,15 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, content: Any, why: str
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match=why):
         load_weights(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_no_checkpoint_is_not_called_code(tmp_path: Path, seed: int) -> None:
+    content = random.Random(seed).randbytes(300)
+    for each in (content, b"hello world\n" * 20, b""):
+        (tmp_path / "x.pt").write_bytes(each)
+        with pytest.raises(ConfigError, match=r"x\.pt: not a PyTorch checkpoint, or damaged"):
+            load_weights(tmp_path / "x.pt")
 
 
 # -- damage and mistakes ----------------------------------------------------------------------

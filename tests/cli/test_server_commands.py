@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +26,11 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 import torch
+from rich.console import Console
 
 import aiosync
 import aiosync.cli
+from aiosync.cli.status import models_table
 from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
@@ -191,7 +195,7 @@ def test_a_wrong_token_is_one_line(
         assert (status, "tokens are not the same" in text) == (1, True)
         assert "something else entirely" not in text
         status, text = refused(capsys, *args)
-        assert (status, "give the dialer token" in text) == (1, True)
+        assert (status, "give the dialer --token-file" in text) == (1, True)
     assert not Path(target).exists()
     monkeypatch.setenv("AIOSYNC_TOKEN", SECRET)
     assert aiosync.cli.main(["status", url]) == 0
@@ -221,27 +225,68 @@ def test_a_token_that_others_may_read_is_noted(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_what_a_server_does_not_have(
-    servers: dict[str, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    servers: dict[str, Command],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = servers["plain"].url
+    assert aiosync.cli.main(["push", weights[0], url, "--model-id", "there"]) == 0
     target = tmp_path / "copy.pt"
     target.write_text("old")
-    wanted = ("--model-id", "nix", "--timeout", "0.2")
-    status, text = refused(capsys, "pull", url, str(target), *wanted)
-    assert status == 1
-    assert f"{url} has no version of model 'nix' yet, and got none within 0.2 s" in text
+    capsys.readouterr()
+    args = ["pull", url, str(target), "--model-id", "their", "--timeout", "5.3"]
+    assert aiosync.cli.main(args) == 1
+    warning, error = capsys.readouterr().err.splitlines()
+    for text, line in (("5 s", warning), ("5.3 s", error)):
+        assert f"{url} has no version of model 'their' yet, and got none within {text}" in line
+        assert "models that it has weights of: " in line and "'there'" in line
+    assert "; waits for 0 s more" in warning
     assert target.read_text() == "old"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_pull_token_pulls_and_does_not_push(
+    folder: Path,
+    token_file: str,
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readers = tmp_path / "readers"
+    readers.touch(0o600)
+    readers.write_text("another secret, for the workers")
+    own, others = ("--token-file", token_file), ("--token-file", str(readers))
+    args = ("--listen", f"unix://{folder / 'two'}", *own, "--pull-token-file", str(readers))
+    with serving(folder / "two-tokens", *args) as server:
+        assert aiosync.cli.main(["push", weights[0], server.url, *own]) == 0
+        assert aiosync.cli.main(["pull", server.url, str(tmp_path / "x.pt"), *others]) == 0
+        assert_same(tmp_path / "x.pt", weights[1])
+        status, text = refused(capsys, "push", weights[0], server.url, *others)
+        assert status == 1
+        assert "AuthError: " in text and "may pull and subscribe, not push 'policy'" in text
+        assert "--token-file" in text and "token=" not in text
+        wait_for(lambda: "not push 'policy'" in server.log.read_text())
+    status, text = refused(capsys, "serve", *args[:2], "--pull-token-file", str(readers))
+    assert (status, "--pull-token-file needs another token beside it" in text) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["serve", "--listen", "tcp://0.0.0.0:0"], "pass token="),
-        (["serve", "--listen", "tcp://0.0.0.0:0", "--tls-ca", "{file}"], "needs TLS(cert="),
+        (["serve", "--listen", "tcp://0.0.0.0:0"], "pass --token-file"),
+        (
+            ["serve", "--listen", "tcp://0.0.0.0:0", "--tls-ca", "{file}"],
+            "needs --tls-cert and --tls-key",
+        ),
         (["serve", "--listen", "nonsense"], "is not an address"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{no}"], "cannot be read"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--token-file", "{empty}"], "is empty"),
-        (["serve", "--listen", "tcp://127.0.0.1:0", "--tls-key", "{file}"], "needs cert="),
+        (
+            ["serve", "--listen", "tcp://127.0.0.1:0", "--tls-key", "{file}"],
+            "--tls-key needs --tls-cert",
+        ),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{file}"], "cannot be used"),
         (["serve", "--listen", "tcp://127.0.0.1:{busy}"], "listens there"),
         (["push", "{no}.pt", "tcp://127.0.0.1:1"], "no such file"),
@@ -354,39 +399,6 @@ def test_ctrl_c_ends_a_pull_that_waits(
     assert os.listdir(tmp_path) == ["said"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("failing", [False, True])
-def test_a_signal_leaves_no_temporary_file(
-    servers: dict[str, Command],
-    failing: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    url = servers["plain"].url
-    weights, _ = write_weights(tmp_path)
-    assert aiosync.cli.main(["push", weights, url, "--model-id", "ended"]) == 0
-
-    def save(*_args: object) -> None:
-        assert len(os.listdir(tmp_path)) == 2
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except SystemExit:
-            if failing:  # as torch, whose own clean-up then fails
-                raise RuntimeError("unexpected pos 64 vs 0") from None
-            raise
-
-    monkeypatch.setattr(torch, "save", save)
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        args = ["pull", url, str(tmp_path / "x.pt"), "--model-id", "ended"]
-        assert aiosync.cli.main(args) == 128 + signal.SIGTERM
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert os.listdir(tmp_path) == ["weights.pt"]
-
-
 # -- what a push does -------------------------------------------------------------------------
 
 
@@ -437,3 +449,20 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_terminal_cuts_no_number(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    model = {"model_id": "policy", "strategy": "state_dict", "version": 123456, "nbytes": 240_000}
+    worker = {"worker_idx": 0, "lag": 1234}
+    told = {**model, "tensors": 2048, "trainer": "127.0.0.1:31234", "workers": [worker]}
+    told["updated_at"] = time.time() - 5000
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(models_table({"models": [told]}))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert rows[0][2:8] == ["123456", "240.0 kB", "2048", "83 min", "1", "1234"]
+    columns = ["".join(column) for column in zip(*rows, strict=True)]
+    assert [columns[0], columns[1], columns[-1]] == ["policy", "state_dict", "127.0.0.1:31234"]

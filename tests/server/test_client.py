@@ -185,5 +185,5 @@ async def test_a_cancelled_pull_leaves_nothing() -> None:
         await asyncio.wait({pull})
         assert pull.cancelled()
         await until(lambda: not described(server)["workers"])
-        async with worker(server) as scheme:
+        async with worker(server, initial=False) as scheme:
             assert holds(scheme, -1.0)

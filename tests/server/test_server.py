@@ -122,6 +122,15 @@ async def test_only_the_models_that_are_listed_are_served() -> None:
         assert len(server.status()["models"]) == 1
 
 
+async def test_a_worker_of_another_model_hears_which_there_are() -> None:
+    async with WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        told = "no version of 'polisy' within 0.3 s; models that it has weights of: 'policy'"
+        with pytest.raises(ConnectTimeout, match=told):
+            async with worker(server, "polisy", timeout=0.3):
+                pass
+
+
 async def test_there_are_at_most_so_many_models() -> None:
     async with (
         WeightServer(URL, max_models=2) as server,
