@@ -208,6 +208,25 @@ async def test_stale_is_healthy_unless_there_is_a_limit(
         assert (await patient.act(1)).value == 1.0
 
 
+@pytest.mark.asyncio
+async def test_the_users_own_end_comes_first() -> None:
+    seen = []
+
+    class Ending(Replica):
+        async def __del__(self) -> None:
+            if seen:
+                return  # the garbage collector's
+            seen.append(self.weight_feed.status.state)
+
+    async with trainer() as it:
+        replica = Ending()
+        await replica.follow_weights(it.scheme.address, model=replica.model)
+        await replica.end()
+        assert seen == ["live"]
+        assert replica.weight_feed.status.state == "closed"
+        type(replica).__del__ = lambda self: None  # type: ignore[assignment]
+
+
 def test_what_cannot_be_admitted() -> None:
     from ray import serve
 

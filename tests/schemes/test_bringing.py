@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed import rpc
 
 import aiosync
-from aiosync.sender import Snapshot
-from aiosync.tensors import Flattener
+from aiosync.sender import Snapshot, SnapshotCopier
+from aiosync.tensors import Flattener, LiveBytes
 from aiosync.testing import FaultProxy
 from aiosync.transports import SharedMemTransport
 from tests.schemes import _harness as harness
@@ -141,3 +141,44 @@ async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
             assert {float(x) for each in found for x in each.aminmax()} == {3.0}
     assert threads
     assert threading.main_thread() not in threads
+
+
+# -- what was left in the tensors, as over Ray --------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [None, "before it is copied", "while it is copied"])
+async def test_what_was_borrowed_is_copied_before_the_call_ends(
+    cut: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views, begun, going = LiveBytes.views, threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert going.wait(PATIENCE)
+        return views(*args)
+
+    source = large()
+    models.fill(source, 1.0)
+    copier = SnapshotCopier(None, "state_dict")
+    try:
+        snapshot = await copier.take(copier.prepare(source), "borrow")
+        waiting = [asyncio.ensure_future(snapshot.filled()) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveBytes, "views", held)
+            settling = asyncio.ensure_future(copier.settle(snapshot))
+            await asyncio.sleep(0)
+            if cut != "before it is copied":
+                await asyncio.to_thread(begun.wait, PATIENCE)
+            if cut is not None:
+                settling.cancel()
+            await asyncio.sleep(0.01)
+            assert not any(each.done() for each in (settling, *waiting))
+            going.set()
+            await asyncio.wait({settling})
+        assert settling.cancelled() == (cut is not None)
+        models.fill(source, -9.0)  # the caller's again
+        await asyncio.gather(*waiting)
+        assert holds(snapshot, 1.0)
+        snapshot.release()
+    finally:
+        await copier.aclose()

@@ -100,23 +100,6 @@ def test_what_generates_inside_of_a_wrapper_is_guarded(kind: str) -> None:
     assert (model.guarded[0], model.guarded[-1]) == (True, False)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("close", [False, True], ids=["read on", "closed"])
-@pytest.mark.parametrize("make", harness.SCHEMES)
-async def test_what_another_threads_read_applied_counts_at_once(make, close) -> None:
-    source, target = models.linear(2.0), models.linear()
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
-        with harness.read_elsewhere(receiver):
-            handle = await harness.stage(sender, receiver)
-            assert (receiver.version, receiver.lag) == (1, 1)
-        if close:  # the loop has not run since
-            receiver.abort()
-        else:
-            assert (receiver.version, receiver.lag) == (2, 0)
-        assert models.filled(target, 2.0)
-        assert (await handle).acked == {0}  # it says so before it goes
-
-
 @pytest.mark.parametrize("kind", ["reading", "forward"])
 @pytest.mark.asyncio
 async def test_weights_are_not_changed_by_hand_inside_a_read(kind) -> None:

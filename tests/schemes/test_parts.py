@@ -145,17 +145,3 @@ async def test_what_others_got_is_not_for_who_comes_again(make: Any) -> None:
             await sender.send(part(base=8.0), worker_ids=0)
         async with late:
             assert held(late) == (2.0, 4.0)
-
-
-@everywhere
-async def test_a_mistake_that_all_refused_keeps_nobody_out(make: Any) -> None:
-    scheme = make(strict=False)
-    async with harness.crowd(scheme, [build(), build()], sender={"model": build()}) as pair:
-        sender, (_, second) = pair
-        async with again(sender, second, build()) as late:
-            for mistake in ({"typo.weight": torch.zeros(3, 3)}, {"base.weight": torch.zeros(3, 3)}):
-                with pytest.raises(aiosync.PartialSyncError):
-                    await sender.send(mistake)
-            await sender.send(part(base=3.0, adapter=4.0))
-        async with late:
-            assert (late.version, held(late)) == (sender.version, (3.0, 4.0))

@@ -18,7 +18,7 @@ import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 SHM = aiosync.SharedMemWeightSyncScheme
 
@@ -117,6 +117,7 @@ async def _end_reading(state: harness.State) -> set[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_loop
 @pytest.mark.parametrize("answers", [False, True])
 async def test_a_worker_that_is_stopped_inside_a_forward_keeps_what_it_reads(answers: bool) -> None:
     make = harness.AnsweringScheme if answers else SHM
@@ -266,6 +267,7 @@ async def test_versions_that_are_taken_inside_of_inference_mode_can_be_trained()
             assert not target.weight.is_inference()
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed: int) -> None:
     """Other threads, models that are assigned, manifests that are new, and torch.func."""

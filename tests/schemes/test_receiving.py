@@ -20,16 +20,6 @@ both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
 @both
-async def test_apply_copy_keeps_the_addresses(make: Any) -> None:
-    target, options = models.batch_norm(), {"model": models.batch_norm()}
-    addresses = [parameter.data_ptr() for parameter in target.parameters()]
-    async with harness.here(make(apply_copy=True), target, sender=options) as (sender, receiver):
-        for value in range(5):
-            await harness.deliver(sender, receiver, float(value))
-            assert [parameter.data_ptr() for parameter in target.parameters()] == addresses
-
-
-@both
 async def test_the_model_may_change_in_every_way_between_updates(make: Any) -> None:
     """Also where slots and layouts have been used before, and only the version is new."""
     source, target = models.batch_norm(), models.batch_norm()
@@ -249,33 +239,6 @@ async def test_what_waits_for_a_model_is_not_lost(make: Any, apply: Any) -> None
             assert receiver.apply_pending() == 2
         assert models.holds(receiver, 2.0)
         assert (await handle).acked == {0}
-
-
-@both
-async def test_a_model_that_is_refused_is_nobodys_target(make: Any) -> None:
-    """While updates come and forwards run in threads."""
-    ends = harness.here(make(), models.linear(), sender={"model": models.linear(1.0)})
-    async with ends as (sender, receiver):
-        done = False
-
-        async def compute() -> None:
-            while not done:
-                await asyncio.to_thread(receiver.model, torch.ones(4))
-
-        async def send() -> None:
-            while not done:
-                assert (await sender.send(timeout=harness.PATIENCE)).acked == {0}
-
-        working = asyncio.gather(compute(), compute(), send())
-        for _ in range(50):
-            receiver.model = fitting = models.linear()
-            with pytest.raises(aiosync.ApplyError):
-                receiver.model = models.wide()
-            assert receiver.model is fitting
-            await asyncio.sleep(0)
-        done = True
-        await working
-        assert models.holds(receiver, 1.0)
 
 
 @both

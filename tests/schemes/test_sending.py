@@ -115,21 +115,6 @@ async def test_sends_at_the_same_time_come_in_order(make: Any) -> None:
         assert models.holds(receiver, 3.0)
 
 
-@both
-async def test_nobody_has_what_nobody_is_there_to_have(make: Any) -> None:
-    async with make() as scheme:
-        scheme.init_on_sender(model=models.linear())
-        await scheme.connect()
-        with pytest.raises(aiosync.RecvTimeout):
-            await scheme.wait_for_version(1, timeout=0.05)
-        waiting = asyncio.ensure_future(scheme.wait_for_version(2, timeout=harness.PATIENCE))
-        await (await harness.came_again(scheme, 0)).aclose()
-        async with await harness.came_again(scheme, 0):
-            assert not waiting.done()
-            await scheme.send()
-            assert await waiting == 2
-
-
 class Fallback:
     """As a TorchRL collector."""
 

@@ -12,7 +12,7 @@ import torch
 
 import aiosync
 from aiosync.transports.tcp import TCPTransport
-from aiosync.wire import Hello, Refuse, Welcome
+from aiosync.wire import Hello, Refuse
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import free_address
@@ -74,12 +74,6 @@ async def ended(link: TCPTransport) -> None:
     with pytest.raises(aiosync.TransportError):
         await link.recv(timeout=PATIENCE)
     link.abort()
-
-
-async def greeted(link: TCPTransport, version: int = 0) -> None:
-    """Be a trainer that a worker takes."""
-    assert isinstance((await link.recv(timeout=PATIENCE)).message, Hello)
-    await link.send(Welcome(7, version, 0, 1), timeout=PATIENCE)
 
 
 @pytest.mark.asyncio
@@ -160,21 +154,6 @@ async def test_a_trainer_that_answers_keeps_its_place() -> None:
         assert not pull.done()
         await first.send()
         assert await pull == 2
-
-
-@pytest.mark.asyncio
-async def test_a_second_trainer_is_refused_while_the_first_one_joins() -> None:
-    async with joining() as (receiver, task):
-        first = await dial(receiver.address, trainer_hello(7))
-        assert isinstance((await first.recv(timeout=PATIENCE)).message, Hello)
-        for epoch in (8, None):
-            link = await dial(receiver.address, trainer_hello(epoch))
-            assert "another trainer" in await refused(link)
-        first.abort()
-        second = await dial(receiver.address, trainer_hello(8))
-        await greeted(second)
-        await task
-        second.abort()
 
 
 @pytest.mark.asyncio

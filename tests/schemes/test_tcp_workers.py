@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch import nn
 
 import aiosync
 from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_address, resident_nbytes
+from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
@@ -30,12 +30,6 @@ TCP = "tcp://127.0.0.1:0"
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="aiosync-tests-") as folder:
         yield TCP if request.param == "tcp" else f"unix://{folder}/socket"
-
-
-def mebibyte() -> nn.Module:
-    model = nn.Module()
-    model.block = nn.Parameter(torch.full((2**18,), -1.0))
-    return model
 
 
 def sending(
@@ -121,29 +115,6 @@ async def test_a_forked_worker_does_not_take_the_socket_of_the_sender_with_it(ur
         await other.aclose()
     else:
         assert os.listdir(os.path.dirname(url.removeprefix("unix://"))) == []
-
-
-async def test_a_frozen_worker_holds_up_nobody_and_catches_up(url: str) -> None:
-    scheme, source = sending(url, mebibyte, num_workers=3, stall_timeout=1.5)
-    async with harness.workers(scheme, mebibyte, 3) as crew:
-        crew[2].stop()
-        scheme.require = 2
-        before = resident_nbytes()
-        for version in range(2, 52):
-            models.fill(source, float(version))
-            report = await scheme.send()
-            assert report.acked == {0, 1}
-            assert report.elapsed < 1.0
-            known = report.waiting | report.skipped.keys() | report.failed.keys()
-            assert 2 in known | report.lost.keys()
-        assert resident_nbytes() - before < 48 * 2**20  # of 50 MiB for each of three
-        await harness.until(lambda: 2 not in scheme.worker_versions)
-        crew[2].cont()
-        await harness.until(lambda: scheme.worker_versions.get(2) == 51)
-        assert [await each.value() for each in crew] == [51.0] * 3
-        scheme.require = "all"
-        assert (await scheme.send()).acked == {0, 1, 2}
-        assert await crew[2].call(reconnects) == 1
 
 
 def reconnects(state: harness.State) -> int:

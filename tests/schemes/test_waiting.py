@@ -110,36 +110,6 @@ async def test_a_connect_that_is_cancelled_and_closed(make, role, first) -> None
     assert connecting.cancelled()
 
 
-# -- the trainer hears what is replaced, and keeps nothing ----------------------------------------
-
-
-links = pytest.mark.parametrize(
-    "make", [*harness.ANSWERING, aiosync.TCPWeightSyncScheme], ids=["pipe", "shared", "tcp"]
-)
-
-
-@links
-async def test_a_send_that_timed_out_or_was_refused_had_replaced_the_others(make: Any) -> None:
-    scheme, options = make(apply="manual"), {"model": models.linear()}
-    async with harness.here(scheme, models.linear(), sender=options) as (sender, receiver):
-        handles = [await harness.stage(sender, receiver) for _ in range(20)]
-        handles.append(await harness.stage(sender, receiver, timeout=0.1))
-        for handle in handles[:-1]:
-            assert (await handle).skipped == {0: handle.version + 1}
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            await handles[-1]
-        assert isinstance(caught.value.failed[0], aiosync.AckTimeout)
-        assert receiver.apply_pending() == handles[-1].version  # it may still be applied
-        await harness.until(lambda: sender.worker_versions == {0: handles[-1].version})
-        good = await harness.stage(sender, receiver)
-        bad = await harness.stage(sender, receiver, models.wide())
-        with pytest.raises(aiosync.ApplyError):
-            receiver.apply_pending()
-        with pytest.raises(aiosync.PartialSyncError):
-            await bad
-        assert (await good).skipped == {0: bad.version}
-
-
 # -- nobody waits for ever when somebody cancels the background tasks -----------------------------
 
 

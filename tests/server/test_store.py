@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +109,6 @@ def test_a_file_of_the_release_with_wire_version_1_still_opens(store: WeightStor
     before = the_file(store).read_bytes()
     store.save("policy", found)
     assert the_file(store).read_bytes() == before
-
-
-@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
-def test_every_dtype_and_shape(store: WeightStore, dtype: str) -> None:
-    shapes = [(), (0,), (1,), (3, 5), (2, 0, 3), (17,)]
-    saved = update_of([(f"t{i}", dtype, shape, "param", ()) for i, shape in enumerate(shapes)])
-    store.save("m", saved)
-    assert_same(store.load("m"), saved)
 
 
 def test_all_dtypes_in_one_file_are_what_safetensors_reads(store: WeightStore) -> None:
@@ -383,21 +374,6 @@ def test_stale_temporary_files_are_removed_and_others_are_not(store: WeightStore
         fcntl.flock(file, fcntl.LOCK_EX)
         WeightStore(store.directory)
     assert sorted(os.listdir(store.directory)) == sorted([writing.name, other.name])
-
-
-def test_saves_from_several_threads_leave_one_of_them(store: WeightStore) -> None:
-    threads = [
-        threading.Thread(target=store.save, args=("m", small(seed=seed, version=seed)))
-        for seed in range(1, 9)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = store.load("m")
-    assert found is not None
-    assert_same(found, small(seed=found.version, version=found.version))
-    the_file(store)
 
 
 # -- a disk that fails ------------------------------------------------------------------------

@@ -185,23 +185,6 @@ async def test_a_function_loads_in_a_thread_while_the_loop_goes_on(address: str)
     await until(lambda: not [t for t in threading.enumerate() if "aiosync-apply" in t.name])
 
 
-async def test_it_is_started_as_often_as_it_is_closed_and_may_start_again(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    feed = feed_of(address, model=target)
-    await feed.start()
-    await feed.start()
-    await feed.aclose()
-    async with trainer(source, address, 1):
-        await feed.ready.wait(timeout=PATIENCE)
-        await feed.aclose()
-        assert feed.status.state == "closed"
-        await feed.aclose()
-    models.fill(source, 3.0)
-    async with feed, trainer(source, address, 1):
-        await until(lambda: models.filled(target, 3.0))
-        assert feed.status.state == "live"
-
-
 async def test_over_shared_memory() -> None:
     source, target = models.linear(), models.linear()
     scheme = aiosync.SharedMemWeightSyncScheme()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import pickle
 
 import pytest
@@ -119,46 +118,6 @@ async def test_a_request_that_waits_has_a_deadline() -> None:
     async with gate.request(timeout=0) as version:
         assert version == 2
     assert (gate.running, gate.waiting) == (0, 0)
-
-
-@both_modes
-async def test_the_least_version_that_a_request_asks_for(mode) -> None:
-    gate = AdmissionGate(mode=mode, initial_version=2)
-    async with gate.request(min_version=2) as version:
-        assert version == 2
-    with pytest.raises(aiosync.AdmissionTimeout, match="version 5 was requested") as info:
-        async with gate.request(min_version=5, timeout=0.01):
-            pytest.fail("was let in")
-    assert (info.value.version, info.value.min_version) == (2, 5)
-    log: list = []
-    waiting = asyncio.ensure_future(entered(gate, log, "patient", min_version=4, timeout=math.inf))
-    await turns()
-    async with gate.swap(version=3, timeout=1):  # whoever waits for a version holds nobody up
-        pass
-    await turns()
-    assert log == []
-    async with gate.swap(version=9):
-        pass
-    await waiting
-    assert log == [("patient", 9)]
-
-
-async def test_versions_of_another_epoch() -> None:
-    gate = AdmissionGate()
-    async with gate.swap() as swap:
-        swap.version = gate.version  # nothing changed, and that is no first version
-    assert not gate.ready
-    async with gate.swap(version=50, epoch=0xA):
-        pass
-    async with gate.request(min_version=50, epoch=0xA) as version:
-        assert version == 50
-    async with gate.swap(version=1, epoch=0xB):  # the trainer was restarted
-        pass
-    with pytest.raises(aiosync.AdmissionTimeout, match="a version of epoch 000000000000000a was"):
-        async with gate.request(epoch=0xA, timeout=0):
-            pytest.fail("was let in")
-    async with gate.request(min_version=1, epoch=0xB, timeout=0) as version:
-        assert version == 1
 
 
 @both_modes

@@ -2,72 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import aiosync
 import aiosync.sync
-from tests.schemes import _harness as harness
 from tests.sync import _tools as tools
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-
-def work(conn: Connection, scheme: aiosync.sync.WeightSyncScheme, worker_idx: int) -> None:
-    """Tell the weights after each version; end when the trainer does."""
-    torch.set_num_threads(1)
-    model = tools.filled(-1.0)
-    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
-    with scheme:
-        scheme.connect(timeout=tools.PATIENCE)
-        conn.send((scheme.version, tools.value_at(scheme)))
-        try:
-            while (update := scheme.receive(timeout=tools.PATIENCE)) is not None:
-                conn.send((update.version, tools.value_at(scheme)))
-        except aiosync.PeerClosed:
-            conn.send("closed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "method"),
-    [
-        *((make, method) for make in tools.SCHEMES for method in ("fork", "forkserver")),
-        (tools.SHM, "spawn"),
-        pytest.param(tools.PIPE, "spawn", marks=pytest.mark.heavy),  # two imports of torch
-    ],
-)
-def test_workers_get_every_version(make: Any, method: str) -> None:
-    model = tools.filled(1.0)
-    scheme = make(timeout=tools.PATIENCE)
-    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
-    ctx = harness.context(method)
-    with contextlib.ExitStack() as stack:
-        pipes = [ctx.Pipe() for _ in range(2)]
-        for end in (end for ends in pipes for end in ends):
-            stack.enter_context(end)
-        args = [(theirs, scheme, idx) for idx, (_, theirs) in enumerate(pipes)]
-        crew = [ctx.Process(target=work, args=each) for each in args]
-        for process in crew:
-            process.start()
-            stack.callback(harness.end, process)
-        with scheme:
-            scheme.connect(processes=crew)
-            assert [tools.recv(mine) for mine, _ in pipes] == [(1, 1.0), (1, 1.0)]
-            for version in range(2, 5):
-                tools.fill(model, float(version))
-                report = scheme.send()
-                assert (report.version, report.acked) == (version, {0, 1})
-                told = [tools.recv(mine) for mine, _ in pipes]
-                assert told == [(version, float(version))] * 2
-            assert scheme.worker_versions == {0: 4, 1: 4}
-        assert [tools.recv(mine) for mine, _ in pipes] == ["closed", "closed"]
-    assert tools.portal_threads() == []
 
 
 @pytest.mark.parametrize("make", tools.SCHEMES)

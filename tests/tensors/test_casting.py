@@ -17,7 +17,6 @@ from aiosync.tensors import (
     CastingFlattener,
     CopyPool,
     FlatBuffer,
-    Flattener,
 )
 from tests.tensors._models import Tied, bits
 
@@ -98,23 +97,6 @@ def test_buffers_that_are_not_persistent_are_not_rounded() -> None:
         half = Rotary(BF16, BF16)
         assert set(sent(CastingFlattener("tensordict", wire), half).values()) == {wire}
     assert "inv_freq" not in sent(CastingFlattener("state_dict", BF16), model)
-
-
-def test_patterns_and_weights_that_are_no_module_cast_what_they_name() -> None:
-    model = Rotary(torch.float32)
-    every = dict(model.named_buffers(remove_duplicate=False))
-    for source in (every, TensorDict(every, batch_size=[])):
-        assert set(sent(CastingFlattener("tensordict", BF16), source).values()) == {BF16}
-    assert set(sent(CastingFlattener("tensordict", {"*": BF16}), model).values()) == {BF16}
-
-
-def test_what_needs_no_cast_is_a_plain_snapshot() -> None:
-    weights = {"a": torch.ones(3, dtype=BF16), "n": torch.arange(4)}
-    flattener = CastingFlattener("tensordict", BF16)
-    prepared = flattener.prepare(weights)
-    assert prepared.signature is not None
-    assert prepared.layout.digest == Flattener().prepare(weights).layout.digest
-    check(contents(flattener, weights), weights, BF16)
 
 
 @pytest.mark.parametrize("kind", [dict, lambda items: TensorDict(items, batch_size=[])])

@@ -248,13 +248,6 @@ def test_what_only_a_state_dict_has_is_refused_by_name(way: Any) -> None:
         way(nn.Sequential(Saving()))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_quantised_module_is_refused() -> None:
-    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
-    with pytest.raises(ConfigError, match=r"'0\._packed_params\._packed_params'"):
-        collect(model)
-
-
 @pytest.mark.parametrize(
     "build",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +59,6 @@ def test_wrap_uses_the_memory_and_lets_it_go() -> None:
         with memoryview(block) as view, view[8:] as part:
             with pytest.raises(ConfigError, match="multiple of 64"):
                 FlatBuffer.wrap(part)
-
-
-def test_views_do_not_depend_on_where_they_were_made() -> None:
-    layout, flat, _ = packed({"a": torch.zeros(4)})
-    with torch.inference_mode(), torch.device("meta"):
-        fresh = FlatBuffer(flat.nbytes)
-        views = fresh.views(layout)
-    assert [(view.device.type, view.is_inference()) for view in views] == [("cpu", False)]
 
 
 def flipped() -> tuple[nn.Linear, FlatBuffer, Layout]:
@@ -186,22 +177,6 @@ LARGE = 40 * 2**20
 def blocks(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     source = np.arange(nbytes // 8, dtype=np.uint64).view(np.uint8)
     return np.zeros(source.size, np.uint8), source
-
-
-def ours() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("aiosync-copy")]
-
-
-def test_threads_start_with_a_large_copy_and_end_with_close() -> None:
-    pool = CopyPool(3)
-    pool.copy([blocks(64)])
-    assert ours() == []
-    pool.copy([blocks(LARGE)])
-    assert ours()[0] == "aiosync-copy_0"
-    assert len(ours()) <= 2  # the first may be free again before there is a second
-    pool.close()
-    pool.close()
-    assert ours() == []
 
 
 def test_the_reason_of_a_failure_reaches_the_caller() -> None:

@@ -144,19 +144,6 @@ def test_the_order_of_the_steps() -> None:
     assert torch.equal(found["z"], torch.tensor([2.0, 3, 4], dtype=torch.float64))
 
 
-def test_views_where_it_can_and_only_then_copies() -> None:
-    weights = {"a": torch.arange(6.0), "b": torch.arange(3), "c": torch.ones(2)}
-    mapping = WeightMap(
-        rename={"b": "B"}, split={"a": {"l": 2, "r": -1}}, dtype={"c": torch.float16}
-    )
-    found = made(mapping, weights)
-    assert found["B"] is weights["b"]
-    assert found["l"].data_ptr() == weights["a"].data_ptr()
-    assert found["r"].data_ptr() == weights["a"].data_ptr() + 8
-    assert found["c"].dtype is torch.float16
-    assert weights["c"].dtype is torch.float32
-
-
 def test_several_names_and_none() -> None:
     mapping = WeightMap(rename={"emb.*": ("emb.*", "head.*"), "gone": None})
     found = made(mapping, {"emb.weight": torch.ones(2), "gone": torch.ones(1)})

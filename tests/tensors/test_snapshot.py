@@ -6,7 +6,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import closing
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +15,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors import CopyPool, FlatBuffer, Flattener, Layout, Prepared, collect
+from aiosync.tensors import FlatBuffer, Flattener, Layout, Prepared, collect
 from tests.tensors._models import (
     Everything,
     Labelled,
@@ -24,7 +23,6 @@ from tests.tensors._models import (
     Tied,
     add_one,
     bits,
-    filled,
 )
 
 
@@ -88,24 +86,6 @@ def test_what_cannot_be_sent_is_refused_after_a_plan_too(kind: str, first: str) 
     with pytest.raises(ConfigError, match=f"'weight' .*{why}"):
         flattener.prepare({**good, "weight": bad})
     assert contents(flattener, good)["weight"] == bits(good["weight"])
-
-
-@pytest.mark.parametrize("threads", [None, 1, 2, 3])
-def test_large_and_small_tensors_mixed(threads: int | None) -> None:
-    sizes = [10, 300_000, 7, 1, 5_000_000, 262_144, 262_143, 0, 9]
-    source = {str(i): filled(torch.uint8, (n,), seed=i) for i, n in enumerate(sizes)}
-    flattener = Flattener()
-    prepared = flattener.prepare(source)
-    flat = FlatBuffer(prepared.layout.nbytes)
-    flat.array[:] = 0xAA
-    if threads is None:
-        flattener.copy_into(prepared, flat)
-    else:
-        with closing(CopyPool(threads)) as pool:
-            flattener.copy_into(prepared, flat, pool=pool)
-    for view, tensor in zip(flat.views(prepared.layout), source.values(), strict=True):
-        assert torch.equal(view, tensor)
-    assert not any(flat.array[start:end].any() for start, end in prepared.layout.padding())
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel])

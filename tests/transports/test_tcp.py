@@ -90,14 +90,6 @@ async def test_a_listener_that_never_answers() -> None:
         assert 0.09 < time.monotonic() - began < 10
 
 
-async def test_a_dialer_that_never_speaks() -> None:
-    near, far = socket.socketpair()
-    with near:
-        with pytest.raises(ConnectTimeout, match="did not prove"):
-            await TCPTransport.accept(far, timeout=0.05)
-        assert far.fileno() == -1
-
-
 async def test_cancelled_handshakes_leave_nothing() -> None:
     near, far = socket.socketpair()
     with near, socket.create_server(("127.0.0.1", 0)) as silent:

@@ -30,7 +30,7 @@ from aiosync.wire import (
     Update,
     encode_frame,
 )
-from tests.unit._frames import DIGEST, SAMPLES, cut_at, drive, exts, messages, raw_frame, raw_header
+from tests.unit._frames import DIGEST, cut_at, drive, exts, messages, raw_frame, raw_header
 
 PAGE = raw_header("page", {})
 ACK = Ack(5, 6, AckStatus.APPLIED)
@@ -61,21 +61,6 @@ def test_the_bytes_of_a_frame_are_as_specified() -> None:
 
 
 # -- decoding -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-@pytest.mark.parametrize("payload", [b"", b"x", b"payload" * 1000], ids=len)
-def test_every_message_survives_every_cut(message: object, payload: bytes) -> None:
-    data = encode_frame(message, len(payload), ext={"k": 1}) + payload
-    expected: list[object] = [FrameStart(message, {"k": 1}, len(payload))]
-    if payload:
-        expected += [payload, FrameEnd()]
-    expected.append(EndOfStream(True))
-    assert drive([data]) == expected
-    step = max(1, len(data) // 150)
-    for cut in range(1, len(data), step):
-        assert drive([data[:cut], data[cut:]]) == expected
-    assert drive(cut_at(data, range(0, len(data), 7)), pieces=3) == expected
 
 
 @pytest.mark.slow
