@@ -475,7 +475,7 @@ async def test_acks_for_versions_that_were_never_sent(kind: str, status: AckStat
     async with scene(kind) as stage:
         peer = await stage.join(subscribe=False)
         epoch = peer.welcome.epoch
-        for version in [*range(1, 2000), 2**62, 2**63 - 1]:
+        for version in [*range(1, 500), 2**62, 2**63 - 1]:
             await peer.send(Ack(epoch, version, status, "ValueError", "no"))
             await peer.send(Ack(epoch % 1000 + 1, version, status))
         await stage.goes_on()

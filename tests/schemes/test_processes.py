@@ -239,6 +239,7 @@ async def _tick(state, until: int) -> tuple[float, int]:
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.slow
 @pytest.mark.parametrize("make", harness.SCHEMES)
 async def test_the_loop_goes_on_while_a_big_model_arrives(make) -> None:

@@ -235,9 +235,21 @@ def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, i
     return wrong, interrupts, segments
 
 
+TCP = aiosync.sync.TCPWeightSyncScheme
+# Each takes six seconds: the pipe and TCP meet one kind each, and the other one with --heavy.
+ALARMS = {
+    (tools.SHM, KeyboardInterrupt): [],
+    (tools.SHM, Alarm): [],
+    (tools.PIPE, Alarm): [],
+    (tools.PIPE, KeyboardInterrupt): [pytest.mark.heavy],
+    (TCP, KeyboardInterrupt): [],
+    (TCP, Alarm): [pytest.mark.heavy],
+}
+alarms = [pytest.param(*each, marks=marks) for each, marks in ALARMS.items()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
-@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE])
+@pytest.mark.parametrize(("make", "kind"), alarms[:4])
 def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]) -> None:
     wrong, interrupts, segments = tools.in_process(interrupted_sends, make, kind)
     assert wrong == 0
@@ -246,8 +258,7 @@ def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
-@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE, aiosync.sync.TCPWeightSyncScheme])
+@pytest.mark.parametrize(("make", "kind"), alarms)
 def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> None:
     mixed, interrupts = tools.in_process(interrupted_takes, make, kind)
     assert mixed == 0

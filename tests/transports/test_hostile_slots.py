@@ -56,13 +56,13 @@ NAMED = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-async def test_what_was_never_given_ends_the_link(case: str) -> None:
+async def test_what_was_never_given_is_never_taken(case: str) -> None:
     want, header, page_nbytes, segment_nbytes = NAMED[case]
     mine, its = socket.socketpair()
     mine.setblocking(False)
     page = _file(want.to_bytes(8, "little"), page_nbytes)
     segment = _file(header[:segment_nbytes], segment_nbytes)
-    worker, target = aiosync.SharedMemWeightSyncScheme(timeout=harness.PATIENCE), models.linear(1.0)
+    worker, target = aiosync.SharedMemWeightSyncScheme(timeout=0.5), models.linear(1.0)
     worker.init_on_receiver(model=target, pipe=its)
     loop = asyncio.get_running_loop()
     try:
