@@ -45,7 +45,7 @@ from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.rendezvous.unix import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
-from aiosync.schemes.options import SchemeOptions
+from aiosync.schemes.options import SchemeOptions, refuse
 from aiosync.schemes.sources import (
     DeviceMap,
     NoWeakReference,
@@ -665,22 +665,36 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: This object already has a role.
         """
         self._check_role("init_on_receiver")
-        if model is not None and weights is not None:
-            raise ConfigError("weights cannot be provided if model is provided")
-        if load is not None and (model is not None or weights is not None):
-            raise ConfigError("load cannot be provided if model or weights are provided")
-        if transform is not None and not callable(transform):
-            raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
-        if pipe is not None and transport is not None:
-            raise ConfigError("pipe cannot be provided if transport is provided")
-        if hooks is not None and not isinstance(hooks, SchemeHooks):
-            raise ConfigError(f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}")
+        target = model if model is not None else weights
+        refuse(
+            (
+                model is not None and weights is not None,
+                "weights cannot be provided if model is provided",
+            ),
+            (
+                load is not None and target is not None,
+                "load cannot be provided if model or weights are provided",
+            ),
+            (
+                transform is not None and not callable(transform),
+                f"transform must be callable, got {type(transform).__name__}",
+            ),
+            (
+                pipe is not None and transport is not None,
+                "pipe cannot be provided if transport is provided",
+            ),
+            (
+                hooks is not None and not isinstance(hooks, SchemeHooks),
+                f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}",
+            ),
+            (
+                isinstance(methods, str) or (methods and self.guard != "forward"),
+                "methods must be a list of names, and needs guard='forward'",
+            ),
+        )
         loader = None if load is None else LoadTarget(load)
-        if isinstance(methods, str) or (methods and self.guard != "forward"):
-            raise ConfigError("methods must be a list of names, and needs guard='forward'")
-        target = model if model is not None else weights if weights is not None else load
         self._methods = tuple(methods)
-        self._check_guard(target)
+        self._check_guard(load if target is None else target)
         self._model_id = as_model_id(model_id or self._model_id or "policy")
         self._model, self._weights = model, weights
         self._loader, self._transform = loader, transform

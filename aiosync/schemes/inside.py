@@ -23,7 +23,6 @@ __all__ = [
     "bind_early",
     "change_hooks",
     "check_open",
-    "check_sender",
     "follow",
     "forgive_extra_state",
     "guard_of",
@@ -116,13 +115,10 @@ def bind_early(scheme: WeightSyncScheme) -> None:
 
 
 def check_open(scheme: WeightSyncScheme) -> None:
-    """Raise :class:`~aiosync.TransportClosed` if it was closed."""
+    """Raise if it was closed, or had a role before this process was forked."""
     scheme._check_open()
-
-
-def check_sender(scheme: WeightSyncScheme, method: str) -> None:
-    """Raise why a method cannot be called, unless it is a connected sender, here."""
-    scheme._require(method, "sender")
+    if scheme._role is not None:
+        scheme._check_process()
 
 
 def separate(scheme: WeightSyncScheme) -> None:

@@ -91,15 +91,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    _arena: Arena | None
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._arena = None
-
     def _make_arena(self) -> Arena:
-        self._arena = Arena()
-        return self._arena
+        return Arena()
 
     def _transport_over(self, end: Any, name: str) -> Transport:
         sock = end
@@ -113,7 +106,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
                     "shared memory needs two-way pipes: multiprocessing.Pipe(duplex=True)"
                 ) from exc
             end.close()
-        return SharedMemTransport(sock, arena=self._arena, name=name)
+        arena = None if self._sender is None else self._sender.copier.arena
+        return SharedMemTransport(sock, arena=arena, name=name)
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):

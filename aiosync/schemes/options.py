@@ -25,6 +25,7 @@ __all__ = [
     "count",
     "flag",
     "one_of",
+    "refuse",
     "seconds",
 ]
 
@@ -41,7 +42,9 @@ class Option(Generic[_T]):
         doc: What it is.
     """
 
-    def __init__(self, check: Callable[[str, Any], _T], doc: str = "") -> None:
+    def __init__(
+        self, check: Callable[[str, Any], _T] = lambda _, value: value, doc: str = ""
+    ) -> None:
         self._check = check
         self.__doc__ = doc
 
@@ -86,9 +89,18 @@ class Fixed:
         )
 
 
-def _anything(name: str, value: Any) -> Any:
-    del name
-    return value
+def refuse(*cases: tuple[object, str]) -> None:
+    """Refuse arguments that exclude each other, or make no sense.
+
+    Args:
+        *cases: What is true of wrong ones, and what is said then; the first one counts.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for wrong, text in cases:
+        if wrong:
+            raise ConfigError(text)
 
 
 def one_of(*values: _T) -> Callable[[str, Any], _T]:
@@ -147,7 +159,7 @@ def _chunk_nbytes(name: str, value: Any) -> int:
 class SchemeOptions:
     """Options of every scheme; see :class:`aiosync.WeightSyncScheme`."""
 
-    sync: Option[bool] = Option(_anything, "Kept for TorchRL's signature.")
+    sync: Option[bool] = Option(doc="Kept for TorchRL's signature.")
     per_worker_weights: Option[bool] = Option(flag, "Whether each worker gets its own weights.")
     apply: Option[Literal["auto", "manual"]] = Option(
         one_of("auto", "manual"), "When a receiver applies updates."
@@ -160,7 +172,7 @@ class SchemeOptions:
     )
     strict: Option[bool] = Option(flag, "Whether every name and dtype must match.")
     require: Option[Require] = Option(_require, "How many workers must apply an update.")
-    strategy_str: Option[str] = Option(_anything, "Name of the strategy.")
+    strategy_str: Option[str] = Option(doc="Name of the strategy.")
     timeout: Option[float | None] = Option(
         seconds(endless=True, none=True), "Default timeout of calls in seconds."
     )

@@ -19,6 +19,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.protocol.indices import as_index, as_indices
+from aiosync.schemes.options import refuse
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.wire import DEFAULT_LIMITS
@@ -176,45 +177,55 @@ def resolve_sources(
     """
     if num_workers is not None:
         num_workers = as_index("num_workers", num_workers)
-    if weights is not None and model is not None:
-        raise ConfigError("weights cannot be provided if model is provided")
     source, per_worker = model if weights is None else weights, dict[int, Any]()
+    has_map, has_context = params_map is not None, context is not None
+    has_devices, has_device_map = devices is not None, device_map_fn is not None
+    refuse(
+        (
+            weights is not None and model is not None,
+            "weights cannot be provided if model is provided",
+        ),
+        (
+            has_map and source is not None,
+            "model_id, weights, and model cannot be provided if params_map is provided",
+        ),
+        (
+            has_map and (has_context or has_devices or has_device_map or num_workers is not None),
+            "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
+        ),
+        (
+            has_map and not _are_sources(params_map),
+            "params_map must be a dict[int, TensorDictBase]: worker index -> its weights",
+        ),
+        (has_context and has_devices, "devices cannot be provided if context is provided"),
+        (
+            has_context and has_device_map,
+            "model/weights/device_map_fn cannot be provided if context is provided",
+        ),
+        (
+            has_context and model_id is None,
+            "model_id must be provided if context is provided",
+        ),
+        (
+            has_device_map and not callable(device_map_fn),
+            f"device_map_fn must be callable, got {device_map_fn!r}",
+        ),
+    )
     if params_map is not None:
-        if source is not None:
-            raise ConfigError(
-                "model_id, weights, and model cannot be provided if params_map is provided"
-            )
-        if any(each is not None for each in (context, devices, device_map_fn, num_workers)):
-            raise ConfigError(
-                "context/devices/device_map_fn/num_workers cannot be provided if params_map is "
-                "provided"
-            )
-        valid = isinstance(params_map, Mapping) and params_map
-        if not valid or not all(map(_is_source, params_map.values())):
-            raise ConfigError(
-                "params_map must be a dict[int, TensorDictBase]: worker index -> its weights"
-            )
         per_worker = {as_index("a key of params_map", key): w for key, w in params_map.items()}
         num_workers = max(per_worker) + 1
         first = next(iter(per_worker.values()))
         if len(per_worker) == num_workers and all(w is first for w in per_worker.values()):
             source, per_worker = first, {}
     _check_source("model" if weights is None else "weights", source)
-    if context is not None:
-        if devices is not None:
-            raise ConfigError("devices cannot be provided if context is provided")
-        if device_map_fn is not None:
-            raise ConfigError(
-                "model/weights/device_map_fn cannot be provided if context is provided"
-            )
-        if model_id is None:
-            raise ConfigError("model_id must be provided if context is provided")
-        if num_workers is None and (found := getattr(context, "num_workers", None)) is not None:
-            num_workers = as_index("num_workers of the context", found)
-    if device_map_fn is not None and not callable(device_map_fn):
-        raise ConfigError(f"device_map_fn must be callable, got {device_map_fn!r}")
-    if device_map_fn is not None and num_workers is None:
-        raise ConfigError("num_workers must be provided if device_map_fn is provided")
+    if num_workers is None and (found := getattr(context, "num_workers", None)) is not None:
+        num_workers = as_index("num_workers of the context", found)
+    refuse(
+        (
+            has_device_map and num_workers is None,
+            "num_workers must be provided if device_map_fn is provided",
+        )
+    )
     num_workers = _agree(num_workers, devices=devices, pipes=pipes)
     for device in devices or ():
         try:
@@ -239,6 +250,10 @@ def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, (nn.Module, Mapping)) or is_tensordict(value)
+
+
+def _are_sources(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_source, value.values()))
 
 
 def _check_source(name: str, value: Any) -> None:

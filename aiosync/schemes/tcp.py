@@ -176,17 +176,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         most = len(self._addresses)
         if sources.num_workers is None:
             sources.num_workers = most
-        if sources.num_workers > most and self._dial == "both":
-            raise ConfigError(
-                f"{sources.num_workers} workers are expected, but with dial='both' the weight "
-                "server is the trainer's only peer: leave num_workers out (or pass 1), and one "
-                "model or weights for all workers"
-            )
         if sources.num_workers > most:
             raise ConfigError(
                 f"{sources.num_workers} workers are expected, but only {most} addresses were "
                 "given: with dial='sender' construct the scheme with a list of addresses, one for "
-                "each worker, or leave num_workers out"
+                "each; with dial='both' leave num_workers out, as the server is the only peer"
             )
 
     def _early_address(self) -> Address | None:
@@ -248,8 +242,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
                 link.channel.call_on_end(on_end)
                 workers.welcome(link, idx)
-                if not link.channel.ended:  # else it did before anybody could be told
-                    await ended.wait()
+                await ended.wait()
                 if joined and self.reconnect == 0:
                     return
                 # connect() says how long it waits for a worker; who comes later is welcome, too.

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Owner", "discover", "owner_of", "rpc_runs"]
 
-# Package of the library -> the module that all its users of schemes have imported, and ours.
-_INTEGRATIONS = {
-    "torchrl": ("torchrl.weight_update.weight_sync_schemes", "aiosync.integrations.torchrl"),
-}
+_LIBRARY = "torchrl"
+_SEEN = "torchrl.weight_update.weight_sync_schemes"  # all its users of schemes have imported it
+_INTEGRATION = "aiosync.integrations.torchrl"
 
 
 class Owner(Protocol):
@@ -55,24 +54,19 @@ class Owner(Protocol):
 
 
 def discover() -> None:
-    """Load the integrations with the libraries that are imported already."""
-    for seen, integration in _INTEGRATIONS.values():
-        if integration not in sys.modules:
-            # Not while it is still being imported: the classes are not there yet.
-            if hasattr(sys.modules.get(seen), "WeightSyncScheme"):
-                importlib.import_module(integration)
+    """Load the integration with the library if that is imported already."""
+    # Not while it is still being imported: the classes are not there yet.
+    if _INTEGRATION not in sys.modules and hasattr(sys.modules.get(_SEEN), "WeightSyncScheme"):
+        importlib.import_module(_INTEGRATION)
 
 
 def owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
     """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
-    for cls in type(context).__mro__:
-        package = cls.__module__.partition(".")[0]
-        # What has schemes has imported their base class.
-        if package in _INTEGRATIONS and _INTEGRATIONS[package][0] in sys.modules:
-            module = importlib.import_module(_INTEGRATIONS[package][1])
-            found: Owner | None = module.owner_of(context, scheme)
-            return found
-    return None
+    packages = {cls.__module__.partition(".")[0] for cls in type(context).__mro__}
+    if _LIBRARY not in packages or _SEEN not in sys.modules:  # what has schemes has imported it
+        return None
+    found: Owner | None = importlib.import_module(_INTEGRATION).owner_of(context, scheme)
+    return found
 
 
 def rpc_runs() -> bool:

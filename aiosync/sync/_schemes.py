@@ -33,7 +33,6 @@ from aiosync.schemes.handles import has_failed
 from aiosync.schemes.inside import (
     bind_early,
     check_open,
-    check_sender,
     guard_of,
     is_closed,
     is_inherited,
@@ -255,11 +254,6 @@ class WeightSyncScheme(SchemeOptions):
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
         check_open(self._scheme)
-        if is_inherited(self._scheme):
-            raise LocalProtocolError(
-                f"{what}(): this scheme was set up before the process forked; call "
-                "init_on_receiver() and connect() in the child"
-            )
 
     @property
     def _may_block(self) -> bool:
@@ -431,7 +425,6 @@ class WeightSyncScheme(SchemeOptions):
         self._check("send_async", "scheme.send_nowait()")
 
         async def start() -> aio.SendHandle:
-            check_sender(self._scheme, "send_async")  # or an error names what is not here
             return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
 
         handle = self._call(start())
