@@ -22,7 +22,9 @@ from torch import nn
 
 from aiosync.cli.files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
 from aiosync.errors import ConfigError
-from tests.tensors._models import bits, packed
+from aiosync.tensors import torch_dtype
+from aiosync.wire import DTYPE_NBYTES
+from tests.tensors._models import bits, filled, packed
 
 ENDINGS = SAFETENSORS + TORCH
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
@@ -58,6 +60,22 @@ def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
     save_weights(str(path), {"other": torch.ones(1)})  # replaces it
     assert_same(load_weights(str(path)), {"other": torch.ones(1)})
     assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype(tmp_path: Path, dtype: str) -> None:
+    saved = {f"t{i}": filled(torch_dtype(dtype), shape) for i, shape in enumerate([(), (3, 2)])}
+    save_weights(tmp_path / "x.pt", saved)
+    assert_same(load_weights(tmp_path / "x.pt"), saved)
+    try:
+        save_weights(tmp_path / "x.safetensors", saved)
+    except ConfigError as exc:
+        assert f"cannot hold torch.{dtype} (tensor 't0' and others); write a .pt" in str(exc)
+        assert dtype.startswith(("complex", "float8"))
+        assert os.listdir(tmp_path) == ["x.pt"]
+    else:
+        assert_same(load_weights(tmp_path / "x.safetensors"), saved)
 
 
 @every_ending

@@ -13,6 +13,7 @@ pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
+from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
 from tests.integrations._ray_serve_apps import TOKEN, Constant, Trainer, trainer
 from tests.schemes import _harness as harness
@@ -266,3 +267,14 @@ async def test_mistakes() -> None:
             await replica.follow_weights("tcp://127.0.0.1:1", model=replica.model, **options)
     with pytest.raises(ConfigError, match="one of model"):
         await replica.follow_weights("tcp://127.0.0.1:1")
+
+
+@pytest.mark.asyncio
+async def test_answers_of_several_versions_name_them() -> None:
+    gate = AdmissionGate(mode="immediate")
+    async with trainer() as it, following(it, gate=gate) as replica:
+        answers = []
+        async for answer in replica.steps(2):
+            answers.append((answer.value, answer.version, answer.versions))
+            await it.push()
+        assert answers == [(1.0, 1, (1,)), (2.0, 1, (1, 2))]

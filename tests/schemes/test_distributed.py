@@ -237,3 +237,14 @@ def test_beside_other_groups(program: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert [text for text in RUNS[program] if text not in done.stdout] == []
+
+
+def test_mistakes_are_said_early() -> None:
+    with pytest.raises(ConfigError, match="must be 'gloo'"):
+        aiosync.DistributedWeightSyncScheme("mpi")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ConfigError, match="patience"):
+        aiosync.DistributedWeightSyncScheme(patience=0)
+    with pytest.raises(ConfigError, match="inline_nbytes"):
+        aiosync.DistributedWeightSyncScheme(inline_nbytes=-1)
+    with pytest.raises(ConfigError, match="not supported"):
+        aiosync.DistributedWeightSyncScheme("nccl")

@@ -35,6 +35,16 @@ async def test_two_senders_of_one_scheme(make) -> None:
 # -- the wrong loop, thread or process -----------------------------------------------------------
 
 
+@pytest.mark.asyncio
+@both
+async def test_used_on_another_loop(make) -> None:
+    ends = harness.here(make(), models.linear(), sender={"model": models.linear()})
+    async with ends as (sender, _):
+        for elsewhere in (lambda: asyncio.run(sender.send()), sender.send_nowait):
+            with pytest.raises(aiosync.LocalProtocolError, match="another event loop"):
+                await asyncio.to_thread(elsewhere)
+
+
 def _use_in_child(scheme, conn) -> None:
     async def main() -> list[str]:
         texts = []
