@@ -21,7 +21,7 @@ ROOT = Path(aiosync.__file__).parent
 LAYERS: list[set[str]] = [
     {"_cores", "_exports", "_version", "errors"},
     {"types"},
-    {"_tasks"},
+    {"_log", "_tasks"},
     {"wire"},
     {"protocol"},
     {"tensors", "transports"},

@@ -67,6 +67,7 @@ class SendTracker:
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
         deadline: When these are over.
+        look_at: When to look at it next, if it is still under way.
 
     Raises:
         ConfigError: ``require`` is illegal.
@@ -77,6 +78,7 @@ class SendTracker:
         "deadline",
         "failed",
         "left",
+        "look_at",
         "lost",
         "nbytes",
         "require",
@@ -116,6 +118,7 @@ class SendTracker:
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
         self.deadline: float = math.inf
+        self.look_at: float = math.inf
 
     @property
     def satisfied(self) -> bool:

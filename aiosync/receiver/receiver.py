@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
+from aiosync._log import LOGGER
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
@@ -57,7 +58,6 @@ __all__ = ["Refusal", "Relay", "WeightReceiver"]
 Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Called with the epoch and the version that the model has now."""
 
-_log = logging.getLogger("aiosync")
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
 
@@ -108,6 +108,8 @@ class WeightReceiver:
             end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
+        log: Told what happened, in one word and in a sentence, to which version, and how much it
+            matters.
 
     Attributes:
         applier: Has the model.
@@ -138,6 +140,7 @@ class WeightReceiver:
         trainer: KeptLink[Transport, Welcome] | None = None,
         lasting: float | None = None,
         promises: bool = True,
+        log: Callable[..., None] = lambda *told: None,
     ) -> None:
         self.transport: Transport = transport
         self._loop = asyncio.get_running_loop()
@@ -170,6 +173,7 @@ class WeightReceiver:
         self._relay = relay
         self._trainer = trainer
         self._lasting = lasting
+        self._log = log
         self._promises = promises and self._transformer is None
         self._may_promise = self._promises  # on this link: reads have not overlapped yet
         self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
@@ -212,6 +216,8 @@ class WeightReceiver:
                     self._on_message(await self.transport.recv(into=self._updates.lender))
             except AiosyncError as exc:
                 lost = self.lost = without_frames(exc)
+            if not self._closed:
+                self._log("lost", f"the link to the trainer was lost: {lost}")
             self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), lost)
             if self._trainer is None or self._closed:
                 self.fail(lost)
@@ -223,6 +229,10 @@ class WeightReceiver:
                 self.fail(exc)
                 return
             same = welcome.epoch == self.inbox.newest_epoch
+            if same:
+                self._log("reconnected", "the trainer is reached again")
+            else:
+                self._log("restarted", "another trainer answers, or the same one has begun anew")
             if not welcome.version or (same and welcome.version <= self.inbox.newest):
                 self.cut_off = None  # nothing newer has to come before this link is of use
             slots = self._updates.slots
@@ -393,13 +403,8 @@ class WeightReceiver:
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         since = time.monotonic() if self.refusing is None else self.refusing.since
         self.refused = Refusal(epoch, version, without_frames(error), since)
-        _log.warning(
-            "version %d refused: %s: %s",
-            version,
-            type(error).__name__,
-            str(error).partition("\n")[0],
-            extra={"version": version, "phase": "apply"},
-        )
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._log("refused", f"version {version} was refused: {why}", version)
         self.withdraw_promise()
         self._answer(epoch, version, AckStatus.NACK, error)
 
@@ -425,6 +430,8 @@ class WeightReceiver:
         if result.error is not None:
             self._refuse(epoch, version, result.error)
         else:
+            if LOGGER.isEnabledFor(logging.DEBUG):
+                self._log("applied", f"the model has version {version}", version, logging.DEBUG)
             self._applied(epoch, version)
         if not result.taken:
             # What loads may have kept it, and Ctrl-C may have come once the model had changed.

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import multiprocessing
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeAlias, Type
 
 from torch import nn
 
+from aiosync._log import Waiting, log
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
@@ -31,6 +33,7 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
+    RemoteProtocolError,
     TransportClosed,
 )
 from aiosync.protocol import validate_timeout
@@ -73,7 +76,6 @@ __all__ = ["WeightSyncScheme"]
 
 Runtime: TypeAlias = WeightSender | WeightReceiver
 
-_log = logging.getLogger("aiosync")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -772,11 +774,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._connecting = task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()
+        children = multiprocessing.active_children() if sends else []
         try:
-            if sends:
-                await self._connect_sender(weights, limit, processes)
-            else:
-                await self._connect_receiver(limit, initial)
+            with self._waiting("connect()", limit, lambda: self._awaited(children)):
+                if sends:
+                    await self._connect_sender(weights, limit, processes)
+                else:
+                    await self._connect_receiver(limit, initial)
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
@@ -796,6 +800,36 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         finally:
             self._connecting = None
         self._connected = True
+
+    def _awaited(self, children: Sequence[Any]) -> str:
+        """What connect() waits for."""
+        if self._sender is not None:
+            ended = [each for each in children if each.exitcode]
+            said = "".join(
+                f"; process {each.pid}, which this one had started, ended with exit code "
+                f"{each.exitcode}"
+                for each in ended
+            )
+            return self._sender.workers.awaited(self._sender.version) + said
+        if self._receiver is not None or self._trainer is None:
+            return "the initial weights have not arrived"
+        return self._trainer.describe()
+
+    def _log(
+        self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
+    ) -> None:
+        model, worker = self._model_id, self._worker_idx
+        log(level, phase, text, model=model, worker=worker, version=version)
+
+    def _waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
+        return Waiting(call, timeout, what, model=self._model_id, worker=self._worker_idx)
+
+    def _have(self) -> str:
+        """What there is, where a version is waited for."""
+        if self._sender is not None:
+            return f"the workers that are connected have versions {self.worker_versions}"
+        lost = "" if self.link_lost is None else f", and the link was lost: {self.link_lost}"
+        return f"the model has version {self.version}{lost}"
 
     async def _connect_sender(
         self, weights: Any, timeout: float | None, processes: Sequence[Any]
@@ -839,7 +873,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             self._check_guard(model)
         await self._prepare_model(model)
 
+        foreign = set[str]()
+
         def final(error: AiosyncError) -> bool:
+            text = str(error)
+            if isinstance(error, RemoteProtocolError) and text not in foreign:
+                foreign.add(text)
+                self._log("waiting", f"who answers is no trainer: {text}", level=logging.WARNING)
             return self._pipe is not None or self._is_final(error)
 
         self._trainer = KeptLink(
@@ -870,6 +910,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             trainer=None if self._pipe is not None or lasting == 0 else self._trainer,
             lasting=lasting,
             promises=self._promises,
+            log=self._log,
         )
         receiver.applier.submit()  # guards the model
         receiver.start()
@@ -878,15 +919,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             note = f"; {welcome.note}" if welcome.note else ""
             if not welcome.version:
                 late = f"the weight server got no version of {self._model_id!r}"
-                _log.info("the weight server has no version of %r yet%s", self._model_id, note)
+                self._log("waiting", f"the weight server has no version yet{note}")
             left = None if ends is None else max(0.0, ends - clock())
             await receiver.wait_for_first(
                 welcome,
                 timeout=left,
                 late=ConnectTimeout(f"{late} within {timeout or 0:g} s{note}"),
             )
-        elif not welcome.version:
-            _log.info("worker %s joined before there were weights", self._worker_idx)
+        none_yet = "" if welcome.version or self.version else ", which has no weights yet"
+        self._log("joined", f"joined the trainer{none_yet}", self.version)
         lacks = self._why_no_model() if self.apply == "auto" else None
         if lacks is not None:  # a model that comes late, or a name that is wrong
             warnings.warn(
@@ -1113,7 +1154,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         runtime: Runtime = self._require("wait_for_version")
         limit = self._limit(timeout)
         late = self._late(f"version {version} was not applied within {limit or 0:g} s")
-        return await runtime.wait_for(version, timeout=limit, late=late)
+        with self._waiting(f"wait_for_version({version})", limit, self._have):
+            return await runtime.wait_for(version, timeout=limit, late=late)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -1146,7 +1188,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         runtime: Runtime = self._require("wait_staged")
         limit = self._limit(timeout)
         late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
-        return await runtime.wait_for(version, staged=True, timeout=limit, late=late)
+        with self._waiting(f"wait_staged({version})", limit, self._have):
+            return await runtime.wait_for(version, staged=True, timeout=limit, late=late)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Ask the trainer for its newest version, and wait until the model has it.
@@ -1175,7 +1218,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         least = 0 if min_version is None else min_version
         limit = self._limit(timeout)
         late = self._late(f"no version from {least} on was applied within {limit or 0:g} s")
-        return await receiver.pull(least, timeout=limit, late=late)
+        with self._waiting("pull()", limit, self._have):
+            return await receiver.pull(least, timeout=limit, late=late)
 
     def _late(self, text: str) -> RecvTimeout:
         lacks = self._why_no_model()
@@ -1193,7 +1237,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         runtime: Runtime = self._require("ready")
         limit = self._limit(timeout)
         late = RecvTimeout(f"no complete version after {limit or 0:g} s")
-        await runtime.wait_until(runtime.is_ready, timeout=limit, late=late)
+        with self._waiting("ready", limit, self._have):
+            await runtime.wait_until(runtime.is_ready, timeout=limit, late=late)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         applied = self._hooks.at_once

@@ -8,12 +8,14 @@ copy, and who failed is said by the next send. Must not import the receiver.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import select
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from aiosync._log import FIRST_SECONDS, LOGGER, NEXT_SECONDS, log, say_waiting
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -353,6 +355,8 @@ class WeightSender:
         snapshot.version = version = self.clock.next()
         for link in links:
             link.see(snapshot)
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            self._log_send(version, targets)
         if worker_ids is None:
             workers.history.add(None, snapshot)
         else:
@@ -418,13 +422,22 @@ class WeightSender:
             else:
                 snapshot.release()
         self.tell()
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            self._log_send(version, targets)
         if not tracker.waiting:
             self._settle(tracker)
-        elif timeout is not None:
-            tracker.timeout = timeout
-            tracker.deadline = self._loop.time() + timeout - (time.perf_counter() - started)
-            self._wake_at(tracker.deadline)
+        else:
+            now = self._loop.time()
+            if timeout is not None:
+                tracker.timeout = timeout
+                tracker.deadline = now + timeout - (time.perf_counter() - started)
+            tracker.look_at = min(now + FIRST_SECONDS, tracker.deadline)
+            self._wake_at(tracker.look_at)
         return tracker
+
+    def _log_send(self, version: int, targets: set[int]) -> None:
+        text = f"version {version} is sent to workers {sorted(targets)}"
+        log(logging.DEBUG, "send", text, model=self.workers.model_id, version=version)
 
     # -- what becomes of sends -----------------------------------------------------------------
 
@@ -486,7 +499,21 @@ class WeightSender:
             if tracker.deadline <= now:
                 tracker.time_out()
                 self._settle(tracker)
-        self._wake_at(min((each.deadline for each in self._sends.values()), default=math.inf))
+            elif tracker.look_at <= now:
+                tracker.look_at = min(now + NEXT_SECONDS, tracker.deadline)
+                idle = [
+                    f"worker {idx} (process {self.workers.record(idx).pid})"
+                    for idx in sorted(tracker.waiting)
+                ]
+                say_waiting(
+                    f"send() of version {tracker.version}",
+                    time.perf_counter() - tracker.started,
+                    tracker.timeout,
+                    f"{', '.join(idle)} did not answer",
+                    model=self.workers.model_id,
+                    version=tracker.version,
+                )
+        self._wake_at(min((each.look_at for each in self._sends.values()), default=math.inf))
 
     # -- workers that look for themselves ------------------------------------------------------
 

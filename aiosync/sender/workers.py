@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import select
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from aiosync._log import log
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
+    ApplyError,
     ConfigError,
     ConnectError,
     ConnectTimeout,
@@ -267,6 +270,7 @@ class WorkerRegistry:
             on_fetch=self.answer,
         )
         self.num_changes += 1
+        self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
         link.start()
         if link.subscribes:
@@ -300,6 +304,7 @@ class WorkerRegistry:
     def not_let_in(self, error: OSError | str) -> None:
         """Somebody came, but there is no link; connect() says so if it waits in vain."""
         text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
+        self._log("refused", text)
         self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
@@ -309,6 +314,11 @@ class WorkerRegistry:
             record.subscribes = True
             record.fail(error, reported=False)
         self.changed.notify()
+
+    def _log(
+        self, phase: str, text: str, worker: int | None = None, version: int | None = None
+    ) -> None:
+        log(logging.INFO, phase, text, model=self.model_id, worker=worker, version=version)
 
     # -- what they get -------------------------------------------------------------------------
 
@@ -346,6 +356,8 @@ class WorkerRegistry:
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if record is None:
                 continue
+            if isinstance(outcome.error, ApplyError):
+                self._log("refused", str(outcome.error), link.idx, outcome.version)
             if outcome.error is not None and record.link is link:
                 record.fail(outcome.error, outcome.version, reported=counted)
             elif isinstance(outcome.error, WorkerLeft):
@@ -366,6 +378,8 @@ class WorkerRegistry:
         if record is not None and record.link is link:
             record.link = None
             if not self.closed:
+                phase = "left" if isinstance(error, WorkerLeft) else "lost"
+                self._log(phase, f"worker {link.idx} (process {link.pid}): {error}", link.idx)
                 # No send misses one that only asks; connect() may. What it refused before it left
                 # is still to be told.
                 if record.reported or not isinstance(error, WorkerLeft):
@@ -428,7 +442,7 @@ class WorkerRegistry:
                         break
                     await self.changed.wait()
         except TimeoutError as exc:
-            raise self._nobody_came(timeout, version) from exc
+            raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}") from exc
         finally:
             watch.close()
         for idx, error in failures.items():
@@ -463,7 +477,8 @@ class WorkerRegistry:
             return link is not None
         return (link.visible if link.has_target else link.received_version) >= version
 
-    def _nobody_came(self, timeout: float | None, version: int) -> ConnectTimeout:
+    def awaited(self, version: int) -> str:
+        """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""
         parts, absent, late = [], [], []
         for idx in self.expected:
             record = self.record(idx)
@@ -481,7 +496,7 @@ class WorkerRegistry:
             )
         if late:
             parts.append(f"workers {late} connected but have not applied the initial weights")
-        return ConnectTimeout(f"after {timeout:g} s " + "; ".join(parts) + self._refused())
+        return "; ".join(parts) + self._refused()
 
 
 # -- what the kernel tells at once: the loop may not have noticed yet ------------------------------

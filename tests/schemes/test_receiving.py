@@ -137,6 +137,7 @@ async def test_a_refusal_that_no_send_waited_for_is_in_the_next_report_of_its_wo
 
 @answering
 async def test_a_refusal_is_one_line_in_the_log_of_the_worker(make: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", "aiosync")
     target = models.linear(2.0)
     async with harness.here(make(), target, sender={"model": models.linear()}) as (sender, worker):
         target.double()
@@ -146,10 +147,10 @@ async def test_a_refusal_is_one_line_in_the_log_of_the_worker(make: Any, caplog:
             await worker.wait_for_version(2, timeout=harness.PATIENCE)
         assert type(caught.value.__cause__) is aiosync.ManifestMismatch
         assert caught.value.__cause__.__cause__ is None
-    [record] = [each for each in caplog.records if each.name == "aiosync"]
-    assert (record.levelname, record.version, record.phase) == ("WARNING", 2, "apply")
-    assert record.getMessage().startswith("version 2 refused: ManifestMismatch: the weights do not")
-    assert "\n" not in record.getMessage()
+    texts = [each.getMessage() for each in caplog.records if each.phase == "refused"]
+    [text] = [each for each in texts if each.startswith("policy: version 2 was refused: ")]
+    assert "refused: ManifestMismatch: the weights do not" in text
+    assert not any("\n" in each for each in texts)
 
 
 @answering
@@ -246,4 +247,4 @@ async def test_a_worker_that_joins_before_there_are_weights_says_so(make: Any, c
     with caplog.at_level("INFO", logger="aiosync"):
         async with harness.here(make(), models.linear(), sender={"model": None}) as (_, receiver):
             assert (receiver.version, receiver.epoch) == (0, 0)
-    assert "worker 0 joined before there were weights" in caplog.text
+    assert "joined the trainer, which has no weights yet" in caplog.text

@@ -1,0 +1,108 @@
+"""What logger ``aiosync`` is told. Nothing is shown unless the program configures ``logging``.
+
+WARNING: a call has waited for long, and for what. INFO: who comes, goes, refuses and comes back.
+DEBUG: each send, and each update that a loop applies. Every record has the attributes ``model``,
+``worker``, ``version`` and ``phase``. Must not import torch, nor anything of aiosync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["FIRST_SECONDS", "LOGGER", "NEXT_SECONDS", "Waiting", "log", "say_waiting"]
+
+LOGGER: logging.Logger = logging.getLogger("aiosync")
+
+FIRST_SECONDS = 5.0
+"""How long a call waits until that is said."""
+
+NEXT_SECONDS = 30.0
+"""And until it is said again."""
+
+
+def log(
+    level: int,
+    phase: str,
+    text: str,
+    *,
+    model: str | None,
+    worker: int | None = None,
+    version: int | None = None,
+) -> None:
+    """Tell one thing.
+
+    Args:
+        level: Of :mod:`logging`.
+        phase: What happened, in one word.
+        text: The same as a sentence.
+        model: Which model it is about.
+        worker: Which worker.
+        version: Which version.
+    """
+    told = {"phase": phase, "model": model, "worker": worker, "version": version}
+    LOGGER.log(level, "%s: %s", model, text, extra=told)
+
+
+def say_waiting(
+    call: str,
+    waited: float,
+    timeout: float | None,
+    what: str,
+    *,
+    model: str | None,
+    worker: int | None = None,
+    version: int | None = None,
+) -> None:
+    """Tell what a call waits for, and for how much longer."""
+    left = "it has no timeout"
+    if timeout is not None and timeout != math.inf:
+        left = f"it gives up in {max(0.0, timeout - waited):.0f} s (timeout=)"
+    text = f"{call} has waited for {waited:.0f} s: {what}; {left}"
+    log(logging.WARNING, "waiting", text, model=model, worker=worker, version=version)
+
+
+class Waiting:
+    """Around what a call awaits: says so when it takes long, and again now and then.
+
+    Args:
+        call: How the user calls it.
+        timeout: Seconds that it may take.
+        what: Says what is awaited, and from whom, as things stand.
+        model: Which model it is about.
+        worker: Which worker waits.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        timeout: float | None,
+        what: Callable[[], str],
+        *,
+        model: str | None,
+        worker: int | None = None,
+    ) -> None:
+        self._call, self._timeout, self._what = call, timeout, what
+        self._model, self._worker = model, worker
+
+    def __enter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(FIRST_SECONDS, self._tell)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+
+    def _tell(self) -> None:
+        self._timer = self._loop.call_later(NEXT_SECONDS, self._tell)
+        waited = self._loop.time() - self._since
+        model, worker = self._model, self._worker
+        say_waiting(self._call, waited, self._timeout, self._what(), model=model, worker=worker)

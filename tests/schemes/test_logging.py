@@ -1,0 +1,179 @@
+"""What logger ``aiosync`` is told: who comes and goes, and what a call waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import pickle
+import secrets
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import aiosync
+from tests.contract.bench import large, small
+from tests.schemes import _harness as harness
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from torch import nn
+
+pytestmark = pytest.mark.one_loop
+
+
+@pytest.fixture(name="told")
+def _told(caplog: pytest.LogCaptureFixture) -> Any:
+    """What was logged, by what happened."""
+    caplog.set_level(logging.DEBUG, "aiosync")
+
+    def told(phase: str) -> list[logging.LogRecord]:
+        return [each for each in caplog.records if getattr(each, "phase", "") == phase]
+
+    return told
+
+
+def sender_of(model: nn.Module | None = None, **options: Any) -> Any:
+    scheme = aiosync.TCPWeightSyncScheme(**options)
+    scheme.init_on_sender(model_id="policy", model=model or small(0.0), num_workers=1)
+    return scheme
+
+
+def receiver_of(sender: Any, model: nn.Module | None = None) -> Any:
+    scheme = pickle.loads(pickle.dumps(sender))
+    scheme.init_on_receiver(model_id="policy", model=model or small(), worker_idx=0)
+    return scheme
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int) -> None:
+    """After five seconds: of connect() on either side, of send() and of wait_for_version()."""
+
+    async def a_trainer_without_workers() -> None:
+        async with sender_of() as trainer:
+            with pytest.raises(aiosync.ConnectTimeout):
+                await trainer.connect(timeout=9)
+
+    async def a_worker_without_a_trainer() -> None:
+        worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{unused_tcp_port}")
+        worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+        async with worker:
+            with pytest.raises(aiosync.ConnectTimeout):
+                await worker.connect(timeout=9)
+
+    async def a_worker_that_does_not_answer() -> None:
+        async with trainer:
+            await asyncio.gather(trainer.connect(), process.call(harness.join, 0))
+            waiting = asyncio.create_task(trainer.wait_for_version(2, timeout=9))
+            process.stop()
+            with pytest.raises(aiosync.PartialSyncError):
+                await trainer.send(timeout=9)
+            with pytest.raises(aiosync.RecvTimeout):
+                await waiting
+            process.cont()
+            await process.call(harness.close)
+        process.end()
+
+    trainer = sender_of()
+    process = harness.start(trainer, small)  # blocks
+    ends = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(3,))
+    ends.start()
+    await asyncio.gather(
+        a_trainer_without_workers(), a_worker_without_a_trainer(), a_worker_that_does_not_answer()
+    )
+    ends.join()
+    texts = [each.getMessage() for each in told("waiting")]
+    assert all(each.levelno == logging.WARNING for each in told("waiting"))
+    [connect] = [each for each in texts if "connect() has" in each and "workers [0]" in each]
+    assert "policy: connect() has waited for " in connect
+    assert " s (timeout=)" in connect
+    assert "ended with exit code 3" in connect
+    [worker] = [each for each in texts if f":{unused_tcp_port} was not reached: " in each]
+    assert "connect() has waited for " in worker
+    assert "; the last attempt: " in worker
+    [send] = [each for each in texts if "send() of version 2" in each]
+    assert "worker 0 (process" in send
+    [wait] = [each for each in texts if "wait_for_version(2)" in each]
+    assert "versions {0: 1}" in wait
+    [record] = [each for each in told("waiting") if "send() of" in each.getMessage()]
+    assert (record.model, record.version) == ("policy", 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
+async def test_who_comes_and_goes_is_said(told: Any) -> None:
+    trainer = sender_of()
+    worker = receiver_of(trainer)
+    async with trainer:
+        await asyncio.gather(trainer.connect(), worker.connect())
+        assert [each.worker for each in told("joined")] == [0, 0]  # as each side says
+        await trainer.send()
+        assert [each.version for each in told("send")] == [2]
+        assert 2 in [each.version for each in told("applied")]
+        for transport in trainer.sender_transports.values():
+            transport.abort()
+        await until(lambda: told("reconnected"))
+        assert told("lost")
+        await until(lambda: 0 in trainer.sender_transports)
+        await worker.aclose()
+        await until(lambda: told("left"))
+        assert "worker 0" in told("left")[0].getMessage()
+        assert {each.levelno for each in told("lost") + told("left")} == {logging.INFO}
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_and_another_trainer_are_said(told: Any) -> None:
+    trainer = sender_of(large(0.0))
+    async with trainer, receiver_of(trainer, small()) as worker:
+        joining = asyncio.gather(trainer.connect(), worker.connect(), return_exceptions=True)
+        assert any(isinstance(each, aiosync.ApplyError) for each in await joining)
+        assert "shape" in told("refused")[0].getMessage()
+    token = secrets.token_hex(16)
+    first = sender_of(token=token)
+    async with receiver_of(first) as worker:
+        await asyncio.gather(first.connect(), worker.connect())
+        address = first.address
+        await first.aclose()
+        async with sender_of(address=address, token=token) as second:
+            await second.connect(timeout=30)
+        assert told("restarted")
+
+
+@pytest.mark.asyncio
+async def test_an_http_server_is_no_trainer(told: Any) -> None:
+    """That is said at once, while the worker goes on to try."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{port}")
+        worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+        with pytest.raises(aiosync.ConnectTimeout, match="not aiosync"):
+            await worker.connect(timeout=2)
+    [record] = told("waiting")
+    assert "b'HTTP': the peer is not aiosync" in record.getMessage()
+
+
+def test_nothing_is_shown_by_itself() -> None:
+    code = (
+        "import asyncio, aiosync, torch\n"
+        "from torch import nn\n"
+        "async def main():\n"
+        "    scheme = aiosync.TCPWeightSyncScheme()\n"
+        "    scheme.init_on_sender(model_id='policy', model=nn.Linear(1, 1), num_workers=1)\n"
+        "    async with scheme:\n"
+        "        try: await scheme.connect(timeout=0.1)\n"
+        "        except aiosync.ConnectTimeout: pass\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=90, check=True
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
