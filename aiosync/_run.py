@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from aiosync.errors import ConfigError
 
-__all__ = ["new_event_loop", "run"]
+__all__ = ["find_descriptors", "new_event_loop", "run"]
 
 _T = TypeVar("_T")
-_LOOP_DESCRIPTORS = 8
+_LOOP_DESCRIPTORS = 10
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -44,15 +44,19 @@ def run(main: Coroutine[Any, Any, _T] | Callable[[], Coroutine[Any, Any, _T]]) -
     if not asyncio.iscoroutine(coroutine):
         raise ConfigError(f"run() needs a coroutine, got {type(coroutine).__name__}")
     try:
-        _find_descriptors()
+        find_descriptors()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(coroutine)
     finally:
         coroutine.close()  # there may be no loop, as without file descriptors
 
 
-def _find_descriptors() -> None:
-    """Fail before there is a loop: one of uvloop's that gets too few cannot even be closed."""
+def find_descriptors() -> None:
+    """Fail before there is a loop: one that gets too few cannot even be closed.
+
+    Raises:
+        OSError: There are not enough.
+    """
     with contextlib.ExitStack() as stack:
         for _ in range(_LOOP_DESCRIPTORS):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

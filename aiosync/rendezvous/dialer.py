@@ -143,26 +143,27 @@ class Dialer:
 
         Args:
             timeout: Seconds for it, if less than ``attempt_timeout``.
-            again: There was a link before. Certificate files that cannot be read now, because
-                they are being replaced perhaps, are a ``ConnectError`` then: of the moment.
+            again: There was a link before. That certificate files cannot be read now, or that
+                whoever is there refuses this side, is a ``ConnectError`` then: of the moment.
         """
         try:
-            context = self.credentials.dialling_context()
-        except ConfigError as exc:
-            if again:
-                raise ConnectError(str(exc)) from exc
-            raise
-        return await TCPTransport.connect(
-            self.address,
-            credentials=self.credentials,
-            context=context,
-            limits=self.limits,
-            payloads=False,
-            keepalive=self.keepalive,
-            untaken=self.untaken,
-            timeout=self.attempt_timeout if timeout is None else min(timeout, self.attempt_timeout),
-            name=f"{self.name} at {self.address}",
-        )
+            return await TCPTransport.connect(
+                self.address,
+                credentials=self.credentials,
+                limits=self.limits,
+                payloads=False,
+                keepalive=self.keepalive,
+                untaken=self.untaken,
+                timeout=(
+                    self.attempt_timeout if timeout is None else min(timeout, self.attempt_timeout)
+                ),
+                name=f"{self.name} at {self.address}",
+            )
+        except (AuthError, ConfigError) as exc:
+            if not again:
+                raise
+            # The files may be about to be replaced; and who refuses has proved nothing.
+            raise ConnectError(str(exc)) from exc
 
     def not_reached(self, within: str = "") -> str:
         """What an error says while nobody is reached."""

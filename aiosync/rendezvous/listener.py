@@ -1,7 +1,8 @@
 """The side that listens: accepts, lets strangers prove their identity, hands on links.
 
-Strangers cost little and never for long: a deadline, 64 KiB, and a bounded number of them; when
-there are too many, the one that has taken longest is dropped. Must not import torch.
+Strangers cost little and never for long: a deadline until they have said who they are, 4 KiB, and a
+bounded number of them; when there are too many, the one that has taken longest is dropped. Must not
+import torch.
 """
 
 from __future__ import annotations
@@ -11,27 +12,45 @@ import contextlib
 import errno
 import functools
 import ipaddress
+import itertools
 import os
 import socket
+import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiosync._tasks import TaskOwner
-from aiosync.errors import AiosyncError, ConfigError
+from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError
 from aiosync.protocol import validate_seconds
 from aiosync.protocol.indices import as_count
 from aiosync.transports._fork import close_in_child
 from aiosync.transports.address import Address, bind
-from aiosync.transports.credentials import Credentials
+from aiosync.transports.base import Transport
+from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
+from aiosync.wire import Hello
 
-__all__ = ["AcceptLoop", "AnyListener", "ListenerCounts", "Strangers", "StreamListener"]
+__all__ = [
+    "AcceptLoop",
+    "AnyListener",
+    "ListenerCounts",
+    "Strangers",
+    "StreamListener",
+    "first_word",
+]
 
 _MAX_STRANGERS = 256
-_PAUSE_SECONDS = 0.1  # with no descriptors left, accepting again at once would only spin
+_AT_ONCE = 32  # strangers whose steps one turn of the loop may bring
+_NEW_SECONDS = 0.25  # whose handshake takes longer is far away, or no good
+_BUSY_SECONDS = 0.005
+_NO_ROOM_SECONDS = 0.1  # with no descriptors left, accepting again at once would only spin
+# Whoever was dialled by mistake has seen enough to try all short tokens at home.
+_LEAST_TOKEN_NBYTES = 8
+_TOKEN_NBYTES = 16
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -57,31 +76,39 @@ class AcceptLoop:
         self,
         on_connection: Callable[[socket.socket], None],
         on_trouble: Callable[[OSError], None],
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         """Accept on the running loop.
 
         Args:
             on_connection: Called with each socket; owns it once it returns.
             on_trouble: Called when a connection could not be accepted, repeatedly if need be.
+            busy: Whether the next one has to wait for a moment.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_connection, self._on_trouble = on_connection, on_trouble
+        self._on_connection, self._on_trouble, self._busy = on_connection, on_trouble, busy
         self._go_on()
 
     def _go_on(self) -> None:
         if self._loop is not None and self._sock.fileno() >= 0:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
+    def _pause(self, seconds: float) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(seconds, self._go_on)
+
     def _accept(self) -> None:
-        for _ in range(64):
+        for _ in range(_AT_ONCE):
+            if self._busy():
+                self._pause(_BUSY_SECONDS)
+                return
             try:
                 sock, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                if self._loop is not None:
-                    self._loop.remove_reader(self._sock.fileno())
-                    self._loop.call_later(_PAUSE_SECONDS, self._go_on)
+                self._pause(_NO_ROOM_SECONDS)
                 self._on_trouble(exc)
                 return
             try:
@@ -108,11 +135,18 @@ class AcceptLoop:
 
 
 class Strangers:
-    """Handshakes that go on, of those who have proved nothing yet."""
+    """Handshakes that go on, of those of whom nothing is known yet."""
 
     def __init__(self, tasks: TaskOwner) -> None:
         self._tasks = tasks
-        self._going: dict[asyncio.Task[None], None] = {}
+        self._going: dict[asyncio.Task[None], float] = {}  # since when
+
+    def are_new(self) -> bool:
+        """Whether many came just now. A crowd is let in bit by bit, so that the loop goes on."""
+        if len(self._going) < _AT_ONCE:
+            return False
+        since = next(itertools.islice(reversed(self._going.values()), _AT_ONCE - 1, None))
+        return time.monotonic() - since < _NEW_SECONDS
 
     def let_in(
         self, handshake: Coroutine[Any, Any, None], close: Callable[[], None], most: int
@@ -133,7 +167,7 @@ class Strangers:
             del self._going[oldest]
             self._tasks.cancel(oldest)
         task = self._tasks.start(handshake, "aiosync handshake of a stranger")
-        self._going[task] = None
+        self._going[task] = time.monotonic()
         task.add_done_callback(functools.partial(self._ended, close))
         return crowded
 
@@ -141,6 +175,19 @@ class Strangers:
         self._going.pop(task, None)
         if task.cancelled() or task.exception() is not None:
             close()  # also where it never ran
+
+
+async def first_word(link: Transport, timeout: float) -> Hello:
+    """What somebody says first who has proved who it is.
+
+    Raises:
+        RemoteProtocolError: It is no Hello.
+        RecvTimeout: Nothing, in so many seconds.
+    """
+    hello = (await link.recv(timeout=timeout)).message
+    if not isinstance(hello, Hello):
+        raise RemoteProtocolError(f"expected Hello, got {type(hello).__name__}")
+    return hello
 
 
 @dataclass(slots=True)
@@ -170,7 +217,8 @@ class StreamListener:
         credentials: Token and TLS that peers need.
         limits: What peers may announce once they proved their identity.
         max_connections: Links that may be open at a time, strangers included; at least 1.
-        handshake_timeout: Seconds that a stranger has to prove its identity.
+        handshake_timeout: Seconds that a stranger has to prove its identity, and then again to say
+            what it wants.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
 
@@ -193,12 +241,8 @@ class StreamListener:
         address = Address.parse(url)
         validate_seconds("handshake_timeout", handshake_timeout)
         credentials = credentials or Credentials()
-        if not (address.is_local or credentials.token is not None or credentials.tls is not None):
-            raise ConfigError(
-                f"listening on {address} would let any host that reaches it receive and send "
-                "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
-                "listen on tcp://127.0.0.1:port or unix:///path"
-            )
+        if not address.is_local:
+            _check_beyond_this_host(credentials, address)
         self._prove = functools.partial(
             TCPTransport.accept,
             credentials=credentials,
@@ -209,6 +253,7 @@ class StreamListener:
             untaken=untaken,
             timeout=handshake_timeout,
         )
+        self._handshake_timeout = handshake_timeout
         self._max_connections = as_count("max_connections", max_connections, 1)
         self.counts: ListenerCounts = ListenerCounts()
         self._open: set[TCPTransport] = set()
@@ -228,15 +273,20 @@ class StreamListener:
         return len(self._open)
 
     def start(
-        self, on_link: Callable[[TCPTransport], None], on_crash: Callable[[BaseException], None]
+        self,
+        on_link: Callable[[Any, Hello], None],
+        on_crash: Callable[[BaseException], None],
+        wrap: Callable[[TCPTransport], Transport] = lambda link: link,
     ) -> None:
         """Accept on the running loop.
 
         Args:
-            on_link: Called with each link whose peer proved its identity; owns it from then on.
-                The link takes no payloads before ``link.channel.allow_payloads()``.
+            on_link: Called with each link whose peer proved its identity, and with what it said
+                first; owns it from then on. The link takes no payloads before
+                ``link.channel.allow_payloads()``.
             on_crash: Called if a handshake ends with an error that is no
                 :class:`~aiosync.errors.AiosyncError`: a bug.
+            wrap: Makes of the stream what is handed on; ending the stream ends that.
         """
         self._tasks = TaskOwner(on_crash)
         strangers = Strangers(self._tasks)
@@ -247,29 +297,39 @@ class StreamListener:
             if room == 0:
                 refused["full"] += 1
                 sock.close()
-            elif strangers.let_in(self._let_in(sock, on_link), sock.close, room):
+            elif strangers.let_in(self._let_in(sock, on_link, wrap), sock.close, room):
                 refused["crowded out"] += 1
 
         def on_trouble(exc: OSError) -> None:
             # Of the network below (one connection had a fault already), or no descriptors.
             refused["no room" if exc.errno in _NO_ROOM else "ConnectError"] += 1
 
-        self._accepting.start(on_connection, on_trouble)
+        self._accepting.start(on_connection, on_trouble, strangers.are_new)
 
-    async def _let_in(self, sock: socket.socket, on_link: Callable[[TCPTransport], None]) -> None:
-        try:
-            link = await self._prove(sock, name=_name_of(sock))
-        except (AiosyncError, OSError) as exc:
-            sock.close()  # also where it had gone before anything was set up
-            name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
-            self.counts.refused[name] += 1
-            self.counts.last_refusal = f"{name}: {exc}"
-            return
+    async def _let_in(
+        self,
+        sock: socket.socket,
+        on_link: Callable[[Any, Hello], None],
+        wrap: Callable[[TCPTransport], Transport],
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            try:
+                stream = await self._prove(sock, name=_name_of(sock))
+                undo.callback(stream.abort)
+                link = wrap(stream)
+                hello = await first_word(link, self._handshake_timeout)
+            except (AiosyncError, OSError) as exc:
+                name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
+                self.counts.refused[name] += 1
+                self.counts.last_refusal = f"{name}: {exc}"
+                return
+            undo.pop_all()
         self.counts.accepted += 1
         self.counts.last_refusal = None
-        self._open.add(link)
-        link.channel.call_on_end(lambda: self._open.discard(link))
-        on_link(link)
+        self._open.add(stream)
+        stream.call_on_end(lambda: self._open.discard(stream))
+        on_link(link, hello)
 
     def close(self) -> None:
         """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""
@@ -293,6 +353,23 @@ class StreamListener:
         except OSError:  # as where there is no path
             return None
         return found.st_dev, found.st_ino
+
+
+def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:
+    """Refuse to listen where others can connect with nothing, or a token that can be guessed."""
+    tokens = credentials.token_bytes, credentials.pull_token_bytes
+    nbytes = min((len(each) for each in tokens if each is not None), default=None)
+    if nbytes is None and credentials.tls is None:
+        raise ConfigError(
+            f"listening on {address} would let any host that reaches it receive and send "
+            "weights: pass token= (the same on both sides) or tls=aiosync.TLS(...), or "
+            "listen on tcp://127.0.0.1:port or unix:///path"
+        )
+    if nbytes is not None and nbytes < _TOKEN_NBYTES:
+        short = f"a token of {address} has {nbytes} bytes, and needs 16 at random: {MAKE_A_TOKEN}"
+        if nbytes < _LEAST_TOKEN_NBYTES:
+            raise ConfigError(short)
+        warnings.warn(short, stacklevel=3)
 
 
 def _name_of(sock: socket.socket) -> str:

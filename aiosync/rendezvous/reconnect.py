@@ -6,23 +6,22 @@ Must not import torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from aiosync._tasks import Notifier, TaskOwner
+from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
     ConnectError,
     ConnectTimeout,
     LocalProtocolError,
     PeerClosed,
-    RemoteProtocolError,
     TransportBroken,
 )
 from aiosync.rendezvous.dialer import Backoff, Left, is_final, retry
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.rendezvous.listener import Strangers
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
@@ -34,7 +33,6 @@ _L = TypeVar("_L", bound=Transport)
 _W = TypeVar("_W")
 
 _OF_USE_SECONDS = 1.0  # a link that lasted for so long was of use, even if nothing came over it
-_MAX_UNGREETED = 8
 
 
 class LinkState(enum.Enum):
@@ -212,52 +210,39 @@ class Arrivals:
 
     Args:
         takes: Whether another link would ever be taken.
-        on_crash: Told of a bug.
     """
 
-    def __init__(
-        self, takes: Callable[[], bool], on_crash: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, takes: Callable[[], bool]) -> None:
         self._takes = takes
-        self._tasks = TaskOwner(on_crash)
-        self._strangers = Strangers(self._tasks)
         self._newest: tuple[TCPTransport, Hello] | None = None
         self._waits = False  # nobody has taken it so far
         self._changed = Notifier()
 
-    def welcome(self, link: TCPTransport) -> None:
+    def welcome(self, link: TCPTransport, hello: Hello) -> None:
         """Hear who dialled, whether or not anybody waits for a link. Owns the link."""
-        self._strangers.let_in(self._hear(link), link.abort, _MAX_UNGREETED)
-
-    async def _hear(self, link: TCPTransport) -> None:
-        try:
-            hello = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
-            if not isinstance(hello, Hello) or hello.role != "sender":
-                raise RemoteProtocolError("expected the Hello of a sender")
-            holder, has = self._newest or (link, hello)
-            taken = not holder.channel.ended
-            if taken and holder is not link and (hello.epoch is None or hello.epoch != has.epoch):
-                # It tries again: the other one may leave.
-                text = (
-                    f"another trainer has this worker: {holder.channel.name}, process {has.pid}. "
-                    "End one of the two; the one that is left gets the worker"
-                )
-                await link.send(Refuse(ConnectError.__name__, text), timeout=HANDSHAKE_SECONDS)
-                await link.aclose()
-                return
-        except AiosyncError:
-            link.abort()  # no trainer, or it has gone; the next one may be right
-            return
-        if link.channel.ended or not self._takes():
+        holder, has = self._newest or (link, hello)
+        taken = holder is not link and not holder.ended
+        if hello.role != "sender":
             link.abort()
-            return
-        if holder is not link:
-            # Whoever reads from it asks for another link, which is here already.
-            holder.channel.fail(TransportBroken("the trainer opened a newer link"))
-            if self._waits:
-                holder.abort()
-        self._newest, self._waits = (link, hello), True
-        self._changed.notify()
+        elif taken and (hello.epoch is None or hello.epoch != has.epoch):
+            # It tries again: the other one may leave.
+            text = (
+                f"another trainer has this worker: {holder.name}, process {has.pid}. End one of "
+                "the two; the one that is left gets the worker"
+            )
+            with contextlib.suppress(AiosyncError):
+                link.send_nowait(Refuse(ConnectError.__name__, text))
+            link.abort()
+        elif link.ended or not self._takes():
+            link.abort()
+        else:
+            if holder is not link:
+                # Whoever reads from it asks for another link, which is here already.
+                holder.fail(TransportBroken("the trainer opened a newer link"))
+                if self._waits:
+                    holder.abort()
+            self._newest, self._waits = (link, hello), True
+            self._changed.notify()
 
     async def next(self, timeout: float | None) -> TCPTransport:
         """Wait for a trainer.
@@ -279,11 +264,9 @@ class Arrivals:
 
     def close(self) -> None:
         """End what nobody has taken."""
-        self._tasks.abort()
         if self._newest is not None and self._waits:
             self._newest[0].abort()
 
     async def aclose(self) -> None:
-        """The same, and wait until nothing of it runs any more."""
+        """The same: nothing of it runs."""
         self.close()
-        await self._tasks.aclose()

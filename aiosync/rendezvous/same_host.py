@@ -23,9 +23,10 @@ from aiosync.errors import (
     ConnectTimeout,
     RemoteProtocolError,
 )
-from aiosync.rendezvous.listener import Strangers
+from aiosync.rendezvous.listener import Strangers, first_word
 from aiosync.rendezvous.unix import UnixListener, connect
 from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.handshake import (
     STRANGER_LIMITS,
@@ -35,7 +36,7 @@ from aiosync.transports.handshake import (
 )
 from aiosync.transports.shared_memory import Arena, SharedMemTransport, has_memory
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Setup
+from aiosync.wire import DEFAULT_LIMITS, Hello, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
@@ -95,12 +96,12 @@ class SameHost:
         with contextlib.suppress(ConfigError):  # taken: workers then come the other way
             self._listener = UnixListener(_name(address))
 
-    def start(self, welcome: Callable[[SharedMemTransport], None], tasks: TaskOwner) -> None:
+    def start(self, on_link: Callable[[Transport, Hello], None], tasks: TaskOwner) -> None:
         """Let workers in on the running loop.
 
         Args:
-            welcome: Called with each link whose peer proved its identity; owns it from then on.
-                Links read from :attr:`arena`.
+            on_link: Called with each link whose peer proved its identity, and with what it said
+                first; owns it from then on. Links read from :attr:`arena`.
             tasks: Owner of the handshakes' tasks.
         """
         strangers = Strangers(tasks)
@@ -110,13 +111,13 @@ class SameHost:
                 sock.close()
                 return
             link = _link(sock, pid, f"worker process {pid}", self.arena)
-            strangers.let_in(self._let_in(link, welcome), link.abort, _MAX_STRANGERS)
+            strangers.let_in(self._let_in(link, on_link), link.abort, _MAX_STRANGERS)
 
         if self._listener is not None:
-            self._listener.start(on_connection)
+            self._listener.start(on_connection, busy=strangers.are_new)
 
     async def _let_in(
-        self, link: SharedMemTransport, welcome: Callable[[SharedMemTransport], None]
+        self, link: SharedMemTransport, on_link: Callable[[Transport, Hello], None]
     ) -> None:
         try:
             async with asyncio.timeout(self._handshake_timeout):
@@ -124,13 +125,14 @@ class SameHost:
                 said = (await link.recv()).message
             if not isinstance(said, Setup) or (said.kind, said.key) != (_KIND, _CALLED):
                 raise RemoteProtocolError(f"{type(said).__name__} instead of a name")
+            hello = await first_word(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
             return
         if called := name_from(said.value):
             link.channel.name = f"{called}, {link.channel.name}"
         link.channel.set_limits(self._limits or DEFAULT_LIMITS)
-        welcome(link)
+        on_link(link, hello)
 
     def close(self) -> None:
         """Stop accepting. Idempotent; links stay open."""

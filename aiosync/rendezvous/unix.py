@@ -66,6 +66,7 @@ class UnixListener:
         self,
         on_connection: Callable[[socket.socket, int], None],
         on_trouble: Callable[[OSError], None] = lambda exc: None,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         """Accept on the running loop.
 
@@ -74,6 +75,7 @@ class UnixListener:
                 tell); owns it once it returns.
             on_trouble: Called when a connection could not be accepted; may be called repeatedly for
                 it.
+            busy: Whether the next one has to wait for a moment.
         """
 
         def of_this_user(sock: socket.socket) -> None:
@@ -83,7 +85,7 @@ class UnixListener:
             else:
                 on_connection(sock, pid)
 
-        self._accepting.start(of_this_user, on_trouble)
+        self._accepting.start(of_this_user, on_trouble, busy)
 
     def close(self) -> None:
         """Stop accepting. Idempotent."""

@@ -167,7 +167,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
                     f"there is no address for worker {idx}: with dial='sender' the scheme needs "
                     "one address for each worker, in the order of their worker_idx"
                 )
-            self._arrivals = Arrivals(self._takes_links, self._on_listener_crash)
+            self._arrivals = Arrivals(self._takes_links)
             self._listeners.append(self._arrivals)
             self._listen(self._addresses[idx]).start(
                 self._arrivals.welcome, self._on_listener_crash

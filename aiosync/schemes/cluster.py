@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import secrets
 import socket
 from typing import TYPE_CHECKING, Literal
@@ -27,9 +26,9 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import Arena
-from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
+from aiosync.wire import Hello
 
 if TYPE_CHECKING:
     from aiosync.sender import WeightSender
@@ -186,17 +185,17 @@ class ClusterScheme(EngineOptions, StreamScheme):
     def _start_listening(self, sender: WeightSender) -> None:
         if self._listener is not None:
 
-            def join(link: Transport, channel: FramedTransport) -> None:
-                channel.call_on_end(self._link_lost.set)
-                sender.workers.welcome(link)
+            def join(link: Transport, hello: Hello) -> None:
+                assert link.channel is not None
+                link.channel.call_on_end(self._link_lost.set)
+                sender.workers.welcome(link, None, hello)
 
-            def welcome(control: TCPTransport) -> None:
-                with contextlib.suppress(AiosyncError):  # the engine has ended; the worker sees it
-                    join(self._linked(control, listened=True), control)
+            def wrap(control: TCPTransport) -> Transport:
+                return self._linked(control, listened=True)
 
             if self._same_host is not None:
-                self._same_host.start(lambda link: join(link, link.channel), sender.workers.tasks)
-            self._listener.start(welcome, sender.workers.crashed)
+                self._same_host.start(join, sender.workers.tasks)
+            self._listener.start(join, sender.workers.crashed, wrap)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 
     # -- a worker ------------------------------------------------------------------------------

@@ -190,7 +190,10 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     def _start_listening(self, sender: WeightSender) -> None:
         if self._listener is not None:
-            self._listener.start(sender.workers.welcome, sender.workers.crashed)
+            workers = sender.workers
+            self._listener.start(
+                lambda link, hello: workers.welcome(link, None, hello), workers.crashed
+            )
         elif self._dial != "receiver" and not self._links and self._sources.pipes is None:
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"

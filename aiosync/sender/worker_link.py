@@ -105,7 +105,7 @@ class WorkerLink:
         self.stream: ChunkWriter | None = None
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
-        if channel is not None and transport.capabilities.cross_host:
+        if channel is not None:
             channel.refuse_payloads()  # a worker has little to say
         transport.take_segments(False)
         if hello.slots and can_lock():

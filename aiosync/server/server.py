@@ -210,17 +210,14 @@ class WeightServer:
 
     # -- links ---------------------------------------------------------------------------------
 
-    def _on_link(self, link: TCPTransport) -> None:
-        task = self._tasks.start(self._serve(link), "aiosync link of the server")
+    def _on_link(self, link: TCPTransport, hello: Hello) -> None:
+        task = self._tasks.start(self._serve(link, hello), "aiosync link of the server")
         # A task that never ran cannot close its link.
         task.add_done_callback(lambda task: link.abort() if task.cancelled() else None)
 
-    async def _serve(self, link: TCPTransport) -> None:
+    async def _serve(self, link: TCPTransport, hello: Hello) -> None:
         """Find out what a peer wants. A peer that does wrong ends its own link and no more."""
         try:
-            hello = (await link.recv(timeout=HANDSHAKE_SECONDS)).message
-            if not isinstance(hello, Hello):
-                raise RemoteProtocolError(f"expected Hello, got {type(hello).__name__}")
             if self._closed:
                 raise TransportClosed("this server was closed")
             if hello.role == "status":

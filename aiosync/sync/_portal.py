@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from aiosync._run import find_descriptors
 from aiosync.errors import LocalProtocolError, TransportClosed
 
 __all__ = ["Lease", "Tenant", "lease", "refuse_inside_loop"]
@@ -112,6 +113,7 @@ class _Portal:
     def __init__(self) -> None:
         self.leases: set[Lease] = set()
         self.calls: set[_Call[Any]] = set()
+        find_descriptors()
         self.selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self.selector)
         self.stopping = False

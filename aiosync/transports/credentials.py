@@ -15,7 +15,9 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["TLS", "Credentials", "Secret"]
+__all__ = ["MAKE_A_TOKEN", "TLS", "Credentials", "Secret"]
+
+MAKE_A_TOKEN = "make one with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
 
 
 class Secret:
@@ -38,10 +40,7 @@ class Secret:
         if not isinstance(data, bytes):
             raise ConfigError(f"a token must be str or bytes, not {type(value).__name__}")
         if not data:
-            raise ConfigError(
-                "the token is empty: make one with "
-                "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
-            )
+            raise ConfigError(f"the token is empty: {MAKE_A_TOKEN}")
         self._value = data
 
     @property

@@ -29,7 +29,7 @@ from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
 __all__ = ["STRANGER_LIMITS", "name_from", "prove_as_dialer", "prove_as_listener"]
 
 STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
-"""What a stranger may announce. It gets a link no memory but the decoder's 64 KiB."""
+"""What a stranger may announce. It gets a link no memory but the decoder's 4 KiB."""
 
 
 _NOT_IN_NAMES = re.compile(r"[^\w .:()/-]", re.ASCII)

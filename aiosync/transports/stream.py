@@ -211,7 +211,7 @@ class FramedTransport(Transport):
         self._arrival = Notifier()  # of such an event, or of the end
         self._landed: Callable[[], None] | None = None
         self._gone: TransportError | None = None  # ends the link once all was received
-        self._receiving = self._reading = self._read_again = False
+        self._receiving = self._reading = self._read_again = self._hearing_out = False
 
         self._out: list[memoryview] = []  # what is left of the frame being written
         self._started = False  # some of its bytes are with the kernel
@@ -354,9 +354,10 @@ class FramedTransport(Transport):
             self.fail(error)
 
     def _hear_out(self) -> None:
-        """Read what the peer said before it went: that still counts."""
-        self._read_again = False
+        """Read what the peer said before it went: that still counts. Nothing answers any more."""
+        self._read_again, self._hearing_out = False, True
         self._read()
+        self._hearing_out = False
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -582,7 +583,7 @@ class FramedTransport(Transport):
         """Write a small frame without waiting; False when nothing was written."""
         if self.ended:
             self.check()
-        if self._sending or self._out:
+        if self._sending or self._out or self._hearing_out:
             return False
         try:
             if payload:

@@ -157,7 +157,7 @@ class TCPTransport(FramedTransport):
         """The listening side's half of :meth:`connect`, for a socket that was accepted.
 
         Takes ownership of ``sock``. Until the peer has proved its identity it gets no memory but a
-        read-ahead of 64 KiB.
+        read-ahead of 4 KiB.
 
         Args:
             sock: From ``accept()``.

@@ -55,6 +55,7 @@ READ_AHEAD_NBYTES = 65536
 
 # Magic, wire version, flags, reserved, header_nbytes, CRC-32 of the header, payload_nbytes.
 _PREFIX = struct.Struct("<4sBBHIIQ")
+_SMALL_NBYTES = PREFIX_NBYTES + 4096
 _DIRECT_NBYTES = 4096  # a smaller rest of a lent buffer is filled through the read-ahead
 # Behind a payload of this size the next one is likely to be as large: what would be read ahead of
 # it would have to be copied.
@@ -151,8 +152,8 @@ class FrameDecoder:
     that it lands in with :meth:`lend`.
 
     After the :class:`Failed` event of a frame that breaks the rules no more bytes are accepted.
-    Memory: 64 KiB, plus one header of at most
-    ``limits.max_header_nbytes``.
+    Memory: one header of at most ``limits.max_header_nbytes``, and 64 KiB; 4 KiB for a peer that
+    may send no payloads.
 
     Not thread-safe. Between ``get_buffer()`` and its ``buffer_updated()`` events may be taken
     and buffers lent, but no other buffer may be asked for.
@@ -162,21 +163,19 @@ class FrameDecoder:
 
     Attributes:
         limits: As given. May be assigned: the bounds from the next frame on.
-        missing_nbytes: Bytes of the payload, or of a large header, that are not there yet.
+        missing_nbytes: Bytes of the payload that are not there yet.
         needs_buffers: A payload was announced and :meth:`lend` was not called yet.
     """
 
     __slots__ = (
         "_ahead",
         "_buffer",
-        "_crc",
         "_end",
         "_eof",
         "_final",
-        "_header",
+        "_head_nbytes",
         "_in_payload",
         "_offered",
-        "_offered_direct",
         "_payload_nbytes",
         "_pieces",
         "_start",
@@ -189,15 +188,14 @@ class FrameDecoder:
         self.limits: Limits = limits
         self.missing_nbytes: int = 0
         self.needs_buffers: bool = False
-        self._buffer = memoryview(bytearray(READ_AHEAD_NBYTES))
+        self._buffer = _EMPTY
         self._start = self._end = 0  # of what was read ahead and not used
         self._ahead = READ_AHEAD_NBYTES  # bytes to ask for at a time
-        self._header: memoryview | None = None  # one that does not fit into the buffer
-        self._crc = self._payload_nbytes = 0  # what the prefix said
+        self._head_nbytes = 0  # of prefix and header, where only a part of them is there
+        self._payload_nbytes = 0  # what the prefix said
         self._in_payload = False
         self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
-        self._offered = 0  # bytes of the buffer that get_buffer() returned last
-        self._offered_direct = False  # it was a piece, and not the read-ahead
+        self._offered = _EMPTY  # what get_buffer() returned last
         self._eof = False
         self._final: Failed | EndOfStream | None = None
 
@@ -207,8 +205,8 @@ class FrameDecoder:
 
         Meaningful after :meth:`next_event` returned ``None``. False after the last event.
         """
-        inside = self._in_payload or self.needs_buffers or self._header is not None
-        return self._final is None and (inside or self._start != self._end)
+        inside = self._in_payload or self.needs_buffers or self._start != self._end
+        return self._final is None and inside
 
     def next_event(self) -> Event | None:
         """Return the next event, or ``None`` when more bytes or lent buffers are needed.
@@ -216,108 +214,98 @@ class FrameDecoder:
         Never raises. :class:`Failed` and :class:`EndOfStream` are final: every later call
         returns the same event, so a loop over events has to stop at them.
         """
-        if self._final is not None:
+        if self._final is not None or self.needs_buffers:
             return self._final
-        if self.needs_buffers:
-            return None
-        if not self.missing_nbytes and self._in_payload:
-            self._in_payload = False
-            return _FRAME_END
-        if not self.missing_nbytes and (self._start != self._end or self._header is not None):
+        if not self.missing_nbytes:
+            if self._in_payload:
+                self._in_payload = False
+                return _FRAME_END
             try:
                 start = self._next_frame()
             except ProtocolError as exc:
                 # What it was raised from would keep the frames that look at the buffer.
                 exc.__traceback__ = exc.__cause__ = exc.__context__ = None
-                self._finish(Failed(exc))
-                return self._final
+                return self._finish(Failed(exc))
             if start is not None:
                 return start
         if self._eof:
-            self._finish(EndOfStream(not self.mid_frame))
-        return self._final
+            return self._finish(EndOfStream(not self.mid_frame))
+        return None
 
     def _next_frame(self) -> FrameStart | None:
-        header = self._header
-        if header is None:
-            start = self._start
-            available = self._end - start
-            if available < PREFIX_NBYTES:
-                if available >= len(MAGIC):  # a stranger may wait for an answer
-                    _check_peer(bytes(self._buffer[start : min(start + 5, self._end)]))
-                return None
-            magic, version, flags, reserved, header_nbytes, crc, payload_nbytes = (
-                _PREFIX.unpack_from(self._buffer, start)
+        start = self._start
+        available = self._end - start
+        if available < PREFIX_NBYTES:
+            if available >= len(MAGIC):  # a stranger may wait for an answer
+                _check_peer(bytes(self._buffer[start : min(start + 5, self._end)]))
+            return None
+        magic, version, flags, reserved, header_nbytes, crc, payload_nbytes = _PREFIX.unpack_from(
+            self._buffer, start
+        )
+        if magic != MAGIC or version != WIRE_VERSION:
+            _check_peer(magic + bytes((version,)))
+        if flags or reserved or not header_nbytes:
+            raise RemoteProtocolError(
+                f"unknown flags 0x{flags:02x}, reserved 0x{reserved:04x}, or no header"
             )
-            if magic != MAGIC or version != WIRE_VERSION:
-                _check_peer(magic + bytes((version,)))
-            if flags or reserved or not header_nbytes:
-                raise RemoteProtocolError(
-                    f"unknown flags 0x{flags:02x}, reserved 0x{reserved:04x}, or no header"
-                )
-            limits = self.limits
-            if header_nbytes > limits.max_header_nbytes:
-                raise _too_large("header", header_nbytes, limits.max_header_nbytes)
-            if payload_nbytes > limits.max_payload_nbytes:
-                raise _too_large("payload", payload_nbytes, limits.max_payload_nbytes)
-            stop = start + PREFIX_NBYTES + header_nbytes
-            if stop > self._end:
-                if PREFIX_NBYTES + header_nbytes > READ_AHEAD_NBYTES:
-                    self._start = start + PREFIX_NBYTES
-                    self._crc, self._payload_nbytes = crc, payload_nbytes
-                    self._header = memoryview(bytearray(header_nbytes))
-                    self._pieces = [self._header]
-                    self.missing_nbytes = header_nbytes
-                    self._fill()
-                return None
-            self._start = stop
-            header = self._buffer[start + PREFIX_NBYTES : stop]
-        else:
-            crc, payload_nbytes, self._header = self._crc, self._payload_nbytes, None
+        limits = self.limits
+        if header_nbytes > limits.max_header_nbytes:
+            raise _too_large("header", header_nbytes, limits.max_header_nbytes)
+        if payload_nbytes > limits.max_payload_nbytes:
+            raise _too_large("payload", payload_nbytes, limits.max_payload_nbytes)
+        stop = start + PREFIX_NBYTES + header_nbytes
+        if stop > self._end:
+            self._head_nbytes = stop - start
+            return None
+        self._start, self._head_nbytes = stop, 0
+        header = self._buffer[start + PREFIX_NBYTES : stop]
         if zlib.crc32(header) != crc:
             raise RemoteProtocolError("the CRC-32 of a header is wrong")
-        message, ext = decode_header(header, limits=self.limits)
-        if payload_nbytes:
-            self._payload_nbytes = payload_nbytes
-            self.needs_buffers = True
+        message, ext = decode_header(header, limits=limits)
+        self._payload_nbytes = payload_nbytes
+        self.needs_buffers = payload_nbytes > 0
         return FrameStart(message, ext, payload_nbytes)
 
-    def _finish(self, event: Failed | EndOfStream) -> None:
+    def _finish(self, event: Failed | EndOfStream) -> Failed | EndOfStream:
         self._final = event
         self._pieces = []
-        self._header = None
-        self.missing_nbytes = 0
+        self._buffer = _EMPTY
+        self.missing_nbytes = self._start = self._end = 0
         self._in_payload = self.needs_buffers = False
+        return event
 
-    def get_buffer(self, sizehint: int = -1) -> memoryview:
+    @property
+    def _size(self) -> int:
+        """Bytes of the buffer as it should be."""
+        usual = READ_AHEAD_NBYTES if self.limits.max_payload_nbytes else _SMALL_NBYTES
+        return max(usual, self._head_nbytes)
+
+    def get_buffer(self) -> memoryview:
         """Return the writable memory that the next bytes belong in.
-
-        Args:
-            sizehint: Ignored; makes the method usable as that of a buffered protocol.
 
         Returns:
             Bytes to write to, from the first on. Empty after the last event, and when 64 KiB
             were read ahead already: take events, or lend buffers, before reading on.
         """
-        self._offered_direct = False
-        self._offered = 0
         if self._eof or self._final is not None:
+            self._offered = _EMPTY
             return _EMPTY
         # A small rest goes through the read-ahead, so that many small buffers, or the
         # end of a payload and the next frame, are read at once.
         if self.missing_nbytes and len(self._pieces[-1]) >= _DIRECT_NBYTES:
-            self._offered_direct = True
-            self._offered = len(self._pieces[-1])
-            return self._pieces[-1]
+            self._offered = self._pieces[-1]
+            return self._offered
         start, end = self._start, self._end
         if start == end:
-            self._start = self._end = end = 0
-        elif start and READ_AHEAD_NBYTES - end < READ_AHEAD_NBYTES // 4:
-            self._buffer[: end - start] = self._buffer[start:end]
-            end -= start
-            self._start, self._end = 0, end
-        self._offered = min(READ_AHEAD_NBYTES - end, self._ahead)
-        return self._buffer[end : end + self._offered]
+            start = end = self._start = self._end = 0
+        buffer, size = self._buffer, self._size
+        new_size = len(buffer) != size and end - start <= size
+        if new_size or (start and size - end < size // 4):
+            self._buffer = memoryview(bytearray(size)) if new_size else buffer
+            self._buffer[: end - start] = buffer[start:end]
+            self._start, self._end = 0, end - start
+        self._offered = self._buffer[self._end : self._end + self._ahead]
+        return self._offered
 
     def buffer_updated(self, nbytes: int) -> None:
         """Say how many bytes were written to what :meth:`get_buffer` returned.
@@ -325,14 +313,15 @@ class FrameDecoder:
         Raises:
             LocalProtocolError: Negative, or more than that buffer has room for.
         """
-        if not 0 <= nbytes <= self._offered:
+        offered = self._offered
+        if not 0 <= nbytes <= len(offered):
             raise LocalProtocolError(
-                f"{nbytes} bytes were reported; the buffer has room for {self._offered}"
+                f"{nbytes} bytes were reported; the buffer has room for {len(offered)}"
             )
-        self._offered = 0
-        if self._final is not None:
+        self._offered = _EMPTY
+        if self._final is not None or not nbytes:
             return
-        if self._offered_direct:
+        if offered.obj is not self._buffer.obj:
             self._advance(nbytes)
         else:
             self._end += nbytes
@@ -351,7 +340,7 @@ class FrameDecoder:
         view = memoryview(data).cast("B")
         room = 0
         if not self._eof and self._final is None:
-            room = self.missing_nbytes + READ_AHEAD_NBYTES - (self._end - self._start)
+            room = self.missing_nbytes + self._size - (self._end - self._start)
         if len(view) > room:
             raise LocalProtocolError(
                 f"{len(view)} bytes do not fit: there is room for {room}; take events first"

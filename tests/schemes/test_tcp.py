@@ -18,8 +18,10 @@ from torch import nn
 
 import aiosync
 from aiosync.testing import FaultProxy, Faults, Plan, assert_no_leaks, cancel_at_every_await
+from aiosync.wire import Challenge, Message, Proof, Refuse, encode_frame
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -203,6 +205,47 @@ async def test_a_trainer_that_answers_nothing_does_not_stretch_reconnect() -> No
         async with asyncio.timeout(10):
             with pytest.raises(aiosync.PeerClosed):
                 await receiver.receive(timeout=PATIENCE)
+
+
+IMPOSTORS: dict[str, list[Message]] = {
+    "refuses with a ConfigError": [Refuse("ConfigError", "go away")],
+    "refuses the proof": [Challenge(bytes(32)), Refuse("AuthError", "no")],
+    "offers no token": [Challenge(bytes(32), required=False), Proof(bytes(32), b"")],
+    "has another token": [Challenge(bytes(32)), Proof(bytes(32), b"m" * 32)],
+}
+
+
+@pytest.mark.parametrize("said", IMPOSTORS.values(), ids=list(IMPOSTORS))
+@pytest.mark.asyncio
+async def test_who_has_the_port_for_a_moment_and_proves_nothing_ends_no_worker(
+    said: list[Message],
+) -> None:
+    port = free_port()
+    refused = asyncio.Event()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(map(encode_frame, said)))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1000):
+                pass
+        refused.set()
+        writer.close()
+
+    options: dict[str, Any] = {"token": "a secret of sixteen", "timeout": PATIENCE}
+    address = f"tcp://127.0.0.1:{port}"
+    async with aiosync.TCPWeightSyncScheme(address, reconnect=None, **options) as worker:
+        worker.init_on_receiver("policy", model=models.linear())
+        for value in (1.0, 2.0):
+            async with aiosync.TCPWeightSyncScheme(address, **options) as trainer:
+                source = models.linear()
+                models.fill(source, value)
+                trainer.init_on_sender("policy", model=source, num_workers=1)
+                again = value == 2.0
+                await asyncio.gather(trainer.connect(), *([] if again else [worker.connect()]))
+                await harness.until(lambda value=value: models.holds(worker, value))  # type: ignore[misc]
+            if not again:
+                async with await asyncio.start_server(impostor, "127.0.0.1", port):
+                    await asyncio.wait_for(refused.wait(), PATIENCE)
 
 
 # -- transfers that are cut ----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pickle
 import re
 import ssl
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from aiosync.errors import ConfigError
+from aiosync.rendezvous import StreamListener
 from aiosync.transports.credentials import TLS, Credentials, Secret
 from tests._certificates import certificates
 
@@ -78,6 +80,22 @@ def test_contexts_check_what_they_have_to() -> None:
     assert dialling.verify_mode == ssl.CERT_REQUIRED and dialling.check_hostname
     assert dialling.minimum_version >= ssl.TLSVersion.TLSv1_2 <= listening.minimum_version
     assert pickle.loads(pickle.dumps(files.both)) == files.both
+
+
+@pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://127.0.0.1:0"])
+def test_a_token_that_can_be_guessed(url: str) -> None:
+    """Refused below 8 bytes, and warned of below 16, where other hosts can try."""
+    open_to_others = "127" not in url
+
+    def listen(nbytes: int) -> None:
+        StreamListener(url, credentials=Credentials(token="t" * nbytes)).close()
+
+    for nbytes in (1, 7, 8, 15):
+        refused = pytest.raises(ConfigError, match=f"{nbytes} bytes")
+        warned = pytest.warns(UserWarning, match=f"{nbytes} bytes")
+        with (refused if nbytes < 8 else warned) if open_to_others else nullcontext():
+            listen(nbytes)
+    listen(16)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

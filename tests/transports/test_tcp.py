@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import socket
 import struct
@@ -20,12 +21,15 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.rendezvous import StreamListener
+from aiosync.transports.base import Received
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
-from aiosync.wire import Current, Fetch, encode_frame
+from aiosync.wire import Current, Fetch, Hello, encode_frame
 from tests.schemes._harness import PATIENCE
 
 pytestmark = pytest.mark.asyncio
+
+HELLO = Hello("receiver", "policy", os.getpid())
 
 
 @contextlib.asynccontextmanager
@@ -34,7 +38,7 @@ async def listening(url: str, **options) -> AsyncIterator[tuple[str, asyncio.Que
     listener = StreamListener(url, **options)
     links: asyncio.Queue[TCPTransport] = asyncio.Queue()
     crashes: list[BaseException] = []
-    listener.start(links.put_nowait, crashes.append)
+    listener.start(lambda link, hello: links.put_nowait(link), crashes.append)
     try:
         yield listener.url, links
     finally:
@@ -48,6 +52,7 @@ async def listening(url: str, **options) -> AsyncIterator[tuple[str, asyncio.Que
 async def linked(url: str, **options) -> AsyncIterator[tuple[TCPTransport, TCPTransport]]:
     async with listening(url, **options) as (where, links):
         async with await TCPTransport.connect(where, **options) as dialer:
+            await dialer.send(HELLO)
             async with await links.get() as accepted:
                 accepted.channel.allow_payloads()
                 yield dialer, accepted
@@ -140,3 +145,20 @@ async def test_data_and_a_reset_that_come_together(nbytes: int | None) -> None:
         with pytest.raises(TransportError):
             await receiving  # a whole message: the kernel may have dropped it with the reset
             await transport.recv(timeout=PATIENCE)
+
+
+async def test_answers_to_a_peer_that_has_gone_are_not_written_one_inside_the_other() -> None:
+    heard: list[int] = []
+    async with TCPTransport.pair() as (left, right):
+
+        def answer(received: Received) -> None:
+            heard.append(len(inspect.stack(0)))
+            left.send_nowait(Current(1, 1))
+
+        left.subscribe(answer)
+        for _ in range(1000):
+            assert right.send_nowait(Fetch(0))
+        right.abort()
+        with pytest.raises(TransportError):
+            await left.recv(timeout=PATIENCE)
+    assert max(heard) < min(heard) + 20
