@@ -26,7 +26,7 @@ def bench(
         typer.Option(
             metavar="quick|full",
             show_default=False,
-            help="quick, the default, takes minutes; full measures everything, which takes the "
+            help="quick, the default, takes a minute; full measures everything, which takes the "
             "better part of an hour.",
         ),
     ] = None,

@@ -325,8 +325,8 @@ class WorkerRegistry:
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
         missing = [group for group in chain.groups if not link.has(group[-1].version)]
-        if len(missing) > 1 and not link.subscribes:
-            link.say(Current(self.clock.epoch, chain.version))  # the first is not all
+        if missing and not link.subscribes:  # who asks gets one answer
+            missing = [tuple(each for group in missing for each in group)]
         for group in missing:
             link.offer(*group)
 

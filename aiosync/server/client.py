@@ -28,7 +28,6 @@ from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials, Secret
 from aiosync.types import Limits
 from aiosync.wire import (
-    DEFAULT_LIMITS,
     Hello,
     Refuse,
     Status,
@@ -70,7 +69,6 @@ class WeightClient:
         self._address = Address.parse(url)
         if self._address.scheme == "tcp" and not self._address.port:
             raise ConfigError(f"{self._address} has no port to dial")
-        self._limits = limits or DEFAULT_LIMITS
         self._dialer = Dialer(
             address=self._address,
             credentials=Credentials(token=token, tls=tls),
@@ -174,7 +172,7 @@ class WeightClient:
 
         validate_timeout(timeout)
         least = max(1, min_version)
-        pull = Pull(self._dialer, as_model_id(model_id), least, progress, self._limits)
+        pull = Pull(self._dialer, as_model_id(model_id), least, progress)
         loop = asyncio.get_running_loop()
         started = loop.time()
         warning: asyncio.TimerHandle

@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from aiosync.errors import (
@@ -63,7 +62,6 @@ class ServedModel:
         model_id: Name of the model.
         streaming: How updates travel to workers.
         store: Where the newest version is kept across restarts; ``None`` for nowhere.
-        executor: Where the store writes.
         on_crash: Told when a background task ends with an exception.
         note: What workers are told while there is no version.
 
@@ -79,7 +77,6 @@ class ServedModel:
         *,
         streaming: Streaming,
         store: WeightStore | None,
-        executor: Executor | None,
         on_crash: Callable[[BaseException], None],
         note: Callable[[], str],
     ) -> None:
@@ -98,7 +95,6 @@ class ServedModel:
         self._epoch: int | None = None  # of what is served
         self._model_id = model_id
         self._store = store
-        self._executor = executor
         self._session = secrets.token_bytes(16)
         self._updates = UpdateReader()
         self._trainer_epoch: int | None = None
@@ -298,7 +294,7 @@ class ServedModel:
             update = StoredUpdate(epoch, version, arrival.strategy, layout, buffer, values)
             store.save(self._model_id, update)
 
-        await asyncio.get_running_loop().run_in_executor(self._executor, save)
+        await asyncio.to_thread(save)
 
     async def drain(self) -> None:
         """Let the newest version reach the disk, or be refused."""

@@ -1,12 +1,10 @@
 """One call that gets the weights of a model, over as many links as it takes.
 
-What the newest version lacks, with names of its own, comes from those before it.
 Must not import the command line.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -25,13 +23,11 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.tensors import FlatBuffer, Layout
-from aiosync.tensors.merging import Part, merged
 from aiosync.tensors.values import inner_names, unpack_value
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
-from aiosync.types import AckStatus, Limits
+from aiosync.types import AckStatus
 from aiosync.wire import (
-    Current,
     Fetch,
     Hello,
     ManifestMessage,
@@ -109,10 +105,8 @@ class Pull:
         model_id: str,
         least: int,
         progress: PullProgress | None,
-        limits: Limits,
     ) -> None:
         self._dialer = dialer
-        self._limits = limits
         self._model_id = model_id
         self._least = least
         self._progress = progress
@@ -122,7 +116,6 @@ class Pull:
         self._updates = UpdateReader()
         self._lost: AiosyncError | None = None
         self._partial: tuple[int, int, int] | None = None  # announced over this link as here
-        self._parts: list[Staged] = []  # that hold what the newest lacks, and then that
         self._here: int | None = None  # verified bytes of what arrives
         self._total = 0  # bytes of it
         self._moved = False  # something arrived over this link
@@ -148,31 +141,22 @@ class Pull:
         """Over one link."""
         self._moved = False
         self._partial = self._updates.partial
-        promised = (0, 0)  # the newest, which comes after others
         try:
             link = self._link = await self._dialer.dial(again=self._welcome is not None)
             self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
             self._updates.use_link(link)
             await link.send(Fetch(self._least))
-            while True:
-                received = await link.recv(into=self._updates.lender)
-                message, staged = received.message, None
-                if isinstance(message, Current):
-                    promised = message.epoch, message.version
-                else:
-                    staged = self._take(received)
-                if staged is not None:
-                    if self._parts and self._parts[-1].epoch != staged.epoch:
-                        self._parts.clear()  # of another trainer
-                    self._parts.append(staged)
-                    ack = make_ack(staged.epoch, staged.version, AckStatus.APPLIED, None)
-                    with contextlib.suppress(AiosyncError):  # it is here; the other's statistics
-                        await link.send(ack, timeout=HANDSHAKE_SECONDS)
-                last = self._parts[-1] if self._parts else None
-                if last is not None and (
-                    last.version >= promised[1] if last.epoch == promised[0] else staged is not None
-                ):
-                    return await self._finish(last)
+            while (staged := self._take(await link.recv(into=self._updates.lender))) is None:
+                pass
+            epoch, version = staged.epoch, staged.version
+            with contextlib.suppress(AiosyncError):  # it is here; the other side's statistics
+                ack = make_ack(epoch, version, AckStatus.APPLIED, None)
+                await link.send(ack, timeout=HANDSHAKE_SECONDS)
+            return PulledWeights(
+                *(self._model_id, epoch, version, staged.layout, staged.flat, staged.values),
+                reconnects=self._reconnects,
+                resumed_nbytes=self._resumed,
+            )
         except AiosyncError as exc:
             self._lost = exc
             self.close()
@@ -183,7 +167,6 @@ class Pull:
 
     def _hello(self) -> Hello:
         partial = self._partial or (None, None, 0)
-        has = self._parts[-1] if self._parts else None
         return Hello(
             role="receiver",
             model_id=self._model_id,
@@ -191,8 +174,6 @@ class Pull:
             strategy=ANY_STRATEGY,
             session=self._session,
             subscribe=False,
-            epoch=None if has is None else has.epoch,
-            version=None if has is None else has.version,
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
@@ -214,17 +195,6 @@ class Pull:
             if self._progress is not None:
                 self._progress(self._here, self._total)
         return staged
-
-    async def _finish(self, newest: Staged) -> PulledWeights:
-        parts = [Part(each.layout, each.flat, each.values) for each in self._parts]
-        layout, buffer, values = parts[0]
-        if len(parts) > 1:
-            layout, buffer, values = await asyncio.to_thread(merged, parts, self._limits)
-        return PulledWeights(
-            *(self._model_id, newest.epoch, newest.version, layout, buffer, values),
-            reconnects=self._reconnects,
-            resumed_nbytes=self._resumed,
-        )
 
     def close(self) -> None:
         """Close the link; what has arrived stays."""

@@ -12,7 +12,6 @@ import os
 import ssl
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from aiosync._tasks import TaskOwner
@@ -105,7 +104,6 @@ class WeightServer:
         if store is not None:
             # What peers may announce can also be loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
-        self._executor: ThreadPoolExecutor | None = None
         self._listener = StreamListener(
             url,
             credentials=Credentials(token=token, pull_token=pull_token, tls=tls),
@@ -151,12 +149,10 @@ class WeightServer:
     async def _load(self) -> None:
         if self._store is None:
             return
-        self._executor = ThreadPoolExecutor(1, "aiosync-store")
-        loop = asyncio.get_running_loop()
         for model_id in self._store.model_ids():
             if self._model_ids is not None and model_id not in self._model_ids:
                 continue
-            stored = await loop.run_in_executor(self._executor, self._store.load, model_id)
+            stored = await asyncio.to_thread(self._store.load, model_id)
             if stored is not None:
                 self._new_model(model_id).restore(stored)
 
@@ -188,8 +184,6 @@ class WeightServer:
             for model in self._models.values():
                 await model.aclose()
             await self._tasks.aclose()
-            if self._executor is not None:
-                self._executor.shutdown(wait=True)
             self._ended.set()
 
     async def __aenter__(self) -> Self:
@@ -281,7 +275,6 @@ class WeightServer:
             model_id,
             streaming=self._streaming,
             store=self._store,
-            executor=self._executor,
             on_crash=self._on_crash,
             note=self._note,
         )

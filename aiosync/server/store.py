@@ -129,7 +129,7 @@ class WeightStore:
         try:
             _make_private(self.directory)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
-                raise ConfigError(f"the store {self.directory} is not readable and writable")
+                raise PermissionError("it is no directory that this user can read and write")
             self._remove_stale()
         except OSError as exc:
             raise ConfigError(f"the store {self.directory} cannot be used: {exc}") from exc
@@ -246,16 +246,12 @@ def _file_name(model_id: Any) -> str:
 
 
 def _make_private(directory: str) -> None:
-    missing = []
-    while not os.path.isdir(directory):
-        missing.append(directory)
-        directory = os.path.dirname(directory)
-    for path in reversed(missing):
+    if not os.path.isdir(directory):
+        parent = os.path.dirname(directory)
+        _make_private(parent)
         with contextlib.suppress(FileExistsError):  # made meanwhile, or not a directory
-            os.mkdir(path, 0o700)
-        if not os.path.isdir(path):
-            raise NotADirectoryError(f"{path} is not a directory")
-        _sync(os.path.dirname(path))
+            os.mkdir(directory, 0o700)
+        _sync(parent)
 
 
 # -- files that are replaced ------------------------------------------------------------------
