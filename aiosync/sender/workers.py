@@ -304,7 +304,8 @@ class WorkerRegistry:
     def not_let_in(self, error: OSError | str) -> None:
         """Somebody came, but there is no link; connect() says so if it waits in vain."""
         text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
-        self._log("refused", text)
+        if text not in self.refusals:
+            self._log("refused", text)
         self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
