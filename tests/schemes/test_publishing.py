@@ -29,6 +29,14 @@ def _forward(state: harness.State) -> tuple[float, float]:
     return float(first), float(last)
 
 
+def _forward_at_last(state: harness.State, begun: Path, told: Path) -> tuple[float, float]:
+    """A forward after a while in which the event loop does not run: nobody else looks."""
+    begun.touch()
+    while not told.exists():
+        time.sleep(0.001)
+    return _forward(state)
+
+
 def _looked_at(state: harness.State) -> set[float]:
     """What is there, outside of any read."""
     return {float(x) for parameter in state.model.parameters() for x in parameter.unique()}
@@ -51,10 +59,15 @@ class Slow(nn.Module):
 
 
 @pytest.mark.slow
-async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_goes_on() -> None:
+async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    begun, told = tmp_path / "begun", tmp_path / "told"
     scheme, source = SHM(timeout=harness.PATIENCE), models.stack()
     scheme.init_on_sender(model=source, num_workers=2)
     async with harness.workers(scheme, models.stack, 2) as crew:
+        crew[0].post(_forward_at_last, begun, told)
+        await harness.until(begun.exists)
         crew[0].stop()
         started = time.monotonic()
         for value in range(2, 102):
@@ -63,7 +76,8 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
         assert time.monotonic() - started < harness.PATIENCE / 10
         assert await crew[1].call(_forward) == (101.0, 101.0)
         crew[0].cont()
-        assert await crew[0].call(_forward) == (101.0, 101.0)
+        told.touch()
+        assert await crew[0].answer() == (101.0, 101.0)
         assert scheme.worker_versions == {0: 101, 1: 101}
 
 
