@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
+from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import LoadTarget
@@ -126,7 +127,7 @@ class Applier:
         self._resolve = resolve
         self._strict = strict
         self._install_hooks = install_hooks
-        self._methods = methods
+        self._methods = Methods(guard, methods)
         self._reads_words = reads_words
         self._flipped = flipped
         self._loop = asyncio.get_running_loop()
@@ -557,8 +558,10 @@ class Applier:
         self._target_of, self._dropped = model, False
 
     def _guard_forwards(self, model: Any) -> None:
-        if self._install_hooks and why_unguarded(model) is None:
-            self.guard.install(model, self._methods, watch=not self.manual)
+        guarded = self._install_hooks and why_unguarded(model) is None
+        self._methods.wrap(model if guarded else None)
+        if guarded:
+            self.guard.install(model, watch=not self.manual)
         else:
             self.guard.uninstall()
 
@@ -622,6 +625,7 @@ class Applier:
                     self.guard.submit([current].clear)  # once the reads that there are have ended
         finally:
             self.current = self._target = self._target_of = None
+            self._methods.wrap(None)
             self.guard.uninstall()
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import math
 import os
@@ -25,29 +24,22 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from aiosync._tasks import current_task
-from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
+from aiosync.errors import LocalProtocolError, SyncTimeout
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "PATIENCE_SECONDS",
     "Guard",
-    "Guarded",
-    "Reading",
-    "is_held_by_caller",
-    "on_behalf_of_reader",
+    "never_traced",
     "why_unguarded",
 ]
 
@@ -118,7 +110,6 @@ class Guard:
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
-        self._methods: list[tuple[weakref.ref[nn.Module], str]] = []
         self._watch: _Watch | None = None
         self.reset()
         _guards.add(self)
@@ -496,20 +487,14 @@ class Guard:
 
     # -- forward hooks -------------------------------------------------------------------------
 
-    def install(
-        self, module: nn.Module, methods: Sequence[str] = (), *, watch: bool = False
-    ) -> None:
+    def install(self, module: nn.Module, *, watch: bool = False) -> None:
         """Make every forward pass of ``module`` a read, through its forward hooks.
 
         Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
 
         Args:
             module: The module.
-            methods: Names of other methods, whose calls become reads as well.
             watch: Warn once where a child of it computes outside of every read.
-
-        Raises:
-            ConfigError: It has no such method, or a generator.
         """
         if self._module is not None and self._module() is module:
             return
@@ -522,12 +507,6 @@ class Guard:
             torch.compiler.reset()
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self))
-        for name in methods:
-            method = Guarded(self, getattr(module, name, None), name)
-            # Of what a wrapper (torch.compile) has inside it is the method of that.
-            owner = getattr(inspect.unwrap(method), "__self__", module)
-            vars(owner)[name] = method
-            self._methods.append((weakref.ref(owner), name))
         if watch and "torch._dynamo" not in sys.modules:
             children = {child for part in parts for child in part.children()}
             self._watch = _Watch(self, type(module).__name__, children - parts.keys())
@@ -539,13 +518,9 @@ class Guard:
             if part is not None:
                 hooks = _hooks[part]
                 hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
-        for owned, name in self._methods:
-            owner = owned()
-            if owner is not None and getattr(vars(owner).get(name), "guard", None) is self:
-                del vars(owner)[name]
         if self._watch is not None:
             self._watch.end()
-        self._parts, self._methods, self._module, self._watch = [], [], None, None
+        self._parts, self._module, self._watch = [], None, None
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -670,49 +645,6 @@ class _Watch:
     __reduce__ = _Hooks.__reduce__
 
 
-class Guarded:
-    """A function each call of which is a read. Copies and pickles as the function itself.
-
-    Args:
-        guard: What keeps updates out meanwhile.
-        function: The function, or what makes a coroutine.
-        name: What an error calls it.
-
-    Raises:
-        ConfigError: It is no function, or a generator.
-    """
-
-    def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
-        if not callable(function):
-            raise ConfigError(f"{name!r} cannot be guarded: there is no such function")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
-        functools.update_wrapper(self, function)
-        self.guard = guard
-        self._function = function
-        self._is_async = inspect.iscoroutinefunction(function)
-
-    @never_traced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it while no update is applied."""
-        if self._is_async:
-            return self._wait(args, kwargs)
-        frame = sys._getframe()
-        self.guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            self.guard.leave(frame)
-            del frame
-
-    async def _wait(self, args: Any, kwargs: Any) -> Any:
-        async with Reading(self.guard):
-            return await self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (self._function,)
-
-
 def _itself(function: Any) -> Any:
     return function
 
@@ -773,82 +705,3 @@ def _entrances(module: nn.Module) -> list[nn.Module]:
                 if isinstance(encoder, nn.Module):
                     found[encoder] = None
     return list(found)
-
-
-# -- blocks --------------------------------------------------------------------------------------
-
-# Guards whose reads the task is in, or one is that started it: no update can go first.
-_inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
-# Guards whose reads hold the thread that waits for what runs here.
-_waiting: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting", default=())
-
-
-class Reading:
-    """Context manager of ``scheme.reading()``: what is computed inside sees one version.
-
-    Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
-    inside the block; the latter also lets an update that waits go first. Both may be nested.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        # Where and by which task it was entered: a generator may end elsewhere.
-        self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
-
-    def __enter__(self) -> None:
-        task = current_task()
-        self._guard.enter(task)
-        self._entered.append((threading.get_ident(), task))
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        found = (threading.get_ident(), current_task())
-        if found not in self._entered:
-            found = self._entered[-1]
-        self._entered.remove(found)
-        self._guard.leave(found[1], thread=found[0])
-
-    async def __aenter__(self) -> None:
-        guard = self._guard
-        if id(guard) not in _inside.get():
-            await asyncio.sleep(0)  # one forward after the other must leave the loop its turns
-            while guard.turn_left > 0:  # noqa: ASYNC110 - nor here
-                await asyncio.sleep(_PAUSE_SECONDS)
-            guard.note_overlap()
-        self.__enter__()
-        _inside.set((*_inside.get(), id(guard)))
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        reads = list(_inside.get())
-        with contextlib.suppress(ValueError):  # left in another context than it was entered in
-            reads.remove(id(self._guard))
-        _inside.set(tuple(reads))
-        self.__exit__(exc_type, exc, traceback)
-
-
-def is_held_by_caller(guard: Guard) -> bool:
-    """Whether this very task holds a read, or the thread does that waits for this task.
-
-    Of two tasks on one loop, one may wait for an update that the read of the other holds back;
-    but a task that waits inside of its own read waits for ever.
-    """
-    return id(guard) in _waiting.get() or guard.holds(current_task())
-
-
-@contextlib.contextmanager
-def on_behalf_of_reader(guard: Guard) -> Iterator[None]:
-    """What is started inside runs for this thread, which reads and waits for it to end."""
-    token = _waiting.set((*_waiting.get(), id(guard)))
-    try:
-        yield
-    finally:
-        _waiting.reset(token)

@@ -42,8 +42,9 @@ from aiosync.errors import (
 )
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Result
-from aiosync.receiver.guard import Guard, is_held_by_caller
+from aiosync.receiver.guard import Guard
 from aiosync.receiver.outgoing import Outgoing, PullRequests
+from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.reconnect import KeptLink

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from aiosync.receiver.guard import Guard, Reading
+from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
 from aiosync.schemes.base import WeightSyncScheme

@@ -38,9 +38,10 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_timeout
 from aiosync.protocol.indices import as_index, as_indices
-from aiosync.receiver.guard import Guard, Guarded, Reading, why_unguarded
+from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
-from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.reading import Guarded, Methods, Reading
+from aiosync.receiver.receiver import Relay, WeightReceiver
 from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, Left
 from aiosync.rendezvous.handshake import Refused, greet
@@ -159,6 +160,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     # Whether workers may take what they were named in a forward, and say nothing.
     _promises: bool = True
     _strictly: Strict = True  # what strict=True asks for
+    _cascades = True  # whether a context is asked to pass versions on
 
     def _reset(self) -> None:
         """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
@@ -362,8 +364,14 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 "have: pass the model itself (model=, and num_workers= on the sender)"
             ) from exc
         self._replace("_context_ref", reference)
-        if self._hooks.relay is None and callable(getattr(value, "update_policy_weights_", None)):
-            self._hooks = dataclasses.replace(self._hooks, relay=self._cascade)
+
+    def _relay(self) -> Relay | None:
+        """What passes versions on: a hook, or the context."""
+        hooks = self._hooks
+        if hooks.relay is None and self._cascades:
+            if callable(getattr(self.context, "update_policy_weights_", None)):
+                hooks = dataclasses.replace(hooks, relay=self._cascade)
+        return hooks.after
 
     async def _cascade(self, epoch: int, version: int) -> None:
         """Have the context pass a version on, as TorchRL's does to the collectors below it."""
@@ -904,7 +912,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             install_hooks=self.guard == "forward",
             methods=self._methods,
             flipped=self._on_flip,
-            relay=lambda: self._hooks.after,
+            relay=self._relay,
             before_apply=self._hooks.before_apply,
             transform=self._transform,
             trainer=None if self._pipe is not None or lasting == 0 else self._trainer,
@@ -1483,8 +1491,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         )
 
     def _check_guard(self, target: Any) -> None:
-        for name in self._methods if isinstance(target, nn.Module) else ():
-            Guarded(self._guard_object, getattr(target, name, None), name)  # or raises
+        if isinstance(target, nn.Module):
+            Methods(self._guard_object, self._methods).check(target)
         lacks = None if target is None else why_unguarded(target)
         if lacks is not None and self.apply == "auto" and self.guard == "forward":
             raise ConfigError(

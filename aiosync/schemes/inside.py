@@ -20,11 +20,11 @@ from aiosync.sender import WeightSender
 from aiosync.types import SendReport
 
 __all__ = [
+    "belongs_to_torchrl",
     "bind_early",
     "change_hooks",
     "check_open",
     "follow",
-    "forgive_extra_state",
     "guard_of",
     "is_closed",
     "is_inherited",
@@ -99,9 +99,12 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
         scheme.reconnect = None
 
 
-def forgive_extra_state(scheme: WeightSyncScheme) -> None:
-    """Have a receiver that is going to connect warn where a module's extra state is missing."""
-    scheme._strictly = "warn"
+def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
+    """Note that the context is TorchRL's: its owner passes versions on where that is needed.
+
+    What TorchRL sends may lack a module's extra state: that is warned of, and not refused.
+    """
+    scheme._strictly, scheme._cascades = "warn", False
 
 
 def not_met(scheme: WeightSyncScheme) -> BaseException | None:

@@ -28,7 +28,7 @@ from typing import (
 
 import aiosync.schemes as aio
 from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
-from aiosync.receiver.guard import on_behalf_of_reader
+from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.handles import has_failed
 from aiosync.schemes.inside import (
     bind_early,

@@ -318,17 +318,10 @@ def _is_plainly(value: Any) -> bool:
 # and TorchRL takes away the memory of its workers' policies so.
 
 
-def _inner_tensors(td: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+def _inner_tensors(td: Any) -> dict[str, torch.Tensor]:
     """What the TensorDict of a ``TensorDictParams`` holds, by dotted name."""
-    while is_tensordict_params(td):
-        td = td._param_td  # its own items() go through hooks
-    found: dict[str, torch.Tensor] = {}
-    for key, value in _items(td):
-        if isinstance(value, torch.Tensor):
-            found[prefix + key] = value
-        elif _is_nested_tensordict(value):
-            found |= _inner_tensors(value, f"{prefix}{key}.")
-    return found
+    found = _walk(td, "")
+    return {place.name: value for place, value in found if isinstance(value, torch.Tensor)}
 
 
 def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -416,6 +409,8 @@ def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
 
 
 def _items(source: Any) -> Iterable[tuple[Any, Any]]:
+    while is_tensordict_params(source):
+        source = source._param_td  # its own items() go through hooks
     inner = getattr(source, "_tensordict", None) if is_plain_tensordict(source) else None
     items: Any = source if inner is None else inner  # a TensorDict's own take ten times as long
     return items.items()  # type: ignore[no-any-return]

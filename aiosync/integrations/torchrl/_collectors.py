@@ -32,8 +32,8 @@ from aiosync.integrations.torchrl._policies import (
 )
 from aiosync.integrations.torchrl._workers import Cascade, Labels, has_workers
 from aiosync.schemes.inside import (
+    belongs_to_torchrl,
     change_hooks,
-    forgive_extra_state,
     guard_of,
     is_closed,
     loop_of,
@@ -83,7 +83,7 @@ class CollectorOwner:
         self._made = False  # by factories: what the workers began with
         self._counted = scheme.version  # what the trainer's tracker stands for
         self._lock = threading.Lock()
-        forgive_extra_state(core_of(scheme))  # TensorDict.from_module() has none
+        belongs_to_torchrl(core_of(scheme))
         if scheme.initialized_on_receiver:
             self._attach(scheme, collector)  # it had begun before there was a collector
 
@@ -260,9 +260,7 @@ class CollectorOwner:
         if has_workers(collector):
             self._cascade = Cascade(collector, scheme)
             change_hooks(core, relay=self._cascade.pass_on)
-            return
-        change_hooks(core, relay=None)  # there is nobody below it
-        if model_id == "policy":
+        elif model_id == "policy":
             labels = Labels(
                 collector,
                 guard_of(core),

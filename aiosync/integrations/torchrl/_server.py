@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import AiosyncError, ApplyError
-from aiosync.schemes.inside import forgive_extra_state, loop_of, receiver_of
+from aiosync.schemes.inside import belongs_to_torchrl, loop_of, receiver_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
 
@@ -44,7 +44,7 @@ class ServerOwner:
         self._ended = False
         # Whoever gave the scheme its role, the server's lock is the right time.
         scheme.apply = "manual"
-        forgive_extra_state(core_of(scheme))
+        belongs_to_torchrl(core_of(scheme))
         if getattr(server, "static_batch_size", None) is not None:
             scheme.apply_copy = True  # a CUDA graph knows addresses
         receiver = receiver_of(core_of(scheme))
