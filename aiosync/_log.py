@@ -39,12 +39,12 @@ def log(
         level: Of :mod:`logging`.
         phase: What happened, in one word.
         text: The same as a sentence.
-        model: Which model it is about.
+        model: Which model it is about, if it is about one.
         worker: Which worker.
         version: Which version.
     """
     told = {"phase": phase, "model": model, "worker": worker, "version": version}
-    LOGGER.log(level, "%s: %s", model, text, extra=told)
+    LOGGER.log(level, "%s", text if model is None else f"{model}: {text}", extra=told)
 
 
 def say_waiting(

@@ -13,6 +13,7 @@ import errno
 import functools
 import ipaddress
 import itertools
+import logging
 import os
 import socket
 import time
@@ -22,6 +23,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from aiosync._log import log
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError
 from aiosync.protocol import validate_seconds
@@ -323,6 +325,7 @@ class StreamListener:
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
                 self.counts.refused[name] += 1
                 self.counts.last_refusal = f"{name}: {exc}"
+                self._log_refusal(self.counts.refused[name])
                 return
             undo.pop_all()
         self.counts.accepted += 1
@@ -330,6 +333,11 @@ class StreamListener:
         self._open.add(stream)
         stream.call_on_end(lambda: self._open.discard(stream))
         on_link(link, hello)
+
+    def _log_refusal(self, count: int) -> None:
+        if count & (count - 1) == 0:  # strangers cannot fill a log: the first, second, fourth, ...
+            text = f"{self.url} refused somebody ({count} so far): {self.counts.last_refusal}"
+            log(logging.INFO, "refused", text, model=None)
 
     def close(self) -> None:
         """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""

@@ -142,6 +142,29 @@ async def test_a_refusal_and_another_trainer_are_said(told: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_strangers_do_not_fill_the_log(told: Any) -> None:
+    async with sender_of(token="0123456789abcdef") as trainer:
+        joining = asyncio.create_task(trainer.connect(timeout=30))
+        for _ in range(8):
+            stranger = aiosync.TCPWeightSyncScheme(trainer.address, token="another, of 16 bytes")
+            stranger.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+            async with stranger:
+                with pytest.raises(aiosync.AuthError):
+                    await stranger.connect(timeout=30)
+        await until(lambda: trainer.refused["AuthError"] == 8)
+        async with receiver_of(trainer) as worker:
+            await asyncio.gather(joining, worker.connect())
+    refused = [each.getMessage() for each in told("refused")]
+    assert [each.partition("times")[0].split("(")[1] for each in refused] == [
+        "1 ",
+        "2 ",
+        "4 ",
+        "8 ",
+    ]
+    assert "0123456789abcdef" not in str(refused)
+
+
+@pytest.mark.asyncio
 async def test_an_http_server_is_no_trainer(told: Any) -> None:
     """That is said at once, while the worker goes on to try."""
 
