@@ -66,6 +66,20 @@ class Values(nn.Module):
         return torch.stack([each + 0 * observation[..., 0] for each in self.values], -1)
 
 
+class Counting(Values):
+    """Has an extra state, as a module with statistics."""
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"seen": 1.0}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        assert state == {"seen": 1.0}
+
+
+def make_counting(value: float = 0.0) -> TensorDictModule:
+    return TensorDictModule(Counting(value), in_keys=["observation"], out_keys=["action"])
+
+
 def make_policy(value: float = 0.0) -> TensorDictModule:
     return TensorDictModule(Values(value), in_keys=["observation"], out_keys=["action"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import math
 import multiprocessing
 import os
@@ -130,6 +131,22 @@ def test_two_models(make: Any) -> None:
         assert offsets() == ({8.0}, [(3.0, 2)] * 2)
         with pytest.raises(KeyError, match="critic"):
             collector.update_policy_weights_(policy, model_id="critic")
+
+
+def test_extra_state_that_an_update_lacks_stays_and_is_warned_of() -> None:
+    """``TensorDict.from_module()`` has none, and is what TorchRL sends; its workers hide it."""
+    torchrl = importlib.import_module("torchrl")
+    with collecting(SCHEMES[0](), worlds.make_counting(1.0)) as collector:
+        batches = iter(collector)
+        assert seen(next(batches)) == [(1.0, 0)] * 2
+        collector.update_policy_weights_(weights_of(worlds.make_counting(2.0)))
+        assert seen(next(batches)) == [(2.0, 1)] * 2
+    with pytest.MonkeyPatch.context() as shown:
+        shown.setattr(torchrl, "filter_warnings_subprocess", False)
+        with collecting(SCHEMES[0](), worlds.make_counting(1.0)) as collector:
+            next(iter(collector))
+            with pytest.raises(aiosync.PartialSyncError, match=r"Warning.*: module._extra_state"):
+                collector.update_policy_weights_(weights_of(worlds.make_counting(2.0)))
 
 
 # -- what workers begin with ------------------------------------------------------------------
