@@ -74,6 +74,7 @@ _FLAGS = {
     "token=...": "--token-file",
     "token=": "--token-file",
     "tls=": "--tls",
+    "(timeout=)": "(--timeout)",
     "another model_id": "another --model-id",
     "the model_id another": "the --model-id another",
 }
@@ -350,16 +351,20 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
     except AiosyncError as exc:
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
         name = "" if isinstance(exc, ConfigError) else f"{type(exc).__name__}: "
-        text = str(exc)
-        for option, flag in _FLAGS.items():
-            text = text.replace(option, flag)
-        console.print(f"[red]aiosync {command}:[/red] {escape(plain(name + text, 2000))}")
+        text = escape(plain(_with_flags(f"{name}{exc}"), 2000))
+        console.print(f"[red]aiosync {command}:[/red] {text}")
         raise typer.Exit(status[0] if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
         raise typer.Exit(INTERRUPTED) from None
     finally:
         log.removeHandler(lines)
+
+
+def _with_flags(text: str) -> str:
+    for option, flag in _FLAGS.items():
+        text = text.replace(option, flag)
+    return text
 
 
 class _Lines(logging.Handler):
@@ -370,5 +375,5 @@ class _Lines(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = plain(record.getMessage(), 2000)
+        text = plain(_with_flags(record.getMessage()), 2000)
         self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False)

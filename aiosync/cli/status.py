@@ -132,7 +132,11 @@ def _tables(values: Values) -> RenderableType:
     ]
     if any(model["workers"] for model in models):
         parts.append(_workers_table(values))
-    parts += [Text(plain(model["refusal"], 2000)) for model in models if model["refusal"]]
+    parts += [
+        Text(plain(f"{model['model_id']}: {model['refusal']}", 2000))
+        for model in models
+        if model["refusal"]
+    ]
     for what, counts in (
         ("Refused connections", values["refused"]),
         ("Links that ended", values["ended"]),

@@ -7,11 +7,11 @@ are pulled.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import ssl
 from typing import TYPE_CHECKING, Any
 
+from aiosync._log import Waiting
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightClient"]
 
-_log = logging.getLogger(__name__)
-
 _ATTEMPT_SECONDS = 10.0
-_QUIET_SECONDS = 5.0  # before a log line says what is waited for
-_REPEAT_SECONDS = 30.0
 
 
 class WeightClient:
@@ -173,25 +169,13 @@ class WeightClient:
         validate_timeout(timeout)
         least = max(1, min_version)
         pull = Pull(self._dialer, as_model_id(model_id), least, progress)
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        warning: asyncio.TimerHandle
-
-        def warn() -> None:
-            nonlocal warning
-            waited = loop.time() - started
-            left = "" if timeout is None else f"; waits for {timeout - waited:.0f} s more"
-            _log.warning("%s%s", pull.describe(round(waited)), left)
-            warning = loop.call_later(_REPEAT_SECONDS, warn)
-
-        warning = loop.call_later(_QUIET_SECONDS, warn)
         try:
-            async with asyncio.timeout(timeout):
-                return await pull.run()
+            with Waiting("pull()", timeout, pull.describe, model=model_id):
+                async with asyncio.timeout(timeout):
+                    return await pull.run()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):
                 raise
-            raise RecvTimeout(pull.describe(timeout or 0.0)) from exc
+            raise RecvTimeout(pull.describe(f" within {timeout:g} s")) from exc
         finally:
-            warning.cancel()
             pull.close()

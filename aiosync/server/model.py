@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from aiosync._log import log
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -36,8 +37,6 @@ from aiosync.types import AckStatus
 from aiosync.wire import Hello
 
 __all__ = ["ServedModel"]
-
-_log = logging.getLogger(__name__)
 
 
 class _Arrival(NamedTuple):
@@ -267,11 +266,10 @@ class ServedModel:
                 except AiosyncError as exc:  # what was served before is served on
                     self._refusals += 1
                     self._refusal = (
-                        f"{self._model_id}: not stored, so refused and not served "
-                        f"({self._refusals} so far): version {arrival.snapshot.version} of epoch "
-                        f"{arrival.epoch}: {exc}"
+                        f"not stored, so refused and not served ({self._refusals} so far): "
+                        f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
                     )
-                    _log.warning("%s", self._refusal)
+                    log(logging.WARNING, "refused", self._refusal, model=self._model_id)
                     arrival.snapshot.release()
                     arrival.say(AckStatus.NACK, without_frames(exc))
                 else:

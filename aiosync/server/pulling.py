@@ -201,20 +201,19 @@ class Pull:
         if self._link is not None:
             self._link.abort()
 
-    def describe(self, seconds: float) -> str:
-        """Why there is nothing after ``seconds``."""
+    def describe(self, within: str = "") -> str:
+        """Why there is nothing yet, or ``within`` some time."""
         url, what = self._dialer.address, f"model {self._model_id!r}"
-        within = f"within {seconds:g} s"
         if self._lost is not None and not self._moved:
-            return f"{url} was lost ({self._lost}) and not reached again {within}"
+            return f"{url} was lost ({self._lost}) and not reached again{within}"
         if self._here is not None:
-            return f"{self._here} of {self._total} bytes of {what} arrived from {url} {within}"
+            return f"{self._here} of {self._total} bytes of {what} arrived from {url}{within}"
         if self._welcome is None:
-            return f"{url} did not answer {within}"
+            return f"{url} did not answer{within}"
         if self._welcome.version == 0:
             advice = self._welcome.note or "is a trainer running, or the model_id another one?"
-            return f"{url} has no version of {what} yet, and got none {within}; {advice}"
+            return f"{url} has no version of {what} yet, and got none{within}; {advice}"
         return (
-            f"{url} has no version {self._least} of {what}, and got none {within}; "
+            f"{url} has no version {self._least} of {what}, and got none{within}; "
             f"it had version {self._welcome.version}"
         )

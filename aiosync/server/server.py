@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from aiosync._log import log
 from aiosync._tasks import TaskOwner
 from aiosync._version import __version__
 from aiosync.errors import (
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["WeightServer"]
-
-_log = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
 _MAX_NOTE = 700  # characters
@@ -250,7 +249,7 @@ class WeightServer:
         model_id = hello.model_id
         if pushes and link.channel.read_only:
             text = f"the token of {link.channel.name} may pull and subscribe, not push {model_id!r}"
-            _log.warning("refused: %s", text)
+            log(logging.WARNING, "refused", text, model=model_id)
             raise AuthError(f"{text}: give trainers the token=, and the pull_token= to workers")
         if self._model_ids is not None and model_id not in self._model_ids:
             known = ", ".join(sorted(self._model_ids))

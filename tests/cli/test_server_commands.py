@@ -238,10 +238,11 @@ def test_what_a_server_does_not_have(
     args = ["pull", url, str(target), "--model-id", "their", "--timeout", "5.3"]
     assert aiosync.cli.main(args) == 1
     warning, error = capsys.readouterr().err.splitlines()
-    for text, line in (("5 s", warning), ("5.3 s", error)):
-        assert f"{url} has no version of model 'their' yet, and got none within {text}" in line
+    for text, line in (("", warning), (" within 5.3 s", error)):
+        assert f"{url} has no version of model 'their' yet, and got none{text}; " in line
         assert "models that it has weights of: " in line and "'there'" in line
-    assert "; waits for 0 s more" in warning
+    assert "pull() has waited for 5 s: " in warning
+    assert "it gives up in 0 s (--timeout)" in warning
     assert target.read_text() == "old"
 
 
