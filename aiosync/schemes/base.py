@@ -11,6 +11,7 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import multiprocessing
@@ -19,7 +20,7 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 from torch import nn
@@ -1160,10 +1161,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         runtime: Runtime = self._require("wait_for_version")
-        limit = self._limit(timeout)
-        late = self._late(f"version {version} was not applied within {limit or 0:g} s")
-        with self._waiting(f"wait_for_version({version})", limit, self._have):
-            return await runtime.wait_for(version, timeout=limit, late=late)
+        text = f"version {version} was not applied"
+        return await self._wait(
+            f"wait_for_version({version})", timeout, text, runtime.wait_for, version
+        )
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -1194,10 +1195,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         runtime: Runtime = self._require("wait_staged")
-        limit = self._limit(timeout)
-        late = RecvTimeout(f"version {version} was not complete within {limit or 0:g} s")
-        with self._waiting(f"wait_staged({version})", limit, self._have):
-            return await runtime.wait_for(version, staged=True, timeout=limit, late=late)
+        staged = functools.partial(runtime.wait_for, staged=True)
+        text = f"version {version} was not complete"
+        return await self._wait(f"wait_staged({version})", timeout, text, staged, version)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Ask the trainer for its newest version, and wait until the model has it.
@@ -1224,14 +1224,23 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         receiver: WeightReceiver = self._require("pull", "receiver")
         least = 0 if min_version is None else min_version
-        limit = self._limit(timeout)
-        late = self._late(f"no version from {least} on was applied within {limit or 0:g} s")
-        with self._waiting("pull()", limit, self._have):
-            return await receiver.pull(least, timeout=limit, late=late)
+        text = f"no version from {least} on was applied"
+        return await self._wait("pull()", timeout, text, receiver.pull, least)
 
-    def _late(self, text: str) -> RecvTimeout:
-        lacks = self._why_no_model()
-        return RecvTimeout(text if lacks is None else f"{text}; when this began, {lacks}")
+    async def _wait(
+        self,
+        call: str,
+        timeout: float | None,
+        text: str,
+        wait: Callable[..., Awaitable[_T]],
+        what: object,
+    ) -> _T:
+        """Wait for something of the sender or receiver; ``text``: what is wrong if it is late."""
+        limit, lacks = self._limit(timeout), self._why_no_model()
+        began = "" if lacks is None else f"; when this began, {lacks}"
+        late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
+        with self._waiting(call, limit, self._have):
+            return await wait(what, timeout=limit, late=late)
 
     @property
     def ready(self) -> Ready:
@@ -1243,10 +1252,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         runtime: Runtime = self._require("ready")
-        limit = self._limit(timeout)
-        late = RecvTimeout(f"no complete version after {limit or 0:g} s")
-        with self._waiting("ready", limit, self._have):
-            await runtime.wait_until(runtime.is_ready, timeout=limit, late=late)
+        text = "there was no complete version"
+        await self._wait("ready", timeout, text, runtime.wait_until, runtime.is_ready)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         applied = self._hooks.at_once
