@@ -552,12 +552,6 @@ class WeightReceiver:
         return self.inbox.version > 0 or (self.applier.has_staged and self._resolve() is None)
 
     @property
-    def applied_version(self) -> int:
-        """Version that the model has, if it is of the newest epoch that there is; else 0."""
-        inbox = self.inbox
-        return inbox.version if inbox.epoch == inbox.newest_epoch else 0
-
-    @property
     def lag(self) -> int:
         """How far the applied version is behind the newest one that is here."""
         return self.applier.lag
@@ -625,7 +619,12 @@ class WeightReceiver:
             return
 
         def rung() -> bool:
-            self._ring_me()
+            slots = self._updates.slots
+            if slots is not None and self.guard.words is not None:
+                slots.ring_me(True)  # have the trainer tell of a new version at once
+                self.applier.look_now()
+                # It may have named one in between, and neither side have seen it of the other.
+                self._loop.call_later(_BELL_SECONDS, self.applier.look_now)
             return condition()
 
         self._num_waiting += 1
@@ -717,9 +716,11 @@ class WeightReceiver:
         Raises:
             ApplyError: It was refused.
         """
+        inbox = self.inbox
 
         def newest() -> int:
-            return max(self.applied_version, self.applier.staged_version if staged else 0)
+            applied = inbox.version if inbox.epoch == inbox.newest_epoch else 0
+            return max(applied, self.applier.staged_version if staged else 0)
 
         def reached() -> bool:
             if newest() < version:
@@ -756,16 +757,6 @@ class WeightReceiver:
 
         await self._wait_applied(arrived, timeout, late)
         return inbox.version
-
-    def _ring_me(self) -> None:
-        """Have the trainer tell of a new version at once, while somebody waits for one."""
-        slots = self._updates.slots
-        if slots is None or self.guard.words is None:
-            return
-        slots.ring_me(True)
-        self.applier.look_now()
-        # The trainer may have named one in between, and neither side have seen it of the other.
-        self._loop.call_later(_BELL_SECONDS, self.applier.look_now)
 
     # -- closing -------------------------------------------------------------------------------
 
