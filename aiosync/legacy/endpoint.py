@@ -27,6 +27,7 @@ from aiosync import transports as aio
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
+    AiosyncError,
     ConfigError,
     ConnectError,
     LocalProtocolError,
@@ -196,6 +197,8 @@ class Endpoint:
         Raises:
             AiosyncError: The link ended before.
         """
+        if condition():
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not condition():
@@ -203,8 +206,7 @@ class Endpoint:
                         known = isinstance(self.error, LinkError)
                         raise again(self.error) if known else self.error
                     await self._changed.wait()
-                return True
-        return False
+        return bool(condition())
 
     def notify(self) -> None:
         """Something has changed that :meth:`until` waits for."""
@@ -234,7 +236,8 @@ class Endpoint:
             raise SendTimeout(f"the other end of the pipe took nothing for {timeout or 0:g} s")
         version = self._clock.next()
         self._leave(self._write(model_id, weights, version))
-        self.notify()
+        if self._patient:
+            self.notify()  # of those that it overtakes
         return version
 
     def _leave(self, writing: Coroutine[Any, Any, None]) -> None:
@@ -258,12 +261,13 @@ class Endpoint:
                 self._digest = weights.layout.digest
                 await self._transport.send(ManifestMessage(weights.layout.manifest))
             update = weights.update(model_id, self._clock.epoch, version)
-            await self._transport.send(update, [weights.payload])
+            payload = [weights.payload]
+            if not self._transport.send_nowait(update, payload):
+                await self._transport.send(update, payload)
 
-    async def _write_ack(self, weights: Weights, error: BaseException | None = None) -> None:
-        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+    async def _write_ack(self, ack: Ack) -> None:
         async with self._turn:
-            await self._transport.send(make_ack(weights.epoch, weights.version, status, error))
+            await self._transport.send(ack)
 
     async def _all_left(self, timeout: float) -> None:
         if self._leaving:
@@ -311,8 +315,13 @@ class Endpoint:
         """
         if weights in self.arrived:
             self.arrived.remove(weights)
-        self._leave(self._write_ack(weights, error))
-        self.notify()
+            self.notify()
+        status = AckStatus.APPLIED if error is None else AckStatus.NACK
+        ack = make_ack(weights.epoch, weights.version, status, error)
+        with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
+            if not self._leaving and self._transport.send_nowait(ack):
+                return
+        self._leave(self._write_ack(ack))
         await self._all_left(_ANSWER_SECONDS)
 
     async def _read(self) -> None:
@@ -349,7 +358,8 @@ class Endpoint:
         if self._settles:
             named = weights.model_id
             self.arrived = deque(each for each in self.arrived if each.model_id != named)
-            self._leave(self._write_ack(weights))
+            ack = make_ack(weights.epoch, weights.version, AckStatus.APPLIED, None)
+            self._leave(self._write_ack(ack))
         self.arrived.append(weights)
 
     # -- closing -------------------------------------------------------------------------------
@@ -534,17 +544,14 @@ def _take_socket(pipe: Any) -> socket.socket:
     """
     if isinstance(pipe, socket.socket):
         return pipe
-    if not hasattr(pipe, "fileno"):
-        raise ConfigError(f"{pipe!r} is not a multiprocessing pipe connection")
     try:
-        fd = os.dup(pipe.fileno())
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"the pipe {pipe!r} is closed: {exc}") from exc
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError as exc:
-        os.close(fd)
-        raise ConfigError("pipes have to be two-way: multiprocessing.Pipe(duplex=True)") from exc
+        found = socket.socket(fileno=pipe.fileno())
+    except (AttributeError, OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{pipe!r} is no open end of a two-way pipe, multiprocessing.Pipe(duplex=True): {exc}"
+        ) from exc
+    sock = found.dup()
+    found.detach()  # which is the connection's
     pipe.close()
     return sock
 

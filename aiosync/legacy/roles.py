@@ -36,6 +36,7 @@ from aiosync.schemes.inside import guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
 from aiosync.sync._schemes import core_of
 from aiosync.tensors import Target
+from aiosync.tensors.match import Strict
 from aiosync.transports._fork import FORKING
 from aiosync.transports._kept_errors import without_frames
 
@@ -350,7 +351,9 @@ class _Destination:
         self.context_ref: Callable[[], Any] | None = None
         self.model_id = scheme.model_id
         self.guard: Guard = guard_of(core_of(scheme))
-        self._strict, self._in_place = scheme.strict, scheme.apply_copy
+        # TensorDict.from_module(), which programs of that time send, has no extra state.
+        self._strict: Strict = scheme.strict and "warn"
+        self._in_place = scheme.apply_copy
         self._hooks = scheme.guard == "forward"
         self._target: Target | None = None
         self._current: Weights | None = None  # what the model views

@@ -43,11 +43,13 @@ __all__ = [
 StrategyName = Literal["tensordict", "state_dict"]
 
 
+def _is_of_torchrl(context: Any) -> bool:
+    return type(context).__module__.partition(".")[0] == "torchrl"
+
+
 def _of_old_context(context: Any, name: str) -> Any:
     # TorchRL's present collectors have such attributes, too, but use them for something else.
-    if type(context).__module__.partition(".")[0] == "torchrl":
-        return None
-    return getattr(context, name, None)
+    return None if _is_of_torchrl(context) else getattr(context, name, None)
 
 
 def _to_nobody(epoch: int, version: int) -> None:
@@ -391,18 +393,18 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
         self._after_fork()
         try:
-            for side in (self._sender, self._receiver):
-                if side is not None:
-                    side.close()
+            self._close_roles(at_once=False)
         finally:
             super().shutdown()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
-        for side in (self._sender, self._receiver):
-            if side is not None:
-                side.close(at_once=True)
+        self._close_roles(at_once=True)
         super().abort()
+
+    def _close_roles(self, *, at_once: bool) -> None:
+        for role in filter(None, (self._sender, self._receiver)):
+            role.close(at_once=at_once)
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSyncScheme):
@@ -680,8 +682,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
         """
         if not isinstance(pipe_or_context, tuple) or len(pipe_or_context) != 2:
             raise ConfigError(f"expected (store, rank), got {pipe_or_context!r}")
-        store, rank = pipe_or_context
-        return DistributedTransport(store, rank, self.sync)
+        return DistributedTransport(*pipe_or_context, self.sync)
 
 
 class RayWeightSyncScheme(WeightSyncScheme, facade.RayWeightSyncScheme):
@@ -710,20 +711,17 @@ class RayWeightSyncScheme(WeightSyncScheme, facade.RayWeightSyncScheme):
             ConfigError: The arguments exclude each other (a ``ValueError``).
         """
         self._after_fork()
-        handles = None
-        of_torchrl = type(context).__module__.partition(".")[0] == "torchrl"
-        for name in () if of_torchrl else self._handle_names:
-            given = kwargs.pop(name, None)
-            handles = handles if handles is not None else given
-            handles = handles if handles is not None else _of_old_context(context, name)
-        source = kwargs.pop("source_model", None)
-        if source is not None:
+        names = () if _is_of_torchrl(context) else self._handle_names
+        given = [kwargs.pop(name, None) for name in names]
+        given += [getattr(context, name, None) for name in names]
+        handles = next((each for each in given if each is not None), None)
+        if (source := kwargs.pop("source_model", None)) is not None:
             kwargs["model"] = source
         if handles is None:
             super().init_on_sender(model_id, context, **kwargs)
-            return
-        kwargs["num_workers"] = kwargs.pop("num_collectors", None)
-        self._init_sender(model_id, context, list(handles), **kwargs)
+        else:
+            kwargs["num_workers"] = kwargs.pop("num_collectors", None)
+            self._init_sender(model_id, context, list(handles), **kwargs)
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any

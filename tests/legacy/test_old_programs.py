@@ -239,13 +239,19 @@ def test_each_side_has_a_strategy_of_its_own(make: Any, ours: str, its: str) -> 
     source, target = Many(3.0), Many(0.0)
     ends = workers.pair(make, target, {"strategy": its}, strategy=ours)
     with ends as (sender, receiver):
-        for weights in (source, source.state_dict(), TensorDict.from_module(source)):
+
+        def deliver(weights: Any) -> None:
             with torch.no_grad():
                 source.one.weight.add_(1.0)
             workers.deliver(sender, receiver, weights)
             assert torch.equal(target.one.weight, source.one.weight)
             assert target.two.weight is target.one.weight
             assert target.norm.running_var.tolist() == [3.0] * 3
+
+        deliver(source)
+        deliver(source.state_dict())
+        with pytest.warns(UserWarning, match="_extra_state"):  # which it lacks
+            deliver(TensorDict.from_module(source))
         assert target.extra == 3.0
 
 

@@ -120,10 +120,8 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         scheme = self._connect(indices)
         # Somebody who is dead is reported once to who wants everybody.
         everybody = set(indices) == set(range(self._num_workers()))
-        self._dispatch(scheme, weights, None if everybody else indices)
-
-    def _dispatch(self, scheme: WeightSyncScheme, weights: Any, indices: list[int] | None) -> None:
-        self.last_report = scheme.send(weights, indices, timeout=self._seconds)
+        chosen = None if everybody else indices
+        self.last_report = scheme.send(weights, chosen, timeout=self._seconds)
 
     @property
     def _seconds(self) -> float:
@@ -313,9 +311,6 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
     refused the weights or did not answer in time.
     """
 
-    _waits = True
-    _pending = False
-
     def __init__(
         self,
         collector_infos: Sequence[Any] | None = None,
@@ -346,23 +341,12 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
             policy_or_weights: As for :meth:`WeightUpdaterBase.push_weights`.
             worker_ids: Indices from 0; ``None`` for all.
             weights: The same as ``policy_or_weights``.
-            wait: Otherwise a snapshot is sent in the background, and the next update raises
-                what went wrong with it.
+            wait: Kept for TorchRL's signature: an update always waits.
         """
-        scheme, pending = self._scheme, self._pending
-        self._pending, self._waits = False, wait
-        if pending and scheme is not None:
-            self.last_report: SendReport | None = scheme.wait_async()
+        del wait
         super().push_weights(
             weights if policy_or_weights is None else policy_or_weights, worker_ids
         )
-
-    def _dispatch(self, scheme: WeightSyncScheme, weights: Any, indices: list[int] | None) -> None:
-        if self._waits:
-            super()._dispatch(scheme, weights, indices)
-        else:
-            scheme.send_async(weights, indices, timeout=self._seconds)
-            self._pending = True
 
     def _workers(self) -> Sequence[Any]:
         found: Sequence[Any] = self._known("collector_rrefs", self.collector_rrefs)

@@ -113,19 +113,15 @@ class WorkerCollector:
     ) -> None:
         self._collector_class = collector_class
         self._scheme = scheme
-        self._flags: dict[str, Any] = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_collector_class", "_scheme", "_flags"):
-            super().__setattr__(name, value)
-        else:  # TorchRL sets options of the class; there it has to look for them
-            self._flags[name] = value
-            setattr(self._resolve(), name, value)
+    @property
+    def _ignore_rb(self) -> Any:
+        """An option of the class, which TorchRL sets; where it looks for it."""
+        return self._resolve()._ignore_rb
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self.__dict__.get("_flags", {}):
-            raise AttributeError(name)
-        return self._flags[name]
+    @_ignore_rb.setter
+    def _ignore_rb(self, value: Any) -> None:
+        self._resolve()._ignore_rb = value
 
     def _resolve(self) -> Any:
         if self._collector_class is not None:
