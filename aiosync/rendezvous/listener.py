@@ -7,6 +7,7 @@ import torch.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import errno
@@ -21,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from aiosync._log import log
 from aiosync._tasks import TaskOwner
@@ -56,14 +57,16 @@ _TOKEN_NBYTES = 16
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class AnyListener(Protocol):
+class AnyListener(abc.ABC):
     """Where workers arrive, whatever it listens on."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Stop accepting. Idempotent."""
 
     async def aclose(self) -> None:
         """The same, and wait until nothing of it runs any more."""
+        self.close()
 
 
 class AcceptLoop:
@@ -211,7 +214,7 @@ class ListenerCounts:
     last_refusal: str | None = None
 
 
-class StreamListener:
+class StreamListener(AnyListener):
     """Binds at once, accepts once :meth:`start` is called.
 
     Args:

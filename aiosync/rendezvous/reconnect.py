@@ -16,12 +16,12 @@ from aiosync.errors import (
     AiosyncError,
     ConnectError,
     ConnectTimeout,
-    LocalProtocolError,
     PeerClosed,
     TransportBroken,
 )
 from aiosync.rendezvous.dialer import Backoff, Left, is_final, retry
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.listener import AnyListener
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
@@ -36,22 +36,12 @@ _OF_USE_SECONDS = 1.0  # a link that lasted for so long was of use, even if noth
 
 
 class LinkState(enum.Enum):
-    """Where a link is on its way; what may follow is in one table."""
+    """Where a link is on its way."""
 
     DIALING = "nobody is reached yet, or again"
     GREETING = "the other end was reached, and has not answered"
     UP = "it was let in"
-    LOST = "it ended, and another one is to replace it"
     GAVE_UP = "nothing replaces it any more"
-
-
-_NEXT = {
-    LinkState.DIALING: {LinkState.DIALING, LinkState.GREETING, LinkState.GAVE_UP},
-    LinkState.GREETING: {LinkState.UP, LinkState.DIALING, LinkState.GAVE_UP},
-    LinkState.UP: {LinkState.LOST},
-    LinkState.LOST: {LinkState.DIALING, LinkState.GAVE_UP},
-    LinkState.GAVE_UP: set[LinkState](),
-}
 
 
 class KeptLink(Generic[_L, _W]):
@@ -95,11 +85,6 @@ class KeptLink(Generic[_L, _W]):
         self._progress: object = None  # that was made by then
         self._pauses = pauses or Backoff()
 
-    def _go(self, state: LinkState) -> None:
-        if state not in _NEXT[self.state]:
-            raise LocalProtocolError(f"a link cannot go from {self.state} to {state}")
-        self.state = state
-
     async def connect(self, timeout: float | None) -> tuple[_L, _W]:
         """Reach the other end and be let in.
 
@@ -139,7 +124,6 @@ class KeptLink(Generic[_L, _W]):
         Cancellation:
             Class A.
         """
-        self._go(LinkState.LOST)
         now = asyncio.get_running_loop().time()
         if progress != self._progress or now - self._up_at > _OF_USE_SECONDS:
             self._progress, self._of_use_at = progress, now
@@ -161,10 +145,10 @@ class KeptLink(Generic[_L, _W]):
         lost: AiosyncError | None = None,
     ) -> tuple[_L, _W]:
         async def attempt(left: Left) -> tuple[_L, _W]:
-            self._go(LinkState.DIALING)
+            self.state = LinkState.DIALING
             try:
                 self._link = link = await self._dial(left, lost is not None)
-                self._go(LinkState.GREETING)
+                self.state = LinkState.GREETING
                 bounded = lost is not None or self._final is None
                 limits = (left(), HANDSHAKE_SECONDS if bounded else None)
                 limit = min((each for each in limits if each is not None), default=None)
@@ -174,7 +158,7 @@ class KeptLink(Generic[_L, _W]):
                 self.why = without_frames(exc)
                 raise
             self.why = None
-            self._go(LinkState.UP)
+            self.state = LinkState.UP
             self._up_at = asyncio.get_running_loop().time()
             return link, answer
 
@@ -188,7 +172,7 @@ class KeptLink(Generic[_L, _W]):
                 after=lost,
             )
         except AiosyncError:
-            self._go(LinkState.GAVE_UP)
+            self.state = LinkState.GAVE_UP
             raise
 
     def abort(self) -> None:
@@ -205,7 +189,7 @@ class KeptLink(Generic[_L, _W]):
         return f"{self._nobody('')}{why}"
 
 
-class Arrivals:
+class Arrivals(AnyListener):
     """Trainers that dial a worker: one has it at a time, and the newest of its links counts.
 
     Args:
@@ -266,7 +250,3 @@ class Arrivals:
         """End what nobody has taken."""
         if self._newest is not None and self._waits:
             self._newest[0].abort()
-
-    async def aclose(self) -> None:
-        """The same: nothing of it runs."""
-        self.close()

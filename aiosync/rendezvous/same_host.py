@@ -23,20 +23,19 @@ from aiosync.errors import (
     ConnectTimeout,
     RemoteProtocolError,
 )
-from aiosync.rendezvous.listener import Strangers, first_word
+from aiosync.rendezvous.listener import AnyListener, Strangers, first_word
 from aiosync.rendezvous.unix import UnixListener, connect
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.handshake import (
-    STRANGER_LIMITS,
     name_from,
     prove_as_dialer,
     prove_as_listener,
 )
 from aiosync.transports.shared_memory import Arena, SharedMemTransport, has_memory
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Hello, Setup
+from aiosync.wire import Hello, Setup
 
 __all__ = ["SameHost", "available", "dial_here"]
 
@@ -61,16 +60,19 @@ def _name(address: Address) -> str:
     return f"\0aiosync-{digest.hexdigest()[:32]}"
 
 
-def _link(sock: socket.socket, pid: int, name: str, arena: Arena | None) -> SharedMemTransport:
+def _link(
+    sock: socket.socket, pid: int, name: str, limits: Limits | None, arena: Arena | None = None
+) -> SharedMemTransport:
     """A link to somebody who has proved nothing yet."""
-    link = SharedMemTransport(sock, arena=arena, limits=STRANGER_LIMITS, name=name)
+    link = SharedMemTransport(sock, arena=arena, limits=limits, name=name)
+    link.channel.refuse_payloads()
     link.take_segments(False)
     with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
         link.channel.watch_process(pid)
     return link
 
 
-class SameHost:
+class SameHost(AnyListener):
     """The sender's end, bound at once.
 
     Args:
@@ -110,7 +112,7 @@ class SameHost:
             if not pid:  # in a process namespace of its own its end could not be seen
                 sock.close()
                 return
-            link = _link(sock, pid, f"worker process {pid}", self.arena)
+            link = _link(sock, pid, f"worker process {pid}", self._limits, self.arena)
             strangers.let_in(self._let_in(link, on_link), link.abort, _MAX_STRANGERS)
 
         if self._listener is not None:
@@ -131,17 +133,12 @@ class SameHost:
             return
         if called := name_from(said.value):
             link.channel.name = f"{called}, {link.channel.name}"
-        link.channel.set_limits(self._limits or DEFAULT_LIMITS)
         on_link(link, hello)
 
     def close(self) -> None:
         """Stop accepting. Idempotent; links stay open."""
         if self._listener is not None:
             self._listener.close()
-
-    async def aclose(self) -> None:
-        """The same: whose tasks the handshakes are ends them."""
-        self.close()
 
 
 async def dial_here(
@@ -174,7 +171,7 @@ async def dial_here(
         sock, pid = connect(_name(address))
     except ConnectError:
         return None
-    link = _link(sock, pid, f"the trainer at {address}", None)
+    link = _link(sock, pid, f"the trainer at {address}", limits)
     try:
         async with asyncio.timeout(timeout):
             await prove_as_dialer(link, credentials)
@@ -187,5 +184,4 @@ async def dial_here(
             raise ConnectTimeout(f"{link.channel.name} did not answer") from exc
         raise
     link.take_segments(True)
-    link.channel.set_limits(limits or DEFAULT_LIMITS)
     return link

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 
 from aiosync.errors import ConfigError, ConnectError
-from aiosync.rendezvous.listener import AcceptLoop
+from aiosync.rendezvous.listener import AcceptLoop, AnyListener
 from aiosync.transports._pidfd import is_gone
 
 __all__ = ["NobodyListens", "UnixListener", "connect", "new_address"]
@@ -33,7 +33,7 @@ def new_address() -> str:
     return os.path.join(tempfile.gettempdir(), f"{name}.sock")
 
 
-class UnixListener:
+class UnixListener(AnyListener):
     """The trainer's end: bound at once, accepting once :meth:`start` is called.
 
     Args:
@@ -92,10 +92,6 @@ class UnixListener:
         if self._accepting.close() and not self._address.startswith("\0"):
             with contextlib.suppress(OSError):
                 os.unlink(self._address)
-
-    async def aclose(self) -> None:
-        """The same: nothing of it runs."""
-        self.close()
 
 
 def _peer_pid(sock: socket.socket) -> int | None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 from collections.abc import Sequence
 
 from aiosync.errors import AuthError, ConfigError, ConnectError, RemoteProtocolError
@@ -23,6 +24,16 @@ __all__ = ["TlsStream", "why_refused"]
 _READ_NBYTES = 256 * 1024
 _ONE_SIDED = "the other end does not use TLS: pass tls= on both sides or on neither"
 _ENCRYPT_NBYTES = 256 * 1024  # kept encrypted at most, beyond what the kernel takes
+
+
+class _Scratch(threading.local):
+    """What a thread reads encrypted bytes into, before OpenSSL copies them: one for all links."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(_READ_NBYTES))
+
+
+_scratch = _Scratch()
 
 
 class TlsStream(ByteStream):
@@ -56,9 +67,8 @@ class TlsStream(ByteStream):
             )
         except (ssl.SSLError, ValueError) as exc:
             raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
-        self._scratch = memoryview(bytearray(_READ_NBYTES))
         self._unsent = memoryview(b"")
-        self.use(self._readv, self._write, self._writev)
+        self.readv, self.writev = self._readv, self._writev
 
     # -- the handshake -------------------------------------------------------------------------
 
@@ -126,13 +136,13 @@ class TlsStream(ByteStream):
                 total += nbytes
             except ssl.SSLWantReadError:
                 try:
-                    nbytes = self._sock.recv_into(self._scratch)
+                    nbytes = self._sock.recv_into(_scratch.memory)
                 except BlockingIOError:
                     if total:
                         break
                     raise
                 if nbytes:
-                    self._in.write(self._scratch[:nbytes])
+                    self._in.write(_scratch.memory[:nbytes])
                 else:
                     self._in.write_eof()
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -140,9 +150,6 @@ class TlsStream(ByteStream):
         with contextlib.suppress(OSError):  # what was read counts; the next write meets it again
             self.flush()  # the protocol answers for itself now and then
         return total
-
-    def _write(self, data: bytes) -> int:
-        return self._writev([memoryview(data)])
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:
         self.flush()

@@ -23,14 +23,9 @@ from aiosync.errors import (
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.encrypted_stream import why_refused
 from aiosync.transports.stream import FramedTransport
-from aiosync.types import Limits
 from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
 
-__all__ = ["STRANGER_LIMITS", "name_from", "prove_as_dialer", "prove_as_listener"]
-
-STRANGER_LIMITS = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
-"""What a stranger may announce. It gets a link no memory but the decoder's 4 KiB."""
-
+__all__ = ["name_from", "prove_as_dialer", "prove_as_listener"]
 
 _NOT_IN_NAMES = re.compile(r"[^\w .:()/-]", re.ASCII)
 _MAX_NAME = 120
@@ -45,7 +40,7 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
     """Prove that this side has the token, and that the listener has it.
 
     Args:
-        transport: The link, with :data:`STRANGER_LIMITS`.
+        transport: The link, which takes no payloads.
         credentials: With the token, if any.
 
     Raises:
@@ -77,7 +72,7 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
     Notes on the channel who may not push.
 
     Args:
-        transport: The link, with :data:`STRANGER_LIMITS`.
+        transport: The link, which takes no payloads.
         credentials: With the token, if any.
 
     Raises:

@@ -54,7 +54,7 @@ from aiosync.wire import (
 
 __all__ = ["ByteStream", "FramedTransport", "socket_of", "widen_socket"]
 
-# No message of a worker is longer, with the text of an error and all.
+# No message of a stranger or of a worker is longer, with the text of an error and all.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 
 # One loop callback moves at most this much, so that a bulk transfer never holds the loop long;
@@ -84,10 +84,9 @@ class ByteStream:
         has_unsent: Bytes that were taken are not with the kernel yet; :meth:`flush` goes on.
         read_fd: The descriptor to watch for reading.
         write_fd: The one to watch for writing.
-        readv: Reads some bytes; 0 at the end of the stream. This and the next two raise
-            ``BlockingIOError`` where they would wait.
-        write: Writes some bytes of one buffer.
-        writev: Writes some bytes of several.
+        readv: Reads some bytes; 0 at the end of the stream. This and the next one raise
+            ``BlockingIOError`` where they would wait, and may be another function later.
+        writev: Writes some bytes of several buffers.
     """
 
     reads_out: ClassVar[bool] = True
@@ -102,22 +101,12 @@ class ByteStream:
         for fd in (self.read_fd, self.write_fd):
             os.set_blocking(fd, False)
         # The system's own functions: no call of ours for each read and write.
-        self.use(
-            functools.partial(os.readv, self.read_fd),
-            functools.partial(os.write, self.write_fd),
-            functools.partial(os.writev, self.write_fd),
+        self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(
+            os.readv, self.read_fd
         )
-
-    def use(
-        self,
-        readv: Callable[[Sequence[memoryview]], int],
-        write: Callable[[bytes], int],
-        writev: Callable[[Sequence[memoryview]], int],
-    ) -> None:
-        """Have these read and write from now on."""
-        self.readv: Callable[[Sequence[memoryview]], int] = readv
-        self.write: Callable[[bytes], int] = write
-        self.writev: Callable[[Sequence[memoryview]], int] = writev
+        self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(
+            os.writev, self.write_fd
+        )
 
     def flush(self) -> None:
         """Hand what is unsent to the kernel, as much as it takes; never blocks."""
@@ -130,7 +119,7 @@ class ByteStream:
                 whose parent goes on.
         """
         del farewell
-        self.use(_closed, _closed, _closed)  # the numbers may soon be another file's
+        self.readv = self.writev = _closed  # the numbers may soon be another file's
         for end in self._ends:
             end.close()
 
@@ -180,7 +169,7 @@ class FramedTransport(Transport):
 
     Attributes:
         io: As given.
-        limits: What the peer may announce once it may send payloads.
+        limits: What the peer may announce where it may send payloads.
         name: As given; may be assigned.
         closed: This side closed the link.
         ended: No operation can succeed any more.
@@ -288,7 +277,7 @@ class FramedTransport(Transport):
             # What the kernel does not take at once is left out: nobody waits for the rude.
             refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
             with contextlib.suppress(OSError, AiosyncError):  # or longer than a header may be
-                self.io.write(encode_frame(refuse, 0, limits=self.limits))
+                self.io.writev([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
     def _close_descriptors(self, *, farewell: bool) -> None:
         self.io.close(farewell=farewell)
@@ -304,7 +293,7 @@ class FramedTransport(Transport):
     # -- who is at the other end -----------------------------------------------------------------
 
     def set_limits(self, limits: Limits) -> None:
-        """Let the peer announce other sizes from the next frame on, once it proved its identity."""
+        """Let the peer announce other sizes from the next frame on, payloads included."""
         self.limits = self._decoder.limits = limits
 
     def refuse_payloads(self) -> None:
@@ -585,20 +574,17 @@ class FramedTransport(Transport):
             self.check()
         if self._sending or self._out or self._hearing_out:
             return False
+        buffers = [memoryview(frame), *payload]
         try:
-            if payload:
-                nbytes = self.io.writev([memoryview(frame), *payload])
-            else:
-                nbytes = self.io.write(frame)
+            nbytes = self.io.writev(buffers)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
             self._hear_out()
             self._lost(exc, cut=False)
             self.check()
-        if nbytes < len(frame) + sum(map(len, payload)):
-            rest = b"".join(_after([memoryview(frame), *payload], nbytes))
-            self._out, self._started = [memoryview(rest)], True
+        if rest := _after(buffers, nbytes):
+            self._out, self._started = [memoryview(b"".join(rest))], True
         if self._out or self.io.has_unsent:
             self._watch()
         return True

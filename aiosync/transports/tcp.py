@@ -20,7 +20,7 @@ from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.encrypted_stream import TlsStream
-from aiosync.transports.handshake import STRANGER_LIMITS, prove_as_dialer, prove_as_listener
+from aiosync.transports.handshake import prove_as_dialer, prove_as_listener
 from aiosync.transports.stream import ByteStream, FramedTransport, socket_of, widen_socket
 from aiosync.types import Cancellation, Capabilities, Limits
 
@@ -135,10 +135,12 @@ class TCPTransport(FramedTransport):
         try:
             async with asyncio.timeout(timeout):
                 sock = await _open(address, keepalive, untaken)
-                link = await cls._proved(sock, credentials, context, hostname, name)
+                link = await cls._proved(sock, credentials, context, hostname, name, limits)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
-        return link._admitted(limits, payloads)
+        if payloads:
+            link.allow_payloads()
+        return link
 
     @classmethod
     async def accept(
@@ -189,10 +191,12 @@ class TCPTransport(FramedTransport):
             raise
         try:
             async with asyncio.timeout(timeout):
-                link = await cls._proved(sock, credentials, context, None, name)
+                link = await cls._proved(sock, credentials, context, None, name, limits)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
-        return link._admitted(limits, payloads)
+        if payloads:
+            link.allow_payloads()
+        return link
 
     @classmethod
     async def _proved(
@@ -202,6 +206,7 @@ class TCPTransport(FramedTransport):
         context: ssl.SSLContext | None,
         hostname: str | None,
         name: str,
+        limits: Limits | None,
     ) -> Self:
         """A link over ``sock``, which it owns; who dialled has a ``hostname`` in mind."""
         with contextlib.ExitStack() as undo:
@@ -212,17 +217,12 @@ class TCPTransport(FramedTransport):
                 io = tls = TlsStream(sock, context, server_side=server_side, hostname=hostname)
                 undo.callback(tls.close)
                 await tls.handshake()
-            transport = cls(io, limits=STRANGER_LIMITS, name=name)
+            transport = cls(io, limits=limits, name=name)
             undo.callback(transport.abort)
+            transport.refuse_payloads()
             await (prove_as_dialer if hostname else prove_as_listener)(transport, credentials)
             undo.pop_all()
         return transport
-
-    def _admitted(self, limits: Limits | None, payloads: bool) -> Self:
-        self.set_limits(limits or TCP_LIMITS)
-        if not payloads:
-            self.refuse_payloads()
-        return self
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""

@@ -216,10 +216,10 @@ class FrameDecoder:
         """
         if self._final is not None or self.needs_buffers:
             return self._final
-        if not self.missing_nbytes:
-            if self._in_payload:
-                self._in_payload = False
-                return _FRAME_END
+        if self._in_payload and not self.missing_nbytes:
+            self._in_payload = False
+            return _FRAME_END
+        if self._start != self._end and not self.missing_nbytes:
             try:
                 start = self._next_frame()
             except ProtocolError as exc:
@@ -274,12 +274,6 @@ class FrameDecoder:
         self._in_payload = self.needs_buffers = False
         return event
 
-    @property
-    def _size(self) -> int:
-        """Bytes of the buffer as it should be."""
-        usual = READ_AHEAD_NBYTES if self.limits.max_payload_nbytes else _SMALL_NBYTES
-        return max(usual, self._head_nbytes)
-
     def get_buffer(self) -> memoryview:
         """Return the writable memory that the next bytes belong in.
 
@@ -298,7 +292,10 @@ class FrameDecoder:
         start, end = self._start, self._end
         if start == end:
             start = end = self._start = self._end = 0
-        buffer, size = self._buffer, self._size
+        buffer = self._buffer
+        size = READ_AHEAD_NBYTES if self.limits.max_payload_nbytes else _SMALL_NBYTES
+        if self._head_nbytes > size:
+            size = self._head_nbytes
         new_size = len(buffer) != size and end - start <= size
         if new_size or (start and size - end < size // 4):
             self._buffer = memoryview(bytearray(size)) if new_size else buffer
@@ -327,30 +324,6 @@ class FrameDecoder:
             self._end += nbytes
             if self.missing_nbytes:
                 self._fill()
-
-    def feed(self, data: Buffer) -> None:
-        """Copy bytes in. For tests and small messages.
-
-        Args:
-            data: C-contiguous bytes.
-
-        Raises:
-            LocalProtocolError: More than fits now, or the stream is over; nothing was copied.
-        """
-        view = memoryview(data).cast("B")
-        room = 0
-        if not self._eof and self._final is None:
-            room = self.missing_nbytes + self._size - (self._end - self._start)
-        if len(view) > room:
-            raise LocalProtocolError(
-                f"{len(view)} bytes do not fit: there is room for {room}; take events first"
-            )
-        while view:
-            target = self.get_buffer()
-            nbytes = min(len(target), len(view))
-            target[:nbytes] = view[:nbytes]
-            self.buffer_updated(nbytes)
-            view = view[nbytes:]
 
     def feed_eof(self) -> None:
         """Say that no more bytes will come. Idempotent."""

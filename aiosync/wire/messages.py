@@ -482,15 +482,9 @@ def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
         return _ACK_HEADER.pack(_ACK, status, 0, epoch, version, rest_nbytes)
     index, count = message.chunk or (0, 0)
     digest, checksum, state = message.digest, message.checksum, message.state
-    flags = 0
-    if checksum is None:
-        checksum = _NO_SUM
-    else:
-        flags |= _HAS_CHECKSUM
-    if state is None:
-        state = _NO_SUM
-    else:
-        flags |= _HAS_STATE
+    flags = _HAS_CHECKSUM * (checksum is not None) | _HAS_STATE * (state is not None)
+    checksum = _NO_SUM if checksum is None else checksum
+    state = _NO_SUM if state is None else state
     if len(digest) != 16 or len(checksum) != 16 or len(state) != 16:
         raise InvalidData("digest and checksums have 16 bytes")
     if message.chunk is not None and not 0 <= index < count:

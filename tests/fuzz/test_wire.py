@@ -13,7 +13,7 @@ from aiosync.errors import FrameTooLarge, RemoteProtocolError, WireVersionMismat
 from aiosync.wire import READ_AHEAD_NBYTES, EndOfStream, FrameDecoder, FrameStart
 from tests.fuzz.make_corpus import corpus
 from tests.fuzz.target import CORPUS, LIMITS, check, random_cuts, run_seed
-from tests.unit._frames import SAMPLES, drive
+from tests.unit._frames import SAMPLES, drive, feed
 
 FILES = sorted(path.name for path in CORPUS.glob("*.bin"))
 ENDS = {
@@ -84,10 +84,10 @@ def test_any_bytes(data: bytes, cuts: list[int]) -> None:
 
 def test_a_decoder_that_failed_lets_go_of_its_memory() -> None:
     decoder = FrameDecoder(LIMITS)
-    decoder.feed((CORPUS / "cut-announces-much.bin").read_bytes())
+    feed(decoder, (CORPUS / "cut-announces-much.bin").read_bytes())
     assert decoder.next_event() is None
-    decoder.feed(bytes(READ_AHEAD_NBYTES))
-    decoder.feed(bytes(READ_AHEAD_NBYTES))
+    feed(decoder, bytes(READ_AHEAD_NBYTES))
+    feed(decoder, bytes(READ_AHEAD_NBYTES))
     event = decoder.next_event()
     assert "CRC" in str(event.error)
     assert len(decoder.get_buffer()) == 0

@@ -96,6 +96,19 @@ SAMPLES: list[Message] = [
     Setup("größe", "0/1", b"\xff" * 2048),
 ]
 
+
+def feed(decoder: FrameDecoder, data: bytes) -> None:
+    """Copy bytes in, as a link reads them."""
+    view = memoryview(data)
+    while view:
+        target = decoder.get_buffer()
+        assert target, "there is no room: take events first"
+        nbytes = min(len(target), len(view))
+        target[:nbytes] = view[:nbytes]
+        decoder.buffer_updated(nbytes)
+        view = view[nbytes:]
+
+
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 ids = st.integers(1, BIG)

@@ -44,12 +44,12 @@ class DescriptorStream(ByteStream):
         super().__init__(sock)
         self.received_fds: deque[int] = deque()
         self._sock = sock
-        self._plain = (self.readv, self.write, self.writev)
+        self._plain = self.readv, self.writev
         self.take_fds(True)
 
     def take_fds(self, wanted: bool) -> None:
         """Whether descriptors of the peer are taken; to take none saves system time."""
-        self.use(self._recv_with_fds if wanted else self._plain[0], self.write, self.writev)
+        self.readv = self._recv_with_fds if wanted else self._plain[0]
 
     def _recv_with_fds(self, buffers: Sequence[memoryview]) -> int:
         nbytes, ancillary, _flags, _address = self._sock.recvmsg_into(
@@ -66,8 +66,7 @@ class DescriptorStream(ByteStream):
 
     def attach(self, fd: int | None) -> None:
         """Have a copy of ``fd`` travel beside the next bytes that are written."""
-        _, write, writev = self._plain
-        self.use(self.readv, write, writev)
+        self.writev = self._plain[1]
         if fd is None:
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -77,7 +76,7 @@ class DescriptorStream(ByteStream):
             self.attach(None)
             return nbytes
 
-        self.use(self.readv, lambda data: with_fd([memoryview(data)]), with_fd)
+        self.writev = with_fd
 
     def close(self, *, farewell: bool = True) -> None:
         """Close the socket, and descriptors that nobody took."""
