@@ -66,25 +66,20 @@ class SendTracker:
         left: Targets that were closed before they had it.
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
-        deadline: When these are over.
-        look_at: When to look at it next, if it is still under way.
-
-    Raises:
-        ConfigError: ``require`` is illegal.
+        timer: Looks at it again; not used here.
     """
 
     __slots__ = (
         "acked",
-        "deadline",
         "failed",
         "left",
-        "look_at",
         "lost",
         "nbytes",
         "require",
         "skipped",
         "started",
         "timeout",
+        "timer",
         "version",
         "waiter",
         "waiting",
@@ -102,8 +97,6 @@ class SendTracker:
         lost: Mapping[int, AiosyncError] | None = None,
         waiter: Any = None,
     ) -> None:
-        if require != "all":
-            validate_require(require)
         self.version: int = version
         self.workers: frozenset[int] = frozenset(workers)
         self.require = require
@@ -117,8 +110,7 @@ class SendTracker:
         self.left: set[int] = set()
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
-        self.deadline: float = math.inf
-        self.look_at: float = math.inf
+        self.timer: Any = None
 
     @property
     def satisfied(self) -> bool:

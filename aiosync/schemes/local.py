@@ -21,7 +21,7 @@ from aiosync.sender import WeightSender
 from aiosync.sender.workers import watch_process
 from aiosync.transports.base import Transport
 from aiosync.transports.pipe import MPTransport
-from aiosync.transports.shared_memory import Arena, SharedMemTransport
+from aiosync.transports.shared_memory import Arena, SharedMemTransport, can_lock
 
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
@@ -91,8 +91,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    def _make_arena(self) -> Arena:
-        return Arena()
+    def _make_arena(self) -> Arena | None:
+        return Arena() if can_lock() else None
 
     def _transport_over(self, end: Any, name: str) -> Transport:
         sock = end

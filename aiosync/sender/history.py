@@ -59,11 +59,6 @@ class Chain:
                 each.retain()
 
     @property
-    def is_one(self) -> bool:
-        """Whether this is one update."""
-        return len(self.groups) == 1 == len(self.groups[0])
-
-    @property
     def version(self) -> int:
         """Of the last one; 0 for none."""
         return self.groups[-1][-1].version if self.groups else 0
@@ -109,12 +104,6 @@ class Chain:
             snapshot.release()
         return [each[-1].version for each in groups]
 
-    def pop(self, version: int) -> Group:
-        """Take the group of a version out; the references are the caller's."""
-        [group] = [each for each in self.groups if each[-1].version == version]
-        self.groups.remove(group)
-        return group
-
     def clear(self) -> None:
         """Give everything back."""
         groups, self.groups = self.groups, []
@@ -152,7 +141,7 @@ class History:
             snapshot: The update.
         """
         common = self._common
-        if key is None and not self._own and common.is_one:  # as good as always
+        if key is None and not self._own and [*map(len, common.groups)] == [1]:  # mostly
             [(old,)] = common.groups
             if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
                 common.groups = [(snapshot,)]
@@ -162,7 +151,7 @@ class History:
             for idx, own in list(self._own.items()):
                 if own.version < snapshot.version:
                     self._extend(own, snapshot.retain())
-                    if own.is_one:  # as everybody has it
+                    if [*map(len, own.groups)] == [1]:  # as everybody has it
                         self._own.pop(idx).clear()
             self._extend(common, snapshot)
             return

@@ -38,6 +38,7 @@ _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 # as the whole round trip. The longer time is for where answers were as quick lately.
 _AWAKE_SECONDS = (50e-6, 250e-6)
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
+_EARLY_SECONDS = 0.002  # that a loop's timer may be
 _RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
 
 
@@ -93,12 +94,11 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
-        copier.ring = self._ring
+        copier.ring, self.workers.on_forget = self._ring, copier.forget
         self._how: How = how
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, SendTracker] = {}  # by version; their waiters are futures
         self._copying = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None  # for all deadlines
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
         self._recent = 0.0  # seconds that answers took lately
@@ -427,12 +427,8 @@ class WeightSender:
         if not tracker.waiting:
             self._settle(tracker)
         else:
-            now = self._loop.time()
-            if timeout is not None:
-                tracker.timeout = timeout
-                tracker.deadline = now + timeout - (time.perf_counter() - started)
-            tracker.look_at = min(now + FIRST_SECONDS, tracker.deadline)
-            self._wake_at(tracker.look_at)
+            tracker.timeout = math.inf if timeout is None else timeout
+            self._look_after(tracker, FIRST_SECONDS)
         return tracker
 
     def _log_send(self, version: int, targets: set[int]) -> None:
@@ -451,6 +447,8 @@ class WeightSender:
     def _settle(self, tracker: SendTracker) -> None:
         """Tell who waits for a send what became of it; the first time."""
         workers, future = self.workers, tracker.waiter
+        if tracker.timer is not None:
+            tracker.timer.cancel()
         if self._sends.pop(tracker.version, None) is None or future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
         untold = {}
@@ -482,38 +480,36 @@ class WeightSender:
 
     def _on_crash(self, error: BaseException) -> None:
         for tracker in self._sends.values():
+            if tracker.timer is not None:
+                tracker.timer.cancel()
             if not tracker.waiter.done():
                 tracker.waiter.set_exception(error)
         self._sends.clear()
 
-    def _wake_at(self, deadline: float) -> None:
-        # The timer is left to run when a send ends: making one is as dear as a small send.
-        if deadline < (math.inf if self._timer is None else self._timer.when()):
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(deadline, self._on_timer)
+    def _look_after(self, tracker: SendTracker, seconds: float) -> None:
+        left = tracker.timeout - (time.perf_counter() - tracker.started)
+        tracker.timer = self._loop.call_later(min(seconds, left), self._look, tracker)
 
-    def _on_timer(self) -> None:
-        self._timer, now = None, self._loop.time()
-        for tracker in list(self._sends.values()):
-            if tracker.deadline <= now:
-                tracker.time_out()
-                self._settle(tracker)
-            elif tracker.look_at <= now:
-                tracker.look_at = min(now + NEXT_SECONDS, tracker.deadline)
-                idle = [
-                    f"worker {idx} (process {self.workers.record(idx).pid})"
-                    for idx in sorted(tracker.waiting)
-                ]
-                say_waiting(
-                    f"send() of version {tracker.version}",
-                    time.perf_counter() - tracker.started,
-                    tracker.timeout,
-                    f"{', '.join(idle)} did not answer",
-                    model=self.workers.model_id,
-                    version=tracker.version,
-                )
-        self._wake_at(min((each.look_at for each in self._sends.values()), default=math.inf))
+    def _look(self, tracker: SendTracker) -> None:
+        """A send is still under way: its time is over, or somebody wants to know."""
+        elapsed = time.perf_counter() - tracker.started
+        if elapsed > tracker.timeout - _EARLY_SECONDS:
+            tracker.time_out()
+            self._settle(tracker)
+            return
+        self._look_after(tracker, NEXT_SECONDS)
+        idle = [
+            f"worker {idx} (process {self.workers.record(idx).pid})"
+            for idx in sorted(tracker.waiting)
+        ]
+        say_waiting(
+            f"send() of version {tracker.version}",
+            elapsed,
+            tracker.timeout,
+            f"{', '.join(idle)} did not answer",
+            model=self.workers.model_id,
+            version=tracker.version,
+        )
 
     # -- workers that look for themselves ------------------------------------------------------
 
@@ -644,9 +640,8 @@ class WeightSender:
 
     def _end(self) -> None:
         self.workers.end()
-        for timer in (self._timer, self._bell):
-            if timer is not None:
-                timer.cancel()
+        if self._bell is not None:
+            self._bell.cancel()
         if self._poll is not None:
             self._poll.close()
 

@@ -232,6 +232,7 @@ class SnapshotCopier:
         self._idle: list[FlatBuffer] = []
         self._closed = False
         STEPS.watch()
+        self._growing: asyncio.Future[Slot] | None = None  # the arena, in a thread
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
 
@@ -265,6 +266,10 @@ class SnapshotCopier:
                 "on the one that sends"
             ) from exc
 
+    def forget(self, key: int) -> None:
+        """There are no more sources for a worker; what was planned refers to the last one."""
+        self._flatteners.pop(key, None)
+
     # -- memory --------------------------------------------------------------------------------
 
     def _private(self, prepared: Prepared) -> Snapshot:
@@ -281,6 +286,8 @@ class SnapshotCopier:
 
     def _may_grow(self, arena: Arena, nbytes: int, *, at_once: bool) -> bool:
         """Whether there may be another slot; ``at_once``: without waiting for one to be left."""
+        if self._growing is not None and not self._growing.done():
+            return False
         if arena.segment is None or arena.segment.slot_nbytes < nbytes:
             return True
         large = nbytes * (arena.num_links + 2) > _SMALL_NBYTES
@@ -299,14 +306,18 @@ class SnapshotCopier:
         if arena is None:
             return self._private(prepared)
         nbytes = prepared.layout.nbytes
+        if self._growing is not None:  # of a call that was cancelled
+            await asyncio.wait({self._growing})
         pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
         while (slot := arena.free_slot(nbytes)) is None:
             late = time.monotonic() >= until
             if self._may_grow(arena, nbytes, at_once=not late):
+                grow = functools.partial(arena.grow, nbytes)
                 if nbytes > _INLINE_NBYTES:
-                    await self._start(arena.reserve(nbytes))
-                    slot = arena.free_slot(nbytes)  # somebody may have left one meanwhile
-                slot = slot or arena.grow(nbytes)
+                    self._growing = self._start(grow)
+                    slot = await asyncio.shield(self._growing)
+                else:
+                    slot = grow()
                 break
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
@@ -341,7 +352,8 @@ class SnapshotCopier:
         if nbytes > _INLINE_NBYTES and not always:
             return None
         if arena is not None:
-            slot = arena.free_slot(nbytes)
+            growing = self._growing is not None and not self._growing.done()
+            slot = arena.free_slot(nbytes, growing=growing)
             if slot is None and self._may_grow(arena, nbytes, at_once=not always):
                 slot = arena.grow(nbytes)
             if slot is None and not always:
@@ -467,7 +479,7 @@ class SnapshotCopier:
 
     # -- threads -------------------------------------------------------------------------------
 
-    def _start(self, call: Callable[[], None]) -> asyncio.Future[None]:
+    def _start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         if self._closed:
             raise TransportClosed("this scheme was closed")
         if self._executor is None:

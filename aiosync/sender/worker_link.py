@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
-from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -20,14 +20,14 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import Outbox, Outcome, WorkerLeft
-from aiosync.sender.chunks import ChunkWriter, Streaming
-from aiosync.sender.history import Chain, Group, History, names_of, together
+from aiosync.protocol import Outbox, WorkerLeft
+from aiosync.sender.chunks import ChunkWriter
+from aiosync.sender.history import Chain, Group, names_of, together
 from aiosync.sender.snapshots import Snapshot
 from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.data_plane import SharedPayload
-from aiosync.transports.shared_memory import SlotPublisher, can_lock
+from aiosync.transports.shared_memory import SlotPublisher
 from aiosync.types import AckStatus
 from aiosync.wire import (
     DEFAULT_LIMITS,
@@ -44,6 +44,9 @@ from aiosync.wire import (
     Update,
 )
 
+if TYPE_CHECKING:
+    from aiosync.sender.workers import WorkerRegistry
+
 __all__ = ["WorkerLink"]
 
 
@@ -53,15 +56,8 @@ class WorkerLink:
     Args:
         idx: Index of the worker.
         transport: The link; closed by the owner of this.
-        epoch: Epoch of the sender.
         hello: What the worker said about itself.
-        history: Knows whether updates hold parts of the names.
-        streaming: How payloads travel in the stream of a link that may damage or lose them;
-            ``None`` where they go whole and unchecked.
-        tasks: Owner of the link's tasks.
-        on_outcomes: Told what became of versions, and of each answer.
-        on_lost: Told once, when the link ends.
-        on_fetch: Told when the worker asks for a version, see :attr:`wanted`.
+        registry: Told what becomes of versions, and when the link ends.
 
     Attributes:
         idx: As given.
@@ -82,25 +78,19 @@ class WorkerLink:
         self,
         idx: int,
         transport: Transport,
-        *,
-        epoch: int,
         hello: Hello,
-        history: History,
-        streaming: Streaming | None,
-        tasks: TaskOwner,
-        on_outcomes: Callable[[WorkerLink, Sequence[Outcome]], None],
-        on_lost: Callable[[WorkerLink, AiosyncError], None],
-        on_fetch: Callable[[WorkerLink], None],
+        registry: WorkerRegistry,
     ) -> None:
         self.idx: int = idx
         self.transport: Transport = transport
-        self.epoch: int = epoch
+        self.epoch: int = registry.clock.epoch
         self.pid: int = hello.pid
         self.strategy: str = hello.strategy
         self.has_target: bool = hello.has_target
         self.subscribes: bool = hello.subscribe
         self.wanted: int | None = None
-        self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
+        has = hello.version or 0 if hello.epoch == self.epoch else 0
+        self.outbox: Outbox = Outbox(self.epoch, idx, has)
         self.received_version: int = self.outbox.applied
         self.stream: ChunkWriter | None = None
         self.publisher: SlotPublisher | None = None
@@ -108,16 +98,12 @@ class WorkerLink:
         if channel is not None:
             channel.refuse_payloads()  # a worker has little to say
         transport.take_segments(False)
-        if hello.slots and can_lock():
+        if hello.slots:
             self.publisher = transport.publisher
-        if streaming is not None and transport.slots is None:
-            self.stream = ChunkWriter(transport, streaming, hello, on_stall=self.lose)
+        if registry.streaming is not None and transport.slots is None:
+            self.stream = ChunkWriter(transport, registry.streaming, hello, on_stall=self.lose)
         self._since = time.monotonic()
-        self._tasks = tasks
-        self._on_outcomes = on_outcomes
-        self._on_lost = on_lost
-        self._on_fetch = on_fetch
-        self._history = history
+        self._registry = registry
         self._queue = Chain()  # what waits for the link
         self._covers: Group = ()  # holds every name of what the link took
         self._word: Current | None = None  # to be said when the link is free
@@ -128,7 +114,7 @@ class WorkerLink:
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
-        self._tasks.start(self._read(), f"aiosync acks of worker {self.idx}")
+        self._registry.tasks.start(self._read(), f"aiosync acks of worker {self.idx}")
 
     # -- what is known of the worker -----------------------------------------------------------
 
@@ -176,7 +162,8 @@ class WorkerLink:
 
         One that lacks a part of what is under way comes after that instead.
         """
-        outbox, covers, queue, needed = self.outbox, self._covers, self._queue, list[Snapshot]()
+        outbox, covers, queue = self.outbox, self._covers, self._queue
+        needed, kept = list[Snapshot](), list[int]()
         overtakes = outbox.is_idle or (
             len(group) == 1 == len(covers)
             and queue.groups in ([], [covers])
@@ -186,11 +173,17 @@ class WorkerLink:
             names = names_of(group)
             needed = queue.lacking(names)
             overtakes = not needed and names_of(covers) <= names
-        mine = tuple(each.retain() for each in group)
-        kept = queue.add(mine, needed, parts=self._history.parts)
+        for each in group:
+            each.retain()
+        if queue.groups:
+            kept = queue.add(group, needed, parts=self._registry.history.parts)
+        else:
+            queue.groups.append(group)
         if overtakes:
             self._covers = group
-        self._settle(outbox.offer(group[-1].version, None if overtakes else kept))
+        replaced = outbox.offer(group[-1].version, None if overtakes else kept)
+        if replaced:
+            self._registry.on_outcomes(self, replaced)
         self._pump()
 
     def say(self, message: Current) -> None:
@@ -204,10 +197,6 @@ class WorkerLink:
         self._word = message  # the newest says it all, however often a worker asks
         self._pump()
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        if outcomes:
-            self._on_outcomes(self, outcomes)
-
     def _pump(self) -> None:
         """Write what may go now: at once where the link takes it, else in the background."""
         while not (self._writing or self.outbox.error):
@@ -217,7 +206,7 @@ class WorkerLink:
             version = self.outbox.take()
             if version is None:
                 return
-            self._covers = group = self._queue.pop(version)
+            self._covers = group = self._queue.groups.pop(0)
             try:
                 if len(group) > 1 or not self._write_now(group[0]):
                     self._write_soon(tuple(each.retain() for each in group))
@@ -242,7 +231,9 @@ class WorkerLink:
     def _write_soon(self, group: Group) -> None:
         self._writing = True
         # The epoch of now: another sender may take over before the task begins.
-        self._tasks.start(self._write(group, self.epoch), f"aiosync send to worker {self.idx}")
+        self._registry.tasks.start(
+            self._write(group, self.epoch), f"aiosync send to worker {self.idx}"
+        )
 
     async def _write(self, group: Group, epoch: int) -> None:
         """Write a word that waits, and updates, to which this has a reference."""
@@ -309,7 +300,7 @@ class WorkerLink:
         elif epoch == self.epoch:  # it cannot be said, and the link is as it was
             if self.stream is not None and version == self.outbox.unreceived:
                 self.stream.owed = 0
-            self._settle(self.outbox.give_up(version, without_frames(error)))
+            self._registry.on_outcomes(self, self.outbox.give_up(version, without_frames(error)))
 
     # -- what the worker sees without being told -----------------------------------------------
 
@@ -394,12 +385,12 @@ class WorkerLink:
             outcomes = self.outbox.on_ack(message)
             if self.stream is not None and self.outbox.unreceived is None:
                 self.stream.owed = 0
-            self._on_outcomes(self, outcomes)  # some wait for no more than that it arrived
+            self._registry.on_outcomes(self, outcomes)  # some wait for no more than that it arrived
             if self.outbox.queue:
                 self._pump()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
-            self._on_fetch(self)
+            self._registry.answer(self)
         elif isinstance(message, Promise):
             if self.publisher is not None:
                 self.publisher.promised = message.digest or None
@@ -423,7 +414,7 @@ class WorkerLink:
         self.epoch, self.outbox = epoch, Outbox(epoch, self.idx)
         self._queue.clear()
         self._covers, self.received_version = (), 0
-        self._settle(outcomes)
+        self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
         """The link is gone: everything on its way fails with ``error``."""
@@ -435,5 +426,5 @@ class WorkerLink:
             self.stream.close()
         if self.publisher is not None:
             self.publisher.end()
-        self._on_lost(self, error)
-        self._settle(outcomes)
+        self._registry.on_lost(self, error)
+        self._registry.on_outcomes(self, outcomes)

@@ -110,6 +110,7 @@ class WorkerRegistry:
         history: What workers get that join later.
         changed: Wakes those who wait for anything of this.
         on_empty: Called when the last worker's link was lost.
+        on_forget: Called with the index of a worker of which nothing is known any more.
         note: What a worker is told while there is nothing to send.
     """
 
@@ -146,6 +147,7 @@ class WorkerRegistry:
         self.history: History = History(num_workers, parts=parts)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
+        self.on_forget: Callable[[int], None] = lambda idx: None
         self.note: Callable[[], str] = str
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
@@ -257,18 +259,7 @@ class WorkerRegistry:
             hello = dataclasses.replace(hello, epoch=None, version=None)
         record.recover()
         record.subscribes = hello.subscribe
-        record.link = link = WorkerLink(
-            idx,
-            transport,
-            epoch=self.clock.epoch,
-            hello=hello,
-            history=self.history,
-            streaming=self.streaming,
-            tasks=self.tasks,
-            on_outcomes=self._on_outcomes,
-            on_lost=self._on_lost,
-            on_fetch=self.answer,
-        )
+        record.link = link = WorkerLink(idx, transport, hello, self)
         self.num_changes += 1
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
@@ -351,7 +342,8 @@ class WorkerRegistry:
         for link in list(self.waiting):
             self.answer(link)
 
-    def _on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
+    def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
+        """What became of versions at a worker."""
         record = self.records.get(link.idx)
         for outcome in outcomes:
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
@@ -372,7 +364,8 @@ class WorkerRegistry:
 
     # -- who goes ------------------------------------------------------------------------------
 
-    def _on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
+    def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
+        """A worker's link has ended."""
         self.waiting.discard(link)
         self.num_changes += 1
         record = self.records.get(link.idx)
@@ -404,6 +397,7 @@ class WorkerRegistry:
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]
             self.history.forget(idx)
+            self.on_forget(idx)
 
     def end(self) -> None:
         """Close every link; what is on its way fails with ``TransportClosed``."""

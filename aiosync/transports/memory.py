@@ -55,7 +55,7 @@ class MemoryTransport(Transport):
         self._inbox: deque[tuple[Message, bytearray]] = deque()
         self._error: AiosyncError | None = None  # what ended this end
         self._changes = Notifier()  # of both ends
-        self._sending = self._receiving = False
+        self._running: set[str] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -87,11 +87,14 @@ class MemoryTransport(Transport):
         return self._peer
 
     async def _within(
-        self, timeout: float | None, attempt: Callable[[], _T | None], late: AiosyncError
+        self, timeout: float | None, name: str, attempt: Callable[[], _T | None], late: AiosyncError
     ) -> _T:
-        """Try until something comes of it, again after each change."""
-        await asyncio.sleep(0)
+        """Try until something comes of it, again after each change; once at a time for a name."""
+        if name in self._running:
+            raise TransportBusy(f"another {name}() is running on this memory link")
+        self._running.add(name)
         try:
+            await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
                 while (found := attempt()) is None:
                     await self._changes.wait()
@@ -100,6 +103,8 @@ class MemoryTransport(Transport):
             if not deadline.expired():
                 raise
             raise late from exc
+        finally:
+            self._running.discard(name)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -121,37 +126,25 @@ class MemoryTransport(Transport):
 
     def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
         """See :meth:`Transport.send_nowait`."""
-        return not self._sending and self._put([message], payload)
+        return "send" not in self._running and self._put([message], payload)
 
     def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
         """See :meth:`Transport.send_batch_nowait`."""
-        return not self._sending and self._put(messages, ())
+        return "send" not in self._running and self._put(messages, ())
 
     async def send(
         self, message: Message, payload: Payload = (), *, timeout: float | None = None
     ) -> None:
         """See :meth:`Transport.send`. Cancellation: class A."""
-        if self._sending:
-            raise TransportBusy("another send() is running on this memory link")
-        self._sending = True
         late = SendTimeout(f"the memory link did not take the message within {timeout} s")
-        try:
-            await self._within(timeout, lambda: self._put([message], payload) or None, late)
-        finally:
-            self._sending = False
+        await self._within(timeout, "send", lambda: self._put([message], payload) or None, late)
 
     # -- receiving -----------------------------------------------------------------------------
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`. Cancellation: class A."""
-        if self._receiving:
-            raise TransportBusy("another recv() is waiting on this memory link")
-        self._receiving = True
         late = RecvTimeout(f"no message within {timeout} s")
-        try:
-            return await self._within(timeout, lambda: self._take(into), late)
-        finally:
-            self._receiving = False
+        return await self._within(timeout, "recv", lambda: self._take(into), late)
 
     def _take(self, into: Lender | None) -> Received | None:
         self._check()

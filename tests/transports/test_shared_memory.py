@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
     """Each under an index of its own: reports and memory are bounded."""
     scheme = aiosync.SharedMemWeightSyncScheme(per_worker_weights=True)
     scheme.init_on_sender(model=models.linear())
-    stays = harness.twin(scheme)
+    stays, given = harness.twin(scheme), list[weakref.ref[torch.Tensor]]()
     async with scheme, stays:
         await scheme.connect()
         stays.init_on_receiver(model=models.linear(), worker_idx=0)
@@ -170,11 +171,14 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
             worker = harness.twin(scheme)
             worker.init_on_receiver(model=models.linear(), worker_idx=1000 + idx)
             await worker.connect(timeout=harness.PATIENCE)
-            await scheme.send({1000 + idx: models.linear(float(idx)).state_dict()})
+            weights = models.linear(float(idx)).state_dict()
+            given.append(weakref.ref(weights["weight"]))
+            await scheme.send({1000 + idx: weights})
             worker.abort()
             await harness.until(lambda: len(scheme.sender_transports) == 1)
             with contextlib.suppress(aiosync.PartialSyncError):  # names who left, once
-                await scheme.send({1000 + idx: models.linear(0.5).state_dict()})
+                await scheme.send({1000 + idx: weights})
         report = await scheme.send()
         assert len(report.lost) <= 70
         assert _num_written() <= 70
+        assert sum(each() is not None for each in given) <= 70

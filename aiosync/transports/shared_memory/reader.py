@@ -155,7 +155,7 @@ class SlotReader:
 
     Attributes:
         words: The words of the page, the first of which names a slot; ``None`` before it came.
-        segments: Those that the peer announced and that are in use, by id.
+        segments: Those that the peer announced and that are in use, by the last byte of their id.
         outlives_link: Whoever reads here closes it, and not the link.
     """
 
@@ -164,7 +164,6 @@ class SlotReader:
         self.outlives_link: bool = False
         self._descriptors = descriptors
         self.segments: dict[int, _SegmentView] = {}
-        self._newest: _SegmentView | None = None
         self._held: NamedSlot | None = None
         self._seen = 0  # the word that was dealt with
         self._closed = False
@@ -182,7 +181,7 @@ class SlotReader:
 
     def close_after_fork(self) -> None:
         """In a forked child: close its copies of the descriptors, and read no words."""
-        self.words = self._newest = None
+        self.words = None
         for view in self.segments.values():
             view.close(in_child=True)
         self.segments.clear()
@@ -204,11 +203,11 @@ class SlotReader:
                 if self.words is not None:
                     raise RemoteProtocolError("the peer announced a second page")
                 self.words = map_page(fd)
-            elif message.segment_id in self.segments:
+            elif message.segment_id & 255 in self.segments:
                 raise RemoteProtocolError("the peer announced a segment twice")
             else:
                 view = _SegmentView(fd, message.segment_id, message.slot_nbytes)
-                self.segments[message.segment_id] = self._newest = view
+                self.segments[message.segment_id & 255] = view
                 fd = -1
         except (OSError, ValueError) as exc:
             raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
@@ -219,9 +218,9 @@ class SlotReader:
 
     def _drop_old_segments(self) -> None:
         with FORKING:  # or another thread is about to lock a slot of one
-            for segment_id, view in list(self.segments.items())[:-1]:
+            for key, view in list(self.segments.items())[:-1]:
                 if not view.locked:
-                    del self.segments[segment_id]
+                    del self.segments[key]
                     view.close()
         if len(self.segments) > _MAX_SEGMENTS:
             raise RemoteProtocolError("the peer announced too many segments")
@@ -239,7 +238,7 @@ class SlotReader:
         """
         words = self.words
         want = self._seen if words is None else words[WANT]
-        view = None if words is None or want == self._seen else self._view_of(want)
+        view = None if words is None or want == self._seen else self.segments.get(want >> 8 & 255)
         if words is None or view is None:
             return 0, b""
         try:
@@ -271,9 +270,7 @@ class SlotReader:
             want = words[WANT]
             index = want & 255
             with FORKING:
-                view = self._newest
-                if view is None or view.segment_id & 255 != want >> 8 & 255:
-                    view = self._view_of(want)
+                view = self.segments.get(want >> 8 & 255)
                 if view is None:
                     return None
                 held_here = held is not None and held.view is view and held.index == index
@@ -300,11 +297,6 @@ class SlotReader:
             raise RemoteProtocolError("the peer named a slot that holds nothing")
         key = (view.segment_id, index, id(mapping))
         return NamedSlot(want, version, digest, nbytes, memory, key, view, index)
-
-    def _view_of(self, want: int) -> _SegmentView | None:
-        last_byte = want >> 8 & 255
-        # Another thread may announce one meanwhile.
-        return next((v for i, v in list(self.segments.items()) if i & 255 == last_byte), None)
 
     def hold(self, slot: NamedSlot) -> None:
         """The model has what is in this slot."""
@@ -349,7 +341,7 @@ class SlotReader:
     def close(self) -> None:
         """Give everything back; what views the memory keeps it, and what another thread took."""
         self._closed = True
-        self.words = self._held = self._newest = None
+        self.words = self._held = None
         with FORKING:
             for view in self.segments.values():
                 for index in view.locked:

@@ -12,15 +12,12 @@ torch or anything above ``transports``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import mmap
 import os
 import struct
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from aiosync.errors import ConfigError, TransportClosed
@@ -77,11 +74,11 @@ SHARED, _EXCLUSIVE, UNLOCKED = (
 _PAGE_NBYTES = 4096
 _UNUSED_SENDS = 50  # until the memory of a slot is given back, one at each send
 
-_segment_ids = itertools.count(1)
-
 
 def has_memory() -> bool:
-    """Whether this process may make anonymous shared memory; a sandbox may forbid it."""
+    """Whether this process may make shared memory and lock it; a sandbox may forbid it."""
+    if not can_lock():
+        return False
     try:
         os.close(_anonymous_file())
     except OSError:
@@ -101,15 +98,6 @@ def reopen(fd: int, flags: int) -> int:
         OSError: There is no ``/proc``, or no descriptor left.
     """
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-
-
-def _reopened(fd: int, flags: int) -> int:
-    try:
-        return reopen(fd, flags)
-    except OSError as exc:
-        if exc.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        return os.dup(fd)  # no /proc: the writable one; receivers map it privately
 
 
 def _anonymous_file() -> int:
@@ -149,6 +137,7 @@ class Segment:
     """A growable run of equal slots that this process writes.
 
     Args:
+        segment_id: Names it to peers; its last byte is that of no other one in use.
         slot_nbytes: Bytes of one slot; rounded up to whole pages.
 
     Attributes:
@@ -159,19 +148,18 @@ class Segment:
         ConfigError: The system has no memory for it, or the process no descriptor left.
     """
 
-    def __init__(self, slot_nbytes: int) -> None:
-        self.segment_id: int = next(_segment_ids)
+    def __init__(self, segment_id: int, slot_nbytes: int) -> None:
+        self.segment_id: int = segment_id
         page = mmap.ALLOCATIONGRANULARITY
         self.slot_nbytes: int = -(-(slot_nbytes + HEADER_NBYTES) // page) * page
         self.slots: list[Slot] = []
-        self._reserved = -1  # index of a slot whose memory is there already
         self._fd = -1
         self.read_only_fd: int = -1
         self.lock_fd: int = -1
         try:
             self._fd = _anonymous_file()
-            self.read_only_fd = _reopened(self._fd, os.O_RDONLY)
-            self.lock_fd = _reopened(self._fd, os.O_RDWR)
+            self.read_only_fd = reopen(self._fd, os.O_RDONLY)
+            self.lock_fd = reopen(self._fd, os.O_RDWR)
         except OSError as exc:
             self.close()
             raise ConfigError(f"no memory or no descriptor for shared memory: {exc}") from exc
@@ -181,60 +169,34 @@ class Segment:
         """The slots that have memory."""
         return [slot for slot in self.slots if slot.has_memory]
 
-    def _next(self) -> int:
-        """Index of the slot that gets memory next."""
-        return next((slot.index for slot in self.slots if not slot.has_memory), len(self.slots))
-
-    def grow(self, arena: Arena) -> Slot:
+    def grow(self) -> Slot:
         """Give one more slot memory.
 
         Raises:
             ConfigError: The system has none left for it.
         """
-        index, nbytes = self._next(), self.slot_nbytes
+        index, nbytes = len(self.slots), self.slot_nbytes
+        index = next((slot.index for slot in self.slots if not slot.has_memory), index)
         try:
-            if self._reserved != index:
-                # No memory later would be a SIGBUS.
-                os.posix_fallocate(self._fd, index * nbytes, nbytes)
+            os.posix_fallocate(self._fd, index * nbytes, nbytes)  # without, it would be a SIGBUS
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
-                self.slots.append(Slot(arena, self, index, mapping))
+                self.slots.append(Slot(self, index, mapping))
         except OSError as exc:
             raise ConfigError(
                 f"cannot allocate shared memory for another slot of {nbytes} bytes: {exc}"
             ) from exc
-        self._reserved, slot = -1, self.slots[index]
-        slot.has_memory = True
-        return slot
+        self.slots[index].has_memory = True
+        return self.slots[index]
 
     def shrink(self, slot: Slot) -> None:
         """Give the memory of a slot back, which is locked and needed by nobody."""
-        slot.has_memory, self._reserved = False, -1
+        slot.has_memory = False
         with contextlib.suppress(OSError):  # a file system that keeps what it has
             slot.mapping.madvise(mmap.MADV_REMOVE)
         slot.release()
         while self.slots and not self.slots[-1].has_memory:
             self.slots.pop()  # and its mapping, with that its descriptor
-
-    def reserve(self) -> Callable[[], None]:
-        """What makes the next :meth:`grow` quick; to be called once, in any thread.
-
-        Clearing the pages of a large slot takes longer than an event loop should stall. Works
-        whatever becomes of the segment; what fails, :meth:`grow` meets again, and says so.
-        """
-        index, nbytes = self._next(), self.slot_nbytes
-        try:
-            fd = os.dup(self._fd)
-        except OSError:
-            return lambda: None
-
-        def take() -> None:
-            with contextlib.suppress(OSError):
-                os.posix_fallocate(fd, index * nbytes, nbytes)
-                self._reserved = index
-
-        weakref.finalize(take, os.close, fd)  # an executor may let go of a call it never made
-        return take
 
     def close(self) -> None:
         """Close the descriptors; the memory goes when its last mapping does."""
@@ -253,7 +215,6 @@ class Slot:
     """One place for a snapshot.
 
     Attributes:
-        key: (segment id, slot index).
         view: Bytes for the payload, writable by this process while the slot is locked.
         buffer: What its owner made of the view, to make it once.
         in_use: A snapshot of the sender is in it. Set by whoever acquired it, last of all, so that
@@ -264,11 +225,9 @@ class Slot:
         has_memory: Its pages are there: nobody acquires it without.
     """
 
-    def __init__(self, arena: Arena, segment: Segment, index: int, mapping: mmap.mmap) -> None:
-        self._arena = arena
+    def __init__(self, segment: Segment, index: int, mapping: mmap.mmap) -> None:
         self.segment = segment
         self.index = index
-        self.key: tuple[int, int] = (segment.segment_id, index)
         self.mapping = mapping
         self.view: memoryview = memoryview(mapping)[HEADER_NBYTES:]
         self.buffer: Any = None
@@ -304,8 +263,6 @@ class Slot:
             self.locked = False
             if self.segment.lock_fd >= 0:
                 fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
-        if self._arena.retired:
-            self._arena.reap()
 
     @property
     def is_needed(self) -> bool:
@@ -319,13 +276,13 @@ class Arena:
     Attributes:
         segment: Where the next slots are; ``None`` before the first.
         num_links: How many links read slots.
-        retired: Segments that were replaced, and that something may still refer to.
     """
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.num_links: int = 0
-        self.retired: list[Segment] = []
+        self._retired: list[Segment] = []  # were replaced; something may still refer to them
+        self._segment_ids = itertools.count(1)
         self._num_acquired = 0
         self._closed = False
         close_in_child(self)
@@ -344,72 +301,66 @@ class Arena:
         """Slots of the current segment that only readers may still need."""
         return sum(not slot.is_needed for slot in self.segment.taken) if self.segment else 0
 
-    def free_slot(self, nbytes: int) -> Slot | None:
-        """Acquire a slot that no process reads, or ``None``. The caller says that it is in use."""
-        segment = self._segment_for(nbytes)
-        if segment is None:
+    def free_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
+        """Acquire a slot that no process reads, or ``None``. The caller says that it is in use.
+
+        Args:
+            nbytes: Of the payload.
+            growing: Another thread is in :meth:`grow`.
+        """
+        if self._closed:
+            raise TransportClosed("this scheme was closed")
+        for retired in [*self._retired]:
+            if not any(slot.is_needed for slot in retired.slots):
+                self._retired.remove(retired)
+                retired.close()
+        segment = self.segment
+        if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             return None
         self._num_acquired += 1
         # The first: what only slow workers made necessary comes to be unused.
         for slot in segment.slots:
-            if slot.acquire():
+            if not slot.namers and slot.acquire():
                 slot.used_at = self._num_acquired
                 break
         else:
             return None
         unused_since = self._num_acquired - _UNUSED_SENDS
         for old in reversed(segment.slots):
-            if old.used_at < unused_since and old.acquire():
+            if old.used_at < unused_since and not growing and old.acquire():
                 segment.shrink(old)
                 break
         return slot
 
     def grow(self, nbytes: int) -> Slot:
-        """Acquire a new slot. The caller says that it is in use.
+        """Acquire a new slot, in any thread, one call at a time. The caller says that it is in use.
+
+        Clearing the pages of a large one takes longer than an event loop should stall.
 
         Raises:
             ConfigError: The system has no memory left for it; smaller ones may still be had.
         """
-        segment = self.segment = self._segment_for(nbytes) or Segment(nbytes)
-        try:
-            slot = segment.grow(self)
-        except ConfigError:
-            if not segment.slots:  # or every update to come would have to be as large
-                self.segment = None
-                segment.close()
-            raise
+        segment = self.segment
+        if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
+            larger = Segment(next(self._segment_ids), nbytes)
+            try:
+                slot = larger.grow()
+            except ConfigError:
+                larger.close()
+                raise
+            self._retired += [] if segment is None else [segment]
+            self.segment = larger
+        else:
+            slot = segment.grow()
         if not slot.acquire():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
         slot.used_at = self._num_acquired
         return slot
 
-    def reserve(self, nbytes: int) -> Callable[[], None]:
-        """What makes the next :meth:`grow` quick; to be called once, in any thread."""
-        self.segment = self._segment_for(nbytes) or Segment(nbytes)
-        return self.segment.reserve()
-
-    def _segment_for(self, nbytes: int) -> Segment | None:
-        """The current segment, if its slots are large enough; else it is retired."""
-        if self._closed:
-            raise TransportClosed("this scheme was closed")
-        segment = self.segment
-        if segment is not None and segment.slot_nbytes < nbytes + HEADER_NBYTES:
-            self.retired.append(segment)
-            self.segment = segment = None
-            self.reap()
-        return segment
-
-    def reap(self) -> None:
-        """Close what was replaced, once nothing refers to it. Readers keep what they mapped."""
-        for segment in list(self.retired):
-            if not any(slot.is_needed for slot in segment.slots):
-                self.retired.remove(segment)
-                segment.close()
-
     def close(self) -> None:
         """Close every segment. Readers keep what they mapped."""
         self._closed = True
-        for segment in [*self.retired, *([self.segment] if self.segment else [])]:
+        for segment in [*self._retired, *([self.segment] if self.segment else [])]:
             segment.close()
-        self.retired.clear()
+        self._retired.clear()
         self.segment = None

@@ -110,7 +110,7 @@ class SlotPublisher:
         self._words: memoryview | None = None
         self._page_fd = -1  # until it was sent
         self._slots: tuple[Slot, ...] = ()  # those that the word may name, the newest last
-        self._count = self._held = 0
+        self._count = 0
         arena.num_links += 1
 
     def announcements(self, slot: Slot) -> Generator[tuple[Message, tuple[()]]]:
@@ -162,20 +162,17 @@ class SlotPublisher:
         slot.namers.add(self)
         self._count += 1
         self.version = version
-        segment_id, index = slot.key
         # Never the same twice on a link, and each greater than the last.
-        words[WANT] = self._count << 16 | (segment_id & 255) << 8 | index
+        words[WANT] = self._count << 16 | (slot.segment.segment_id & 255) << 8 | slot.index
         for each in old:
             if each is not slot:
                 each.namers.discard(self)
         self._slots = (slot,)
-        if self._arena.retired:
-            self._arena.reap()
 
     @property
     def holds(self) -> int:
         """Version that the peer computes with, of those that a word named; 0 for none."""
-        return self._held if self._words is None else min(self._words[HOLDS], self.version)
+        return 0 if self._words is None else min(self._words[HOLDS], self.version)
 
     @property
     def bell(self) -> bool:
@@ -186,14 +183,12 @@ class SlotPublisher:
         """The link has ended: its word names nothing any more. Idempotent."""
         if self._link is None:
             return
-        self._held = self.holds
         self._link = self._words = self.promised = None
         self._close_page_fd()
         for slot in self._slots:
             slot.namers.discard(self)
         self._slots = ()
         self._arena.num_links -= 1
-        self._arena.reap()
 
 
 class SharedMemTransport(FramedTransport):
