@@ -123,7 +123,7 @@ class Snapshot:
         if memory.buffer is None:
             memory.buffer = FlatBuffer.wrap(memory.view)
         self.slot, self.buffer = memory, memory.buffer
-        memory.in_use = True
+        memory.has_memory = memory.in_use = True
 
     def __del__(self) -> None:
         if getattr(self, "_refs", 0) > 0:  # nobody could keep or release it: a handler raised
@@ -286,7 +286,7 @@ class SnapshotCopier:
 
     def _may_grow(self, arena: Arena, nbytes: int, *, at_once: bool) -> bool:
         """Whether there may be another slot; ``at_once``: without waiting for one to be left."""
-        if self._growing is not None and not self._growing.done():
+        if self._growing is not None:
             return False
         if arena.segment is None or arena.segment.slot_nbytes < nbytes:
             return True
@@ -314,8 +314,7 @@ class SnapshotCopier:
             if self._may_grow(arena, nbytes, at_once=not late):
                 grow = functools.partial(arena.grow, nbytes)
                 if nbytes > _INLINE_NBYTES:
-                    self._growing = self._start(grow)
-                    slot = await asyncio.shield(self._growing)
+                    slot = await self._grow(grow)
                 else:
                     slot = grow()
                 break
@@ -325,6 +324,21 @@ class SnapshotCopier:
             await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
+
+    async def _grow(self, grow: Callable[[], Slot]) -> Slot:
+        """Make a slot in a thread. Until it is here, nobody else makes one or takes one away."""
+
+        def over(_: object = None) -> None:
+            self._growing = None
+
+        self._growing = growing = self._start(grow)
+        try:
+            return await asyncio.shield(growing)
+        finally:
+            if growing.done():
+                over()
+            else:
+                growing.add_done_callback(over)  # its slot is what is made next
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -352,8 +366,7 @@ class SnapshotCopier:
         if nbytes > _INLINE_NBYTES and not always:
             return None
         if arena is not None:
-            growing = self._growing is not None and not self._growing.done()
-            slot = arena.free_slot(nbytes, growing=growing)
+            slot = arena.free_slot(nbytes, growing=self._growing is not None)
             if slot is None and self._may_grow(arena, nbytes, at_once=not always):
                 slot = arena.grow(nbytes)
             if slot is None and not always:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import aiosync
+from tests.contract.bench import large, value_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -318,3 +319,22 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                 out = await asyncio.to_thread(receiver.model, torch.ones(4))
                 assert bool((out == 5 * value).all())
             assert models.holds(receiver, value)
+
+
+async def test_what_is_sent_while_a_slot_is_made_gets_a_place_of_its_own() -> None:
+    """Large slots are made in a thread; the loop may be busy until that is heard of."""
+    for _ in range(3):
+        target = large()
+        async with harness.here(SHM(), target, sender={"model": None}) as (sender, worker):
+            sending = asyncio.create_task(sender.send(large(1.0)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            time.sleep(0.05)  # noqa: ASYNC251 - the loop is busy
+            handle = sender.send_nowait(large(2.0))
+            seen = {(0, -1.0)}
+            while not (sending.done() and handle.done()):
+                with worker.reading():
+                    seen.add((worker.version, value_of(worker, target)))
+                await asyncio.sleep(0)
+            sent = {(0, -1.0), ((await sending).version, 1.0), ((await handle).version, 2.0)}
+            assert seen <= sent

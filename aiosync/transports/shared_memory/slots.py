@@ -170,7 +170,7 @@ class Segment:
         return [slot for slot in self.slots if slot.has_memory]
 
     def grow(self) -> Slot:
-        """Give one more slot memory.
+        """Give one more slot memory, which is not said of it yet.
 
         Raises:
             ConfigError: The system has none left for it.
@@ -186,7 +186,6 @@ class Segment:
             raise ConfigError(
                 f"cannot allocate shared memory for another slot of {nbytes} bytes: {exc}"
             ) from exc
-        self.slots[index].has_memory = True
         return self.slots[index]
 
     def shrink(self, slot: Slot) -> None:
@@ -222,7 +221,8 @@ class Slot:
         namers: Links whose word names it, or may.
         locked: Nobody else may read it: it is being filled.
         used_at: When it was last acquired, in acquisitions of its arena.
-        has_memory: Its pages are there: nobody acquires it without.
+        has_memory: Its pages are there: nobody acquires it without. Said together with ``in_use``
+            of a new one, as until then whoever had it made is on its way to it.
     """
 
     def __init__(self, segment: Segment, index: int, mapping: mmap.mmap) -> None:
@@ -239,8 +239,10 @@ class Slot:
 
     def acquire(self) -> bool:
         """Take the slot to write to it, if nobody in this process or another one needs it."""
-        if self.in_use or self.namers or not self.has_memory:
-            return False
+        return self.has_memory and not self.is_needed and self.lock()
+
+    def lock(self) -> bool:
+        """Keep others from reading it, if nobody does."""
         try:
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])
         except BlockingIOError:
@@ -352,7 +354,7 @@ class Arena:
             self.segment = larger
         else:
             slot = segment.grow()
-        if not slot.acquire():
+        if not slot.lock():
             raise ConfigError("a worker holds a slot of shared memory that it was never given")
         slot.used_at = self._num_acquired
         return slot
