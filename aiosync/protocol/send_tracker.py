@@ -50,6 +50,7 @@ class SendTracker:
         nbytes: Payload bytes of the update.
         lost: Workers that had gone before this send; they are reported and count neither as
             targets nor as failures.
+        named: The caller named its targets.
         waiter: Who waits for the result; not used here.
 
     Attributes:
@@ -59,6 +60,7 @@ class SendTracker:
         started: As given.
         nbytes: As given.
         lost: As given.
+        named: As given.
         waiter: As given.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
@@ -74,6 +76,7 @@ class SendTracker:
         "failed",
         "left",
         "lost",
+        "named",
         "nbytes",
         "require",
         "skipped",
@@ -95,6 +98,7 @@ class SendTracker:
         started: float = 0.0,
         nbytes: int = 0,
         lost: Mapping[int, AiosyncError] | None = None,
+        named: bool = False,
         waiter: Any = None,
     ) -> None:
         self.version: int = version
@@ -103,6 +107,7 @@ class SendTracker:
         self.started: float = started
         self.nbytes: int = nbytes
         self.lost: Mapping[int, AiosyncError] = lost or {}
+        self.named: bool = named
         self.waiter: Any = waiter
         self.acked: set[int] = set()
         self.skipped: dict[int, int] = {}

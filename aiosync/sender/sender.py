@@ -399,6 +399,7 @@ class WeightSender:
             started=started,
             nbytes=nbytes,
             lost=lost,
+            named=worker_ids is not None,
             waiter=self._loop.create_future(),
         )
         for idx in sorted(targets):
@@ -457,10 +458,12 @@ class WeightSender:
                 record.reported = True
             elif record.error is not None and not record.reported and record.link is not None:
                 untold[idx] = record.error
-        tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
+        if not tracker.named:
+            tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
         elapsed = time.perf_counter() - tracker.started
         try:
-            if not tracker.workers and tracker.lost and not workers.links:
+            nobody_left = not any(each.has_left for each in workers.records.values())
+            if not tracker.workers and tracker.lost and not workers.links and nobody_left:
                 raise PartialSyncError(failed=tracker.lost, version=tracker.version)
             report = tracker.result(elapsed, self.clock.epoch, untold)
         except PartialSyncError as exc:

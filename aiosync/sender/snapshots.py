@@ -318,6 +318,8 @@ class SnapshotCopier:
                 else:
                     slot = grow()
                 break
+            if arena.num_slots == MAX_SLOTS:
+                return self._private(prepared)
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
             self.ring()

@@ -116,8 +116,8 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
         assert (report.acked, report.left, report.failed, report.lost) == ({1}, {0}, {}, {})
         report = await crew.send(3.0)
         assert (report.acked, report.left, report.lost) == ({1}, frozenset(), {})
-        report = await crew.send(4.0, worker_ids=0)
-        assert (report.acked, report.left, report.failed) == (frozenset(), frozenset(), {})
+        report = await crew.send(4.0, worker_ids=0)  # who is named is told of each time
+        assert (report.acked, report.left, report.failed) == (frozenset(), {0}, {})
         crew.sender.require = 2
         error = await raises(aiosync.PartialSyncError, crew.send(4.0))
         assert (error.acked, error.failed) == ({1}, {})
@@ -132,7 +132,14 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
         assert (report.acked, report.left, report.lost) == (frozenset(), frozenset(), {})
         late = await crew.join(small())
         assert await late.value() == 6.0
-        assert (await crew.send(7.0)).acked == {0}
+        other = await crew.join(small())
+        assert (await crew.send(7.0)).acked == {0, 1}
+        await late.die()
+        await raises(aiosync.PartialSyncError, crew.send(8.0))
+        await other.leave()
+        report = await crew.send(9.0)
+        assert (report.acked, report.left, set(report.lost)) == (frozenset(), {1}, {0})
+        assert not (await crew.send(10.0)).acked
 
 
 async def check_rolling_restart(bench: Bench) -> None:

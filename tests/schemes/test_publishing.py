@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import pickle
 import random
 import re
 import threading
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import aiosync
-from tests.contract.bench import large, value_of
+from tests.contract.bench import large, small, value_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -338,3 +340,19 @@ async def test_what_is_sent_while_a_slot_is_made_gets_a_place_of_its_own() -> No
                 await asyncio.sleep(0)
             sent = {(0, -1.0), ((await sending).version, 1.0), ((await handle).version, 2.0)}
             assert seen <= sent
+
+
+async def test_more_workers_with_weights_of_their_own_than_there_are_slots() -> None:
+    """Each needs a slot for what it has and one for what comes; the rest gets it by message."""
+    sender = SHM(per_worker_weights=True)
+    sender.init_on_sender(model_id="policy", num_workers=None)
+    async with sender, contextlib.AsyncExitStack() as workers:
+        await sender.connect()
+        for idx in range(130):
+            worker = await workers.enter_async_context(pickle.loads(pickle.dumps(sender)))
+            worker.init_on_receiver(model_id="policy", model=small(), worker_idx=idx)
+            await worker.connect()
+        for turn in range(3):
+            weights = {idx: small(turn * 1000.0 + idx) for idx in range(130)}
+            assert len((await sender.send(weights)).acked) == 130
+        assert value_of(worker, worker.model) == 2129.0
