@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import ClassVar
 
 from aiosync.errors import TransportBroken, TransportClosed
@@ -39,6 +39,9 @@ class DescriptorStream(ByteStream):
     reads_out: ClassVar[bool] = (
         False  # shared memory also watches the peer's process, and every call counts
     )
+
+    readv: Callable[[Sequence[memoryview]], int]
+    writev: Callable[[Sequence[memoryview]], int]
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
