@@ -10,7 +10,7 @@ import functools
 import itertools
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -180,7 +180,7 @@ class Stream(Limit):
         self._sockets, self._pieces = [], []
 
 
-wake_up = functools.partial(Stream, wake_up=True)
+wake_up: Callable[..., Stream] = functools.partial(Stream, wake_up=True)
 """One byte to each worker, which sleeps, and one back."""
 
 

@@ -13,7 +13,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiosync.errors import AuthError, ConfigError, ConnectError, RemoteProtocolError
 from aiosync.transports.stream import ByteStream
@@ -48,6 +48,9 @@ class TlsStream(ByteStream):
     Raises:
         ConfigError: The context cannot be used for this side.
     """
+
+    readv: Callable[[Sequence[memoryview]], int]
+    writev: Callable[[Sequence[memoryview]], int]
 
     def __init__(
         self,
