@@ -120,7 +120,8 @@ class SendReport:
             refused an earlier version after its send had returned, with what they said.
         lost: Workers that had gone before this send, and were reported by an earlier one.
         left: Workers that were closed since the last report, and so neither have this version nor
-            failed. They are not named again; one that comes again gets what it was sent last.
+            failed. They are named again only where ``worker_ids`` does; one that comes again gets
+            what it was sent last.
         waiting: Workers that had not answered when as many as ``require`` asks for had. The
             update goes on to them in the background. Empty with ``require="all"``.
         elapsed: Seconds from the call until the result was settled: by the last worker that

@@ -350,7 +350,8 @@ class WorkerRegistry:
             if record is None:
                 continue
             if isinstance(outcome.error, ApplyError):
-                self._log("refused", str(outcome.error), link.idx, outcome.version)
+                first = str(outcome.error).partition("\n")[0]  # who says more fills no log
+                self._log("refused", first, link.idx, outcome.version)
             if outcome.error is not None and record.link is link:
                 record.fail(outcome.error, outcome.version, reported=counted)
             elif isinstance(outcome.error, WorkerLeft):
