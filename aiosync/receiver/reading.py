@@ -11,9 +11,12 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
@@ -21,8 +24,6 @@ from aiosync.receiver.guard import Guard, never_traced
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from torch import nn
 
 __all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_reader"]
 
@@ -110,42 +111,60 @@ class Guarded:
 
     Args:
         guard: What keeps updates out meanwhile.
-        function: The function, or what makes a coroutine.
+        function: The function, or what makes a coroutine, which is then awaited within the read.
         name: What an error calls it.
 
     Raises:
-        ConfigError: It is no function, or a generator.
+        ConfigError: It is no function, or a generator; a call raises it that returns one.
     """
 
     def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
         if not callable(function):
             raise ConfigError(f"{name!r} cannot be guarded: there is no such function")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
+            raise _generates(name)
         functools.update_wrapper(self, function, updated=())
-        self.guard = guard
-        self._function = function
+        self._guard, self._function, self._name = guard, function, name
         self._is_async = inspect.iscoroutinefunction(function)
+        if self._is_async and sys.version_info >= (3, 12):
+            inspect.markcoroutinefunction(self)
+        elif self._is_async:
+            self._is_coroutine = vars(asyncio.coroutines)["_is_coroutine"]
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        bind = getattr(self._function, "__get__", None)
+        if bind is None:
+            return self
+        return Guarded(self._guard, bind(instance, owner), self._name)
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it while no update is applied."""
         if self._is_async:
-            return self._wait(args, kwargs)
+            return self._wait(self._function(*args, **kwargs))
         frame = sys._getframe()
-        self.guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
+        self._guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
         try:
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
         finally:
-            self.guard.leave(frame)
+            self._guard.leave(frame)
             del frame
+        if isinstance(result, Coroutine):  # of an `async def` below a decorator
+            return self._wait(result)
+        if isinstance(result, Generator | AsyncGenerator):
+            raise _generates(self._name)
+        return result
 
-    async def _wait(self, args: Any, kwargs: Any) -> Any:
-        async with Reading(self.guard):
-            return await self._function(*args, **kwargs)
+    async def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async with Reading(self._guard):
+            return await coroutine
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _unguarded, (self._function,)
+
+
+def _generates(name: str) -> ConfigError:
+    return ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
 
 
 def _unguarded(function: Any) -> Any:
@@ -163,22 +182,101 @@ class Methods:
     def __init__(self, guard: Guard, names: Sequence[str]) -> None:
         self._guard = guard
         self._names = names
-        self._wrapped: list[tuple[nn.Module, str]] = []
+        self._wrapped: list[tuple[nn.Module, type]] = []
 
     def check(self, model: nn.Module) -> None:
         """Raise :class:`~aiosync.ConfigError` if one of them cannot be guarded."""
         for name in self._names:
-            Guarded(self._guard, getattr(model, name, None), name)
+            method = getattr(model, name, None)
+            if isinstance(method, nn.Module):
+                raise ConfigError(
+                    f"{name!r} is a module in the model, and no method: name the method that "
+                    f"calls it, or call scheme.guarded(model.{name})"
+                )
+            Guarded(self._guard, method, name)
+            _owner(model, name)
 
     def wrap(self, model: nn.Module | None) -> None:
         """Guard those of this model, and no longer those of another one."""
         while self._wrapped:
-            old, name = self._wrapped.pop()
-            if getattr(vars(old).get(name), "guard", None) is self._guard:
-                del vars(old)[name]
-        for name in self._names if model is not None else ():
-            method = Guarded(self._guard, getattr(model, name, None), name)
-            # Of what a wrapper (torch.compile) has inside it is the method of that.
-            owner: Any = getattr(inspect.unwrap(method), "__self__", model)
-            vars(owner)[name] = method
-            self._wrapped.append((owner, name))
+            owner, kind = self._wrapped.pop()
+            names = vars(kind)[_GUARDS]
+            for guards in names.values():
+                guards.pop(self._guard, None)
+            if type(owner) is kind and not any(names.values()):
+                object.__setattr__(owner, "__class__", kind.__base__)
+        if model is None:
+            return
+        self.check(model)
+        for name in self._names:
+            owner = _owner(model, name)
+            kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
+            self._wrapped.append((owner, kind))
+            names = vars(kind)[_GUARDS]
+            if name not in names:
+                names[name] = {}
+                setattr(kind, name, _attribute(kind, name, names[name]))
+            names[name][self._guard] = None
+
+
+# In a class that one module has for itself: which guards each method gets into.
+_GUARDS = "_aiosync_guards"
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Of what a wrapper (torch.compile) has inside it is the method of that."""
+    try:
+        inspect.getattr_static(model, name)
+    except AttributeError:
+        method = inspect.unwrap(getattr(model, name), stop=lambda each: hasattr(each, "__self__"))
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        raise ConfigError(f"{name!r} is no method of the model: call scheme.guarded()") from None
+    return model
+
+
+def _own_class(module: nn.Module) -> type:
+    """Give a module a class of its own, in which its methods are guarded.
+
+    What it has itself under such a name stays, and a copy computes with its own weights.
+    """
+    base: Any = type(module)
+
+    def reduce(self: object, protocol: int) -> Any:  # a copy is not guarded
+        found = base.__reduce_ex__(self, min(protocol, 1))  # later ones insist on the class
+        if isinstance(found, str):
+            return found
+        make, args, *state = found
+        return make, tuple(base if each is kind else each for each in args), *state
+
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    kind: type = type(base)(base.__name__, (base,), {**names, "__reduce_ex__": reduce, _GUARDS: {}})
+    object.__setattr__(module, "__class__", kind)
+    return kind
+
+
+def _attribute(kind: type, name: str, guards: dict[Guard, None]) -> property:
+    """A method of the modules of a class, or what they have instead, as it is guarded now."""
+
+    def find(self: Any) -> Any:
+        own = vars(self)
+        found = own[name] if name in own else getattr(super(kind, self), name)
+        for guard in tuple(guards):
+            found = Guarded(guard, found, name)
+        return found
+
+    @never_traced
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return find(self)(*args, **kwargs)
+
+    def get(self: Any) -> Any:
+        return functools.partial(call, self) if torch.compiler.is_compiling() else find(self)
+
+    def put(self: Any, value: object) -> None:
+        vars(self)[name] = value
+
+    def delete(self: Any) -> None:
+        del vars(self)[name]
+
+    return property(get, put, delete)

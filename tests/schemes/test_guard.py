@@ -369,6 +369,10 @@ class _Policy(nn.Module):
     def act(self, x: torch.Tensor) -> tuple[float, float]:
         return self.forward(x)
 
+    @torch.no_grad()
+    async def ponder_lazily(self, x: torch.Tensor) -> tuple[float, float]:
+        return await self.ponder(x)
+
     async def ponder(self, x: torch.Tensor) -> tuple[float, float]:
         first = self.first(x).sum().item()
         await asyncio.sleep(0.02)
@@ -403,15 +407,17 @@ async def _sent_while(sender: Any, call: Any) -> Any:
 async def test_named_methods_see_one_version_each(make: Any, how: str) -> None:
     model = _Policy()
     options = {"guard": "forward"} if make is harness.AnsweringScheme else {}
-    init = {"methods": ("act", "ponder")} if how == "methods" else {}
+    names = ("act", "ponder", "ponder_lazily")
+    init = {"methods": names} if how == "methods" else {}
     async with _acting(lambda: make(**options), model, **init) as (sender, receiver):
-        act, ponder = model.act, model.ponder
+        act, *ponder = (getattr(model, name) for name in names)
         if how == "guarded":
-            act, ponder = receiver.guarded(model.act), receiver.guarded(model.ponder)
+            act, *ponder = map(receiver.guarded, (act, *ponder))
+            ponder.extend(map(receiver.guarded, tuple(ponder)))
         model.between = lambda: time.sleep(0.02)
         for _ in range(5):
-            calls = [lambda: asyncio.to_thread(act, torch.ones(4)), lambda: ponder(torch.ones(4))]
-            for call in calls:
+            calls = [functools.partial(asyncio.to_thread, act), *ponder]
+            for call in (functools.partial(each, torch.ones(4)) for each in calls):
                 first, second = await _sent_while(sender, call)
                 assert first == second
             with receiver.reading():  # nested
@@ -426,7 +432,7 @@ async def test_named_methods_see_one_version_each(make: Any, how: str) -> None:
             == 70.0
             != model.act(torch.ones(4))[0]
         )
-    assert "act" not in vars(model)
+    assert type(model) is _Policy
 
 
 @pytest.mark.asyncio
@@ -445,12 +451,18 @@ async def test_methods_of_a_compiled_model_and_of_the_next_one() -> None:
             for _ in range(3):
                 call = functools.partial(asyncio.to_thread, each.act, torch.ones(4))
                 assert len(set(await _sent_while(sender, call))) == 1
-        assert ("act" in vars(other), "act" in vars(model)) == (True, False)
+        assert type(model) is _Policy
+    assert type(other) is _Policy
 
 
 @pytest.mark.parametrize(
     ("methods", "text"),
-    [("act", "list of names"), (["fly"], "no such function"), (["stream"], "generator")],
+    [
+        ("act", "list of names"),
+        (["fly"], "no such function"),
+        (["stream"], "generator"),
+        (["first"], "is a module in the model"),
+    ],
 )
 def test_methods_that_cannot_be_guarded_are_refused(methods: Any, text: str) -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
@@ -458,6 +470,90 @@ def test_methods_that_cannot_be_guarded_are_refused(methods: Any, text: str) -> 
         scheme.init_on_receiver(model=_Policy(), methods=methods)
     with pytest.raises(aiosync.ConfigError, match="no such function"):
         scheme.guarded(3)  # type: ignore[arg-type]
+
+
+def test_what_is_guarded_is_a_method_a_coroutine_function_and_no_generator() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+
+    class Runner:
+        @scheme.guarded
+        def run(self, x: int) -> tuple[object, int]:
+            return self, x
+
+    runner = Runner()
+    assert runner.run(3) == (runner, 3)
+    assert asyncio.iscoroutinefunction(scheme.guarded(_Policy().ponder))
+    with pytest.raises(aiosync.ConfigError, match="is a generator"):
+        scheme.guarded(lambda: (x for x in "ab"))()
+
+
+@pytest.mark.asyncio
+async def test_closing_one_of_two_schemes_leaves_the_guard_of_the_other() -> None:
+    model = _Policy()
+    make = functools.partial(harness.AnsweringScheme, guard="forward")
+    async with _acting(make, model, methods=["act"]) as (sender, _):
+        async with _acting(make, model, methods=["act", "ponder"]):
+            pass
+        model.between = lambda: time.sleep(0.02)
+        for _ in range(5):
+            call = functools.partial(asyncio.to_thread, model.act, torch.ones(4))
+            assert len(set(await _sent_while(sender, call))) == 1
+    assert type(model) is _Policy
+
+
+@pytest.mark.asyncio
+async def test_methods_that_are_attributes_of_a_model_stay() -> None:
+    model = _Policy()
+    model.act = act = functools.partial(_Policy.act, model)  # type: ignore[method-assign]
+    make = functools.partial(harness.AnsweringScheme, guard="forward")
+    async with _acting(make, model, methods=["act"]) as (sender, _):
+        model.between = lambda: time.sleep(0.02)
+        for again in range(5):
+            if again == 3:
+                model.act = act = functools.partial(_Policy.act, model)  # type: ignore[method-assign]
+            call = functools.partial(asyncio.to_thread, model.act, torch.ones(4))
+            assert len(set(await _sent_while(sender, call))) == 1
+    assert model.act is act
+
+
+@pytest.mark.asyncio
+async def test_shallow_copies_and_replicas_compute_with_their_own_weights() -> None:
+    model = _Policy()
+    make = aiosync.SharedMemWeightSyncScheme
+    async with _acting(make, model, methods=["act"]):
+        twins = copy.copy(model), object.__new__(type(model))  # as DataParallel makes replicas
+        vars(twins[1]).update(vars(model))
+        for each in twins:
+            vars(each)["_modules"] = {name: nn.Linear(4, 2) for name in ("first", "second")}
+            models.fill(each, 7.0)
+            assert each.act(torch.ones(4)) == (70.0, 70.0)
+    assert type(twins[0]) is _Policy
+    assert [each.act(torch.ones(4)) for each in twins] == [(70.0, 70.0)] * 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_compiled_forward_that_calls_a_guarded_method_stays_compiled() -> None:
+    model, graphs = _Compilable(), []
+
+    def backend(graph: Any, _example: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    async with _acting(aiosync.SharedMemWeightSyncScheme, model, methods=["act"]):
+        with torch.no_grad():
+            compiled = torch.compile(model, backend=backend)
+            assert torch.equal(compiled(torch.ones(4)), model(torch.ones(4)))
+        assert graphs
+    torch.compiler.reset()
+
+
+class _Compilable(_Policy):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(x + 1) * 2
+
+    def act(self, x: torch.Tensor) -> Any:
+        return self.second(x) + self.first(x)
 
 
 @pytest.fixture
