@@ -128,6 +128,10 @@ class Outbox:
             raise LocalProtocolError(f"version {version} is not newer than version {self.newest}")
         if kept is None:
             self._overtakes, kept = version, ()
+        if not self.queue:  # mostly
+            self.queue.append(version)
+            self.newest = version
+            return []
         before, self.queue = self.queue, [*(each for each in self.queue if each in kept), version]
         self.newest = version
         return [self._skip(each, version) for each in before if each not in kept]

@@ -68,13 +68,14 @@ class SendTracker:
         left: Targets that were closed before they had it.
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
-        timer: Looks at it again; not used here.
+        look_at: When to look at it again; not used here.
     """
 
     __slots__ = (
         "acked",
         "failed",
         "left",
+        "look_at",
         "lost",
         "named",
         "nbytes",
@@ -82,7 +83,6 @@ class SendTracker:
         "skipped",
         "started",
         "timeout",
-        "timer",
         "version",
         "waiter",
         "waiting",
@@ -115,7 +115,7 @@ class SendTracker:
         self.left: set[int] = set()
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
-        self.timer: Any = None
+        self.look_at: float = math.inf
 
     @property
     def satisfied(self) -> bool:

@@ -59,6 +59,9 @@ __all__ = ["Refusal", "Relay", "WeightReceiver"]
 Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Called with the epoch and the version that the model has now."""
 
+Context: TypeAlias = "contextlib.AbstractContextManager[None]"
+_SILENT: Context = contextlib.nullcontext()
+
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
 
@@ -605,9 +608,14 @@ class WeightReceiver:
         self._changed.notify()
 
     async def wait_until(
-        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+        self,
+        condition: Callable[[], bool],
+        *,
+        timeout: float | None,
+        late: SyncTimeout,
+        waiting: Context = _SILENT,
     ) -> None:
-        """Wait for something that updates change.
+        """Wait for something that updates change, inside of ``waiting``.
 
         Raises:
             SyncTimeout: ``late``, when the timeout passed.
@@ -616,6 +624,13 @@ class WeightReceiver:
         self.applier.look_now()
         if condition():
             await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
+            return
+        if timeout is not None and timeout <= 0:  # only looks
+            await asyncio.sleep(0)
+            self.applier.look_now()
+            if not condition():
+                self.check()
+                raise late from (None if self.cut_off is None else self.cut_off[1])
             return
 
         def rung() -> bool:
@@ -629,12 +644,13 @@ class WeightReceiver:
 
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(None if timeout is None else max(timeout, 0.0)):
-                await asyncio.sleep(0)
-                while not condition():
-                    self.check()
-                    # Another thread may have taken it in between, and told nobody.
-                    await self._changed.wait(unless=rung)
+            with waiting:
+                async with asyncio.timeout(timeout):
+                    await asyncio.sleep(0)
+                    while not condition():
+                        self.check()
+                        # Another thread may have taken it in between, and told nobody.
+                        await self._changed.wait(unless=rung)
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
@@ -649,7 +665,11 @@ class WeightReceiver:
                 slots.ring_me(False)
 
     async def _wait_applied(
-        self, condition: Callable[[], bool], timeout: float | None, late: SyncTimeout
+        self,
+        condition: Callable[[], bool],
+        timeout: float | None,
+        late: SyncTimeout,
+        waiting: Context = _SILENT,
     ) -> None:
         """Have what is staged applied, also by hand, until a condition holds."""
 
@@ -658,7 +678,7 @@ class WeightReceiver:
             return condition()
 
         with self.applier.asking():
-            await self.wait_until(asked, timeout=timeout, late=late)
+            await self.wait_until(asked, timeout=timeout, late=late, waiting=waiting)
 
     def _check_not_inside(self, method: str, condition: Callable[[], bool]) -> None:
         """Raise if ``condition`` needs an update that the caller's own read holds back."""
@@ -706,7 +726,13 @@ class WeightReceiver:
         return True
 
     async def wait_for(
-        self, version: int, *, staged: bool = False, timeout: float | None, late: SyncTimeout
+        self,
+        version: int,
+        *,
+        staged: bool = False,
+        timeout: float | None,
+        late: SyncTimeout,
+        waiting: Context = _SILENT,
     ) -> int:
         """Wait until the model has at least ``version``; or, with ``staged``, it is here.
 
@@ -728,14 +754,16 @@ class WeightReceiver:
             return newest() >= version
 
         if staged:
-            await self.wait_until(reached, timeout=timeout, late=late)
+            await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
         else:
             if timeout is None or timeout > 0:
                 self._check_not_inside("wait_for_version", reached)
-            await self._wait_applied(reached, timeout, late)
+            await self._wait_applied(reached, timeout, late, waiting)
         return max(version, newest())
 
-    async def pull(self, least: int, *, timeout: float | None, late: SyncTimeout) -> int:
+    async def pull(
+        self, least: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
+    ) -> int:
         """Ask for the newest version, from ``least`` on, and wait until the model has it.
 
         Raises:
@@ -755,7 +783,7 @@ class WeightReceiver:
                 return False
             return pulls.answers != answers or (inbox.epoch, inbox.version) != before
 
-        await self._wait_applied(arrived, timeout, late)
+        await self._wait_applied(arrived, timeout, late, waiting)
         return inbox.version
 
     # -- closing -------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def _relay(self) -> Relay | None:
         """What passes versions on: a hook, or the context."""
         hooks = self._hooks
-        if hooks.relay is None and self._cascades:
+        if self._context_ref is not None and hooks.relay is None and self._cascades:
             if callable(getattr(self.context, "update_policy_weights_", None)):
                 hooks = dataclasses.replace(hooks, relay=self._cascade)
         return hooks.after
@@ -994,6 +994,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         sender: WeightSender = self._require("send", "sender")
         limit, planned = self._limit(timeout), self._plan(weights)
+        if weights is None and worker_ids is None:  # mostly
+            return await sender.send(planned, None, limit)
         return await sender.send(planned, _named(weights, worker_ids), limit)
 
     def _send_at_once(
@@ -1015,7 +1017,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if self._sources.device_map or self._sources.per_worker:  # a map is asked once for a send
             return None, None
         self._limit(timeout)
-        report = sender.publish(self._plan(weights), _named(weights, worker_ids), started)
+        named = None
+        if weights is not None or worker_ids is not None:
+            named = _named(weights, worker_ids)
+        report = sender.publish(self._plan(weights), named, started)
         return report, sender.tell if report is not None and sender.has_to_tell() else None
 
     def send_nowait(
@@ -1239,8 +1244,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         limit, lacks = self._limit(timeout), self._why_no_model()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
-        with self._waiting(call, limit, self._have):
-            return await wait(what, timeout=limit, late=late)
+        waiting = self._waiting(call, limit, self._have)
+        return await wait(what, timeout=limit, late=late, waiting=waiting)
 
     @property
     def ready(self) -> Ready:
@@ -1478,7 +1483,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             role = self._role
         here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
         if here and self._connected and self._role == role and not self._closed:
-            return self._runtime
+            return self._sender or self._receiver
         self._check_open()
         doing = "sending" if role == "sender" else "receiving"
         if self._role != role:

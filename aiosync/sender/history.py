@@ -141,8 +141,9 @@ class History:
             snapshot: The update.
         """
         common = self._common
-        if key is None and not self._own and [*map(len, common.groups)] == [1]:  # mostly
-            [(old,)] = common.groups
+        groups = common.groups
+        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:  # mostly
+            [(old,)] = groups
             if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
                 common.groups = [(snapshot,)]
                 old.release()  # last: a signal's handler may raise in between

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from aiosync._log import FIRST_SECONDS, LOGGER, NEXT_SECONDS, log, say_waiting
+from aiosync._log import FIRST_SECONDS, LOGGER, NEXT_SECONDS, Waiting, log, say_waiting
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -27,6 +27,7 @@ from aiosync.errors import (
 from aiosync.protocol import Outcome, SendTracker, VersionClock
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.snapshots import STEP_SECONDS, How, Planned, Snapshot, SnapshotCopier
+from aiosync.sender.steps import STEPS
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.types import Require, SendReport
@@ -99,6 +100,8 @@ class WeightSender:
         self._loop = asyncio.get_running_loop()
         self._sends: dict[int, SendTracker] = {}  # by version; their waiters are futures
         self._copying = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None  # for all sends
+        self._looks_at = math.inf  # when it is due
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
         self._recent = 0.0  # seconds that answers took lately
@@ -223,11 +226,13 @@ class WeightSender:
             if snapshot is not None:
                 snapshots[key] = snapshot
         if not snapshots:
-            async with self._copying:
-                self.workers.check()  # it may have been closed meanwhile
-                snapshots = await self._take(planned, timeout)
-                self.workers.check()
-                addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
+            model = self.workers.model_id
+            with Waiting("send()", timeout, _not_copied, model=model):
+                async with self._copying:
+                    self.workers.check()  # it may have been closed meanwhile
+                    snapshots = await self._take(planned, timeout)
+            self.workers.check()
+            addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
         early = next((each.retain() for each in snapshots.values() if each.filling), None)
         future: asyncio.Future[SendReport] | None = None
         try:
@@ -334,10 +339,11 @@ class WeightSender:
         if workers.initial or self._copying.locked():
             return None
         targets, lost = self._address(planned, worker_ids)
-        require = self._require_of(worker_ids)
+        require = self.require if worker_ids is None else self._require_of(worker_ids)
         if not targets or (require != "all" and require > len(targets)):
             return None
-        digest, links = plan.prepared.layout.digest, list[WorkerLink]()
+        digest = plan.prepared.layout.digest
+        links: list[WorkerLink] = []
         for idx in targets:
             record = workers.records[idx]
             if record.link is None or not record.reported or not record.link.looks_for(digest):
@@ -372,11 +378,10 @@ class WeightSender:
             nbytes=snapshot.nbytes,
         )
 
-    def _require_of(self, worker_ids: set[int] | None) -> Require:
+    def _require_of(self, worker_ids: set[int]) -> Require:
         """What counts as success: of a number, at most all who are named."""
-        if worker_ids is None or type(self.require) is not int:
-            return self.require
-        return min(self.require, len(worker_ids))
+        require = self.require
+        return min(require, len(worker_ids)) if type(require) is int else require
 
     def _dispatch(
         self,
@@ -395,7 +400,7 @@ class WeightSender:
         tracker = self._sends[version] = SendTracker(
             version,
             targets,
-            self._require_of(worker_ids),
+            self.require if worker_ids is None else self._require_of(worker_ids),
             started=started,
             nbytes=nbytes,
             lost=lost,
@@ -429,7 +434,9 @@ class WeightSender:
             self._settle(tracker)
         else:
             tracker.timeout = math.inf if timeout is None else timeout
-            self._look_after(tracker, FIRST_SECONDS)
+            first = time.perf_counter() + FIRST_SECONDS
+            tracker.look_at = min(first, started + tracker.timeout)
+            self._look_by(tracker.look_at)
         return tracker
 
     def _log_send(self, version: int, targets: set[int]) -> None:
@@ -448,8 +455,6 @@ class WeightSender:
     def _settle(self, tracker: SendTracker) -> None:
         """Tell who waits for a send what became of it; the first time."""
         workers, future = self.workers, tracker.waiter
-        if tracker.timer is not None:
-            tracker.timer.cancel()
         if self._sends.pop(tracker.version, None) is None or future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
         untold = {}
@@ -458,12 +463,12 @@ class WeightSender:
                 record.reported = True
             elif record.error is not None and not record.reported and record.link is not None:
                 untold[idx] = record.error
-        if not tracker.named:
+        if tracker.left and not tracker.named:
             tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
         elapsed = time.perf_counter() - tracker.started
         try:
-            nobody_left = not any(each.has_left for each in workers.records.values())
-            if not tracker.workers and tracker.lost and not workers.links and nobody_left:
+            nobody = not (tracker.workers or workers.links)
+            if nobody and tracker.lost and not any(r.has_left for r in workers.records.values()):
                 raise PartialSyncError(failed=tracker.lost, version=tracker.version)
             report = tracker.result(elapsed, self.clock.epoch, untold)
         except PartialSyncError as exc:
@@ -483,24 +488,32 @@ class WeightSender:
 
     def _on_crash(self, error: BaseException) -> None:
         for tracker in self._sends.values():
-            if tracker.timer is not None:
-                tracker.timer.cancel()
             if not tracker.waiter.done():
                 tracker.waiter.set_exception(error)
         self._sends.clear()
 
-    def _look_after(self, tracker: SendTracker, seconds: float) -> None:
-        left = tracker.timeout - (time.perf_counter() - tracker.started)
-        tracker.timer = self._loop.call_later(min(seconds, left), self._look, tracker)
+    def _look_by(self, when: float) -> None:
+        # The timer is left to run when a send ends: making one is as dear as a small send.
+        if when < self._looks_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(when - time.perf_counter(), self._look)
+            self._looks_at = when
 
-    def _look(self, tracker: SendTracker) -> None:
-        """A send is still under way: its time is over, or somebody wants to know."""
-        elapsed = time.perf_counter() - tracker.started
-        if elapsed > tracker.timeout - _EARLY_SECONDS:
-            tracker.time_out()
-            self._settle(tracker)
-            return
-        self._look_after(tracker, NEXT_SECONDS)
+    def _look(self) -> None:
+        """Some sends are still under way: their time is over, or somebody wants to know."""
+        self._looks_at, now = math.inf, time.perf_counter() + _EARLY_SECONDS
+        for tracker in list(self._sends.values()):
+            ends = tracker.started + tracker.timeout
+            if ends <= now:
+                tracker.time_out()
+                self._settle(tracker)
+            elif tracker.look_at <= now:
+                tracker.look_at = min(now + NEXT_SECONDS, ends)
+                self._say_waiting(tracker, now - tracker.started)
+        self._look_by(min((each.look_at for each in self._sends.values()), default=math.inf))
+
+    def _say_waiting(self, tracker: SendTracker, elapsed: float) -> None:
         idle = [
             f"worker {idx} (process {self.workers.record(idx).pid})"
             for idx in sorted(tracker.waiting)
@@ -580,7 +593,13 @@ class WeightSender:
     # -- waiting for workers -------------------------------------------------------------------
 
     async def wait_for(
-        self, version: int, *, staged: bool = False, timeout: float | None, late: SyncTimeout
+        self,
+        version: int,
+        *,
+        staged: bool = False,
+        timeout: float | None,
+        late: SyncTimeout,
+        waiting: Waiting,
     ) -> int:
         """Wait until every subscriber has applied at least ``version``.
 
@@ -589,6 +608,7 @@ class WeightSender:
             staged: It is enough if all of it is there.
             timeout: Seconds.
             late: Raised after them.
+            waiting: Entered where it has to wait.
 
         Returns:
             What the slowest one has.
@@ -619,12 +639,17 @@ class WeightSender:
             # With nobody there, nobody has it: who comes later gets it.
             return bool(versions) and len(acked) == len(versions)
 
-        await self.wait_until(reached, timeout=timeout, late=late)
+        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
         # Somebody may have come or gone since.
         return max(version, min(found().values(), default=version))
 
     async def wait_until(
-        self, condition: Callable[[], bool], *, timeout: float | None, late: SyncTimeout
+        self,
+        condition: Callable[[], bool],
+        *,
+        timeout: float | None,
+        late: SyncTimeout,
+        waiting: Waiting,
     ) -> None:
         """Wait for something that workers change."""
         self.workers.check()
@@ -632,10 +657,11 @@ class WeightSender:
             await asyncio.sleep(0)  # answers come on this loop, also where nobody has to wait
             return
         try:
-            async with asyncio.timeout(timeout):
-                while not condition():
-                    await self.workers.changed.wait()
-                    self.workers.check()
+            with waiting:
+                async with asyncio.timeout(timeout):
+                    while not condition():
+                        await self.workers.changed.wait()
+                        self.workers.check()
         except TimeoutError as exc:
             raise late from exc
 
@@ -643,8 +669,9 @@ class WeightSender:
 
     def _end(self) -> None:
         self.workers.end()
-        if self._bell is not None:
-            self._bell.cancel()
+        for timer in (self._timer, self._bell):
+            if timer is not None:
+                timer.cancel()
         if self._poll is not None:
             self._poll.close()
 
@@ -665,6 +692,12 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
+
+
+def _not_copied() -> str:
+    if STEPS.open:
+        return "an optimizer's step in another thread has not ended"
+    return "another copy is under way, or no memory for this one is free yet"
 
 
 def _settle_future(future: asyncio.Future[None]) -> None:

@@ -163,7 +163,8 @@ class WorkerLink:
         One that lacks a part of what is under way comes after that instead.
         """
         outbox, covers, queue = self.outbox, self._covers, self._queue
-        needed, kept = list[Snapshot](), list[int]()
+        needed: list[Snapshot] = []
+        kept: list[int] = []
         overtakes = outbox.is_idle or (
             len(group) == 1 == len(covers)
             and queue.groups in ([], [covers])
@@ -315,7 +316,7 @@ class WorkerLink:
             and publisher.promised == digest
             and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
-            and self.outbox.is_idle
+            and not (self.outbox.queue or self.outbox.in_flight)
         )
 
     def can_see(self, snapshot: Snapshot) -> bool:

@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "a send has no deadline",
         "sender/sender.py",
-        "            tracker.time_out()\n",
-        "            return\n",
+        "                tracker.time_out()\n",
+        "                return\n",
         contract("send_timeout"),
     ),
     Mutant(

@@ -9,14 +9,17 @@ import pickle
 import secrets
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import aiosync
 from tests.contract.bench import large, small
 from tests.schemes import _harness as harness
 from tests.support.waiting import until
+from tests.sync import _tools as tools
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,6 +103,32 @@ async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int)
     assert "versions {0: 1}" in wait
     [record] = [each for each in told("waiting") if "send() of" in each.getMessage()]
     assert (record.model, record.version) == ("policy", 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_send_that_cannot_copy_yet_says_why(told: Any) -> None:
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            begun.set()
+            done.wait(harness.PATIENCE)
+
+    begun, done, model = threading.Event(), threading.Event(), large(1.0)
+    trainer = sender_of(model)
+    worker, optimizer = receiver_of(trainer, large()), Slow(model.parameters(), lr=0.1)
+    async with trainer, worker:
+        await asyncio.gather(trainer.connect(), worker.connect())
+        with tools.threads(optimizer.step):
+            await until(begun.is_set)
+            sends = [asyncio.create_task(trainer.send(timeout=30)) for _ in range(2)]
+            try:
+                await until(lambda: len(told("waiting")) == 2)
+            finally:
+                done.set()
+            await asyncio.gather(*sends)
+    for record in told("waiting"):
+        assert record.getMessage().startswith("policy: send() has waited for 5 s: an optimizer's")
+        assert record.getMessage().endswith("it gives up in 25 s (timeout=)")
 
 
 @pytest.mark.asyncio
