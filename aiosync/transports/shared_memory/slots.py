@@ -72,6 +72,7 @@ SHARED, _EXCLUSIVE, UNLOCKED = (
 )
 
 _PAGE_NBYTES = 4096
+_FIRST_FIT_SENDS = 32
 _UNUSED_SENDS = 50  # until the memory of a slot is given back, one at each send
 
 
@@ -285,7 +286,7 @@ class Arena:
         self.num_links: int = 0
         self._retired: list[Segment] = []  # were replaced; something may still refer to them
         self._segment_ids = itertools.count(1)
-        self._num_acquired = 0
+        self._num_acquired = self._last = self._before_last = 0
         self._closed = False
         close_in_child(self)
 
@@ -320,9 +321,15 @@ class Arena:
         if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             return None
         self._num_acquired += 1
-        # The first: what only slow workers made necessary comes to be unused.
-        for slot in segment.slots:
+        # The last but one: to ask for one that a worker reads costs a call of the kernel. Now and
+        # then the first: what only slow workers made necessary comes to be unused.
+        slots = segment.slots
+        if self._num_acquired % _FIRST_FIT_SENDS and self._before_last < len(slots):
+            slots = [slots[self._before_last], *slots]
+        for slot in slots:
             if not slot.namers and slot.acquire():
+                if slot.index != self._last:
+                    self._before_last, self._last = self._last, slot.index
                 slot.used_at = self._num_acquired
                 break
         else:
