@@ -20,7 +20,7 @@ SENDER = """
 import asyncio, sys, torch, aiosync
 
 async def main():
-    scheme = aiosync.TCPWeightSyncScheme(sys.argv[1], token="t", keepalive=1)
+    scheme = aiosync.TCPWeightSyncScheme(sys.argv[1], token="0123456789abcdef", keepalive=1)
     scheme.init_on_sender(weights={"w": torch.ones(4)}, num_workers=1)
     print("ready", flush=True)
     await scheme.connect(timeout=30)
@@ -42,7 +42,7 @@ import asyncio, sys, torch, aiosync
 
 async def main():
     scheme = aiosync.TCPWeightSyncScheme(
-        sys.argv[1], token="t", keepalive=1, reconnect=0, guard="reading"
+        sys.argv[1], token="0123456789abcdef", keepalive=1, reconnect=0, guard="reading"
     )
     scheme.init_on_receiver(weights={"w": torch.zeros(4)}, worker_idx=0)
     await scheme.connect(timeout=30)
