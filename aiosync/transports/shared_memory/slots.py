@@ -313,32 +313,31 @@ class Arena:
         """
         if self._closed:
             raise TransportClosed("this scheme was closed")
-        for retired in [*self._retired]:
-            if not any(slot.is_needed for slot in retired.slots):
-                self._retired.remove(retired)
-                retired.close()
+        if self._retired:
+            for retired in [*self._retired]:
+                if not any(slot.is_needed for slot in retired.slots):
+                    self._retired.remove(retired)
+                    retired.close()
         segment = self.segment
         if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             return None
-        self._num_acquired += 1
+        self._num_acquired = now = self._num_acquired + 1
         # The last but one: to ask for one that a worker reads costs a call of the kernel. Now and
         # then the first: what only slow workers made necessary comes to be unused.
         slots = segment.slots
-        if self._num_acquired % _FIRST_FIT_SENDS and self._before_last < len(slots):
+        if now % _FIRST_FIT_SENDS and self._before_last < len(slots):
             slots = [slots[self._before_last], *slots]
         for slot in slots:
             if not slot.namers and slot.acquire():
                 if slot.index != self._last:
                     self._before_last, self._last = self._last, slot.index
-                slot.used_at = self._num_acquired
+                slot.used_at = now
                 break
         else:
             return None
-        unused_since = self._num_acquired - _UNUSED_SENDS
-        for old in reversed(segment.slots):
-            if old.used_at < unused_since and not growing and old.acquire():
-                segment.shrink(old)
-                break
+        old = segment.slots[now % len(segment.slots)]  # each comes to its turn
+        if old.used_at < now - _UNUSED_SENDS and not growing and old.acquire():
+            segment.shrink(old)
         return slot
 
     def grow(self, nbytes: int) -> Slot:
