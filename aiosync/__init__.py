@@ -43,6 +43,7 @@ from aiosync.errors import (
     WeightsError,
     WireVersionMismatch,
 )
+from aiosync.events import Observer, SyncEvent, SyncStats, WorkerStats
 from aiosync.types import AckStatus, Capabilities, Limits, SendReport
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ __all__ = [
     "MemoryTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "Observer",
     "PartialSyncError",
     "PeerClosed",
     "ProtocolError",
@@ -137,6 +139,8 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "StaleVersion",
     "SwapTimeout",
+    "SyncEvent",
+    "SyncStats",
     "SyncTimeout",
     "TCPTransport",
     "TCPWeightSyncScheme",
@@ -155,6 +159,7 @@ __all__ = [
     "WeightsChanged",
     "WeightsError",
     "WireVersionMismatch",
+    "WorkerStats",
     "__version__",
     "gather_weights",
     "register_weight_sync_backend",

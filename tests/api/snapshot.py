@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent
 MODULES = [
     "aiosync",
     "aiosync.errors",
+    "aiosync.events",
     "aiosync.integrations.asgi",
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.torchrl",
@@ -45,7 +46,13 @@ ONLY = {
 # The objects that do the work of a scheme: the names are promised, what they can do is not.
 NAMES_ONLY = {"aiosync.WeightReceiver", "aiosync.WeightSender"}
 # Names of `aiosync` that are described where they are defined.
-HOMES = ["aiosync.errors", "aiosync.types", "aiosync.strategy", "aiosync.transports"]
+HOMES = [
+    "aiosync.errors",
+    "aiosync.events",
+    "aiosync.types",
+    "aiosync.strategy",
+    "aiosync.transports",
+]
 OPERATORS = {
     *("__aenter__", "__aexit__", "__aiter__", "__anext__", "__await__", "__call__"),
     *("__contains__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__"),
