@@ -44,6 +44,7 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.events import Observer, SyncEvent, SyncStats, WorkerStats
+from aiosync.spans import VersionSpan, staleness
 from aiosync.types import AckStatus, Capabilities, Limits, SendReport
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ __all__ = [
     "TransportClosed",
     "TransportError",
     "UnknownTransportError",
+    "VersionSpan",
     "WeightMap",
     "WeightReceiver",
     "WeightSender",
@@ -164,4 +166,5 @@ __all__ = [
     "gather_weights",
     "register_weight_sync_backend",
     "run",
+    "staleness",
 ]

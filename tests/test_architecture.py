@@ -20,7 +20,7 @@ ROOT = Path(aiosync.__file__).parent
 # other. `aiosync` is the package's own __init__, which re-exports the async API.
 LAYERS: list[set[str]] = [
     {"_cores", "_exports", "_version", "errors"},
-    {"events", "types"},
+    {"events", "spans", "types"},
     {"_log", "_tasks"},
     {"wire"},
     {"protocol"},
@@ -54,6 +54,7 @@ FORBIDDEN = {
     "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "errors": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "events": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
+    "spans": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "types": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "wire": LOOPS | TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
     "protocol": LOOPS | TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,

@@ -181,8 +181,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             num_workers = getattr(context, "num_workers", None)
         if num_workers is not None and num_workers != len(ends):
             raise ConfigError(f"num_workers is {num_workers}, but there are {len(ends)} pipes")
-        if self.require != "all" or self.wire_dtype is not None:
-            raise ConfigError("require= and wire_dtype= are of schemes without pipes")
+        if self.require != "all" or self.wire_dtype is not None or self.first_version != 1:
+            raise ConfigError(
+                "require=, wire_dtype= and first_version= are of schemes without pipes"
+            )
         self.model_id = model_id or self.model_id or "policy"
         sender = self.create_sender()
         try:

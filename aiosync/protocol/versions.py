@@ -28,6 +28,7 @@ class VersionClock:
 
     Args:
         epoch: Epoch of the sender; drawn when ``None``.
+        first: The first version, which continues the count of another sender.
 
     Attributes:
         epoch: Epoch of the sender.
@@ -37,19 +38,20 @@ class VersionClock:
         ConfigError: The epoch is not in 1 to 2**63 - 1.
     """
 
-    __slots__ = ("current", "epoch")
+    __slots__ = ("_first", "current", "epoch")
 
-    def __init__(self, epoch: int | None = None) -> None:
+    def __init__(self, epoch: int | None = None, first: int = 1) -> None:
         if epoch is None:
             epoch = new_epoch()
         elif type(epoch) is not int or not 1 <= epoch <= MAX_VERSION:
             raise ConfigError(f"epoch is {epoch!r}; it must be an int from 1 to 2**63 - 1")
         self.epoch: int = epoch
         self.current: int = 0
+        self._first = first
 
     def next(self) -> int:
         """Hand out the next version."""
-        self.current += 1
+        self.current = self.current + 1 if self.current else self._first
         return self.current
 
 

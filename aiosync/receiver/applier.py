@@ -379,6 +379,7 @@ class Applier:
                 inbox.found(staged.epoch, staged.version)
             elif not done:
                 inbox.applied(staged.epoch, staged.version)
+            guard.held = staged.epoch, staged.version
         before = self._before if taken else None
         if slot is None and before is not None and before.slot is not None:
             before.give_back()  # now, and not without a copy of what still views it
@@ -572,6 +573,7 @@ class Applier:
         if current is not None and not self.copy:
             self.call_soon(self._updates.retire, current)
         self.inbox.forget()
+        self.guard.held = 0, 0
         self._use(None)
 
     def _detach(self) -> None:

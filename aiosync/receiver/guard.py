@@ -31,7 +31,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.receiver.span_log import SpanLog
+from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -105,6 +108,8 @@ class Guard:
         words: The first of these is the word that reads look at, see :meth:`watch_word`.
         seen: The word that was dealt with.
         before_next_read: Called under the lock when the next read starts, before it sees anything.
+        held: Epoch and version of what is read, (0, 0) for none: what applies sets it. Does not
+            change while anybody reads.
     """
 
     def __init__(self) -> None:
@@ -134,6 +139,8 @@ class Guard:
         self._on_word: Callable[[], object] = _nothing
         self._on_overlap: Callable[[], object] = _nothing
         self.seen: int = 0
+        self.held: tuple[int, int] = (0, 0)
+        self._log: SpanLog | None = None  # once somebody has asked for spans
 
     # -- a word that others write --------------------------------------------------------------
 
@@ -221,6 +228,8 @@ class Guard:
                 del self._open[thread]
             else:
                 self._end_read(thread, read)
+            if self._log is not None and reads and not self._is_inside(thread):
+                self._log.add(*self.held)  # before something newer is applied
             if not self._open and self._applying is None:
                 if self._pending is not None or (words and words[0] != self.seen):
                     # A transform may go on with what this forward computed with.
@@ -244,6 +253,19 @@ class Guard:
             del reads[found[-1]]
         if not reads:
             self._open.pop(thread, None)
+
+    def _is_inside(self, thread: int) -> bool:
+        """Whether what runs in this thread is inside of a forward, or of a block of its task."""
+        task = current_task()
+        reads = self._open.get(thread, ())
+        return any(read is task or isinstance(read, FrameType) for read in reads)
+
+    def span(self) -> VersionSpan | None:
+        """The versions of the reads that ended here since the last call; counts from the first."""
+        with self._lock:
+            if self._log is None:
+                self._log = SpanLog()
+            return self._log.take()
 
     def _pause_before(self, thread: int, *, forward: bool) -> float:
         """Seconds for which an outermost read should wait now, and look again then; 0 for none."""

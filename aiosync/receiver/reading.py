@@ -21,9 +21,12 @@ from torch import nn
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
 from aiosync.receiver.guard import Guard, never_traced
+from aiosync.receiver.span_log import epoch_text
+from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
 __all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_reader"]
 
@@ -40,17 +43,28 @@ class Reading:
 
     Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
     inside the block; the latter also lets an update that waits go first. Both may be nested.
+
+    Attributes:
+        span: The version that was used, for whoever learns from what was computed; ``None`` before
+            the end of the block. Of several blocks of one object, that of the one that ended last.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
+        self.span: VersionSpan | None = None
         # Where and by which task it was entered: a generator may end elsewhere.
         self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
 
-    def __enter__(self) -> None:
+    @property
+    def version(self) -> int:
+        """Inside: the version that is used. 0 for weights that have none, and outside."""
+        return self._guard.held[1] if self._entered else 0
+
+    def __enter__(self) -> Self:
         task = current_task()
         self._guard.enter(task)
         self._entered.append((threading.get_ident(), task))
+        return self
 
     def __exit__(
         self,
@@ -62,9 +76,13 @@ class Reading:
         if found not in self._entered:
             found = self._entered[-1]
         self._entered.remove(found)
-        self._guard.leave(found[1], thread=found[0])
+        epoch, version = self._guard.held  # now: leave() may apply something newer
+        try:
+            self._guard.leave(found[1], thread=found[0])
+        finally:
+            self.span = VersionSpan(version, version, epoch_text(epoch))
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Self:
         guard = self._guard
         if id(guard) not in _inside.get():
             await asyncio.sleep(0)  # one forward after the other must leave the loop its turns
@@ -73,6 +91,7 @@ class Reading:
             guard.note_overlap()
         self.__enter__()
         _inside.set((*_inside.get(), id(guard)))
+        return self
 
     async def __aexit__(
         self,

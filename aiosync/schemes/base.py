@@ -43,6 +43,7 @@ from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
 from aiosync.receiver.reading import Guarded, Methods, Reading
 from aiosync.receiver.receiver import Relay, WeightReceiver
+from aiosync.receiver.span_log import epoch_text
 from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, Left
 from aiosync.rendezvous.handshake import Refused, greet
@@ -62,6 +63,7 @@ from aiosync.schemes.sources import (
 )
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import Planned, SnapshotCopier
+from aiosync.spans import VersionSpan, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
@@ -121,6 +123,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
             one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
             A single dtype does not round buffers that are not persistent.
+        first_version: What a sender counts from. A trainer that resumes from a checkpoint passes
+            the :attr:`version` that it saved there plus one: samples that were made up to then
+            stay comparable. Only the sender needs it.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -139,6 +144,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         require: Require = "all",
         timeout: float | None = 120.0,
         wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
     ) -> None:
         self.strategy = strategy
         self.sync = sync
@@ -150,6 +156,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self.require = require
         self.timeout = timeout
         self.wire_dtype = wire_dtype
+        self.first_version = first_version
         self._address = new_address()
         self._model_id: str | None = None
         self._sender_pid: int | None = None
@@ -859,6 +866,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             parts=not self.strict,
             streaming=self._streaming(),
             how=self._how,
+            first_version=self.first_version,
         )
         planned = self._plan(weights, initial=True)
         for idx, link in self._links.items():
@@ -1269,9 +1277,45 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Context manager: what is computed inside sees one version of the weights.
 
         Forward passes of the model itself do not need it. ``with`` in threads and in code without
-        awaits, ``async with`` in coroutines that await inside.
+        awaits, ``async with`` in coroutines that await inside. ``with scheme.reading() as read:``
+        gives ``read.version`` inside, and ``read.span`` after the block.
         """
         return Reading(self._guard_object)
+
+    def span(self) -> VersionSpan | None:
+        """The versions of what this thread, or this task, has read since it last asked.
+
+        Reads are forward passes, :meth:`reading` blocks and guarded methods of a receiver; one
+        inside of another is part of that. They count once they have ended, from the first call in
+        any thread on: call it once before. With ``strict=False`` the version is that of the newest
+        update, whatever names it held. Memory is bounded: of more than 256 versions that nobody
+        asked for, the oldest count as still older ones.
+
+        Returns:
+            The span, with the number of reads of each version; ``None`` if there was no read. Its
+            ``first`` is 0 where a version was of another run of the trainer than the newest, or
+            there was none.
+        """
+        return self._guard_object.span()
+
+    def staleness(
+        self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
+    ) -> float | None:
+        """How many versions older than this trainer's newest a sample is.
+
+        See :func:`aiosync.staleness`. Spans of another run of the trainer are comparable up to
+        ``first_version``, and unknown otherwise.
+
+        Raises:
+            LocalProtocolError: Not a sender.
+            ConfigError: There is no such weight.
+        """
+        if self._role != "sender":
+            raise LocalProtocolError(
+                "staleness() is the trainer's: elsewhere call aiosync.staleness(newest, span)"
+            )
+        epoch, first_version = epoch_text(self.epoch), self.first_version
+        return staleness(self.version, span, weight, epoch=epoch, first_version=first_version)
 
     def guarded(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """The function, or coroutine function, each call of which sees one version.

@@ -55,6 +55,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         handshake_timeout: Seconds that a peer has to prove its identity.
         limits: What a peer may announce.
         wire_dtype: What the sender casts floating-point weights to on their way.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
         shared_memory: Workers on the sender's host read updates from shared memory.
     """
 
@@ -76,6 +77,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         handshake_timeout: float,
         limits: Limits | None,
         wire_dtype: Dtypes | None,
+        first_version: int,
         shared_memory: bool,
     ) -> None:
         super().__init__(
@@ -89,6 +91,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
             require=require,
             timeout=timeout,
             wire_dtype=wire_dtype,
+            first_version=first_version,
         )
         self._addresses = [] if address is None else [Address.parse(address)]
         self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)

@@ -50,6 +50,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
         require: How many workers must apply an update for ``send()`` to succeed.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
         group: A Gloo process group that the sender and all workers are members of, used for
             point-to-point transfers instead of groups of two. A transfer that is cut or stalls
             breaks the whole group, so use none that anything else depends on. Not pickled:
@@ -98,6 +99,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
         strict: bool = True,
         require: Require = "all",
         wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
         group: Any = None,
         store: Any = None,
         address: str | None = None,
@@ -128,6 +130,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
             handshake_timeout=handshake_timeout,
             limits=limits,
             wire_dtype=wire_dtype,
+            first_version=first_version,
             shared_memory=shared_memory,
         )
         self.inline_nbytes = inline_nbytes

@@ -179,6 +179,7 @@ class SchemeOptions:
     wire_dtype: Option[Dtypes | None] = Option(
         lambda name, value: check_dtypes(value, name), "What weights are cast to on their way."
     )
+    first_version: Option[int] = Option(count(1), "What a sender counts versions from.")
 
 
 class StreamOptions(SchemeOptions):

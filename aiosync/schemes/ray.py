@@ -61,6 +61,7 @@ class RayWeightSyncScheme(ClusterScheme):
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
         address: Where the sender listens for control streams; its node's address in the
             cluster, and a free port, if omitted.
         token: Secret of the control streams; generated when omitted, and pickled with the
@@ -96,6 +97,7 @@ class RayWeightSyncScheme(ClusterScheme):
         require: Require = "all",
         timeout: float | None = 120.0,
         wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -121,6 +123,7 @@ class RayWeightSyncScheme(ClusterScheme):
             handshake_timeout=handshake_timeout,
             limits=limits,
             wire_dtype=wire_dtype,
+            first_version=first_version,
             shared_memory=shared_memory,
         )
         self.inline_nbytes = inline_nbytes

@@ -58,6 +58,7 @@ class RPCWeightSyncScheme(ClusterScheme):
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
         address: Where the sender listens. By default on any port of the address
             from which this host reaches ``MASTER_ADDR``, or else of the loopback address.
         token: Secret of the streams. Generated when omitted: it travels in the pickle
@@ -89,6 +90,7 @@ class RPCWeightSyncScheme(ClusterScheme):
         require: Require = "all",
         timeout: float | None = 120.0,
         wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
         address: str | None = None,
         token: str | bytes | None = None,
         reconnect: float | None = 30.0,
@@ -113,6 +115,7 @@ class RPCWeightSyncScheme(ClusterScheme):
             handshake_timeout=handshake_timeout,
             limits=limits,
             wire_dtype=wire_dtype,
+            first_version=first_version,
             shared_memory=shared_memory,
         )
         self.patience = patience

@@ -59,6 +59,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
         token: A secret that both sides prove that they have; it is never sent. Use at least 16
             random bytes.
         tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext``
@@ -95,6 +96,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         require: Require = "all",
         timeout: float | None = 120.0,
         wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
         token: str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
         dial: Literal["receiver", "sender", "both"] = "receiver",
@@ -118,6 +120,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             require=require,
             timeout=timeout,
             wire_dtype=wire_dtype,
+            first_version=first_version,
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")

@@ -60,6 +60,7 @@ class WeightSender:
         how: How ``send()`` copies large weights that are for everybody, see
             :meth:`SnapshotCopier.take`. They are not borrowed while a worker reads slots, which
             have to be filled for it anyway.
+        first_version: What versions are counted from.
 
     Attributes:
         require: As given; may change.
@@ -80,9 +81,10 @@ class WeightSender:
         parts: bool = False,
         streaming: Streaming | None = None,
         how: How = "copy",
+        first_version: int = 1,
     ) -> None:
         self.require: Require = require
-        self.clock: VersionClock = VersionClock()
+        self.clock: VersionClock = VersionClock(first=first_version)
         self.copier: SnapshotCopier = copier
         self.workers: WorkerRegistry = WorkerRegistry(
             model_id=model_id,

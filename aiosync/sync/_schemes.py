@@ -194,6 +194,7 @@ class WeightSyncScheme(SchemeOptions):
         require: How many workers must apply an update for ``send()`` to succeed.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: What the sender casts floating-point weights to on their way.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -407,6 +408,8 @@ class WeightSyncScheme(SchemeOptions):
     apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
     reading: Final = direct(aio.WeightSyncScheme.reading)
     guarded: Final = direct(aio.WeightSyncScheme.guarded)
+    span: Final = direct(aio.WeightSyncScheme.span)
+    staleness: Final = direct(aio.WeightSyncScheme.staleness)
 
     def send_async(
         self,

@@ -3,8 +3,8 @@
 ``python -m tests.bench.forwards`` runs trainer and workers in processes of their own, for shared
 memory, pipe and TCP, the async API and the facade, and a model that is eager or compiled. Every
 value of version v is the number v, so that a forward that finds two numbers, or fewer than the
-forward before it, is wrong; with ``reading()`` also one whose number is not the scheme's version.
-Exits with 1 if there was any, or if hardly anything was sent meanwhile.
+forward before it, is wrong; and so is one whose number is not the version of its span. Exits with 1
+if there was any, or if hardly anything was sent meanwhile.
 """
 
 from __future__ import annotations
@@ -54,14 +54,18 @@ def look(scheme: Any, model: Any, forwards: int) -> dict[str, int]:
     """Compute, and count what is wrong and how many versions there were."""
     found = {"forwards": 0, "mixed": 0, "older": 0, "mislabelled": 0, "versions": 0}
     newest, inputs = 0.0, torch.full((16,), 1 / 16)
+    scheme.span()
     with torch.no_grad():
         for number in range(forwards):
             if number % 4:
                 numbers = model(inputs).tolist()
             else:
-                with scheme.reading():
+                with scheme.reading() as read:
                     numbers = model(inputs).tolist()
                     found["mislabelled"] += numbers[0] != scheme.version
+                found["mislabelled"] += numbers[0] != read.span.last
+            span = scheme.span()
+            found["mislabelled"] += span.runs != ((int(numbers[0]), 1),)
             found["forwards"] += 1
             found["mixed"] += len(set(numbers)) > 1
             found["older"] += numbers[0] < newest

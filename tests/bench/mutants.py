@@ -82,6 +82,27 @@ MUTANTS = [
         contract("read_waits_for_update"),
     ),
     Mutant(
+        "a block has the version that waited for its end",
+        "receiver/reading.py",
+        "        finally:\n            self.span",
+        "        finally:\n            epoch, version = self._guard.held\n            self.span",
+        contract("version_of_a_block"),
+    ),
+    Mutant(
+        "a forward inside of a block counts beside it",
+        "receiver/guard.py",
+        "if self._log is not None and reads and not self._is_inside(thread):",
+        "if self._log is not None and reads:",
+        contract("spans"),
+    ),
+    Mutant(
+        "what another run made counts as this one's",
+        "receiver/span_log.py",
+        "        if known != epoch:",
+        "        if False:",
+        contract("spans_over_a_restart"),
+    ),
+    Mutant(
         "a refused version counts as applied",
         "receiver/applier.py",
         "        if taken:\n            if self.current is not staged:",

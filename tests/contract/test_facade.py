@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import aiosync.sync
-from tests.contract import delivery, failures, lifetime, reading
+from tests.contract import delivery, failures, lifetime, reading, spans
 from tests.contract.bench import Hooks, as_check
 
 WAIT = {"connect", "send", "receive", "wait_for_version", "wait_staged", "pull"}
@@ -32,6 +32,8 @@ BODIES = (
     failures.check_dead_trainer,
     reading.check_receive,
     reading.check_torn_reads,
+    spans.check_spans_of_tasks_and_threads,
+    spans.check_first_version,
     lifetime.check_replaced_model,
     lifetime.check_context,
     lifetime.check_restarted_trainer,

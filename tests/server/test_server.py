@@ -49,6 +49,21 @@ async def test_a_trainer_that_restarts_is_a_new_epoch_and_workers_keep_their_lin
         assert described(server)["workers"][0]["lag"] == 0
 
 
+async def test_a_trainer_that_resumes_goes_on_counting_and_old_samples_stay_comparable() -> None:
+    spans = []
+    async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
+        for first_version, ages in ((1, [0.0]), (4, [3.0, 0.0])):
+            async with trainer(server, first_version=first_version) as source:
+                for version in range(first_version, first_version + 3):
+                    assert (await send(source, float(version))).version == version
+                await until(lambda last=version: holds(scheme, float(last)))  # type: ignore[misc]
+                with scheme.reading() as read:
+                    assert read.version == first_version + 2
+                spans.append(read.span)
+                assert [source.staleness(span) for span in spans] == ages
+            await until(lambda: described(server)["trainer"] is None)
+
+
 async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
     async with WeightServer(URL) as server:
         async with trainer(server) as first:

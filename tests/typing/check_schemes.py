@@ -33,10 +33,12 @@ async def receiver(scheme: aiosync.MultiProcessWeightSyncScheme) -> None:
         if update is not None:
             assert_type(update.version, int)
         assert_type(await scheme.wait_for_version(3), int)
-        with scheme.reading():
-            assert_type(scheme.version, int)
-        async with scheme.reading():
+        with scheme.reading() as read:
+            assert_type(read.version, int)
+        async with scheme.reading() as read:
             assert_type(scheme.lag, int)
+        assert_type(read.span, aiosync.VersionSpan | None)
+        assert_type(scheme.span(), aiosync.VersionSpan | None)
         assert_type(scheme.apply_pending(), int | None)
 
 

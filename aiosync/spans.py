@@ -1,0 +1,95 @@
+"""Which versions of the weights made a sample, and how old these are.
+
+Plain values, for whoever makes samples and for whoever learns from them. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from aiosync.errors import ConfigError
+
+__all__ = ["VersionSpan", "staleness"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The versions that a sample, a request or a batch was computed with.
+
+    Attributes:
+        first: The oldest one; 0 if a part was computed with weights that have no version.
+        last: The newest one.
+        epoch: Which run of a trainer they are of, 16 hexadecimal digits as in the headers of a
+            server; ``None`` if that is not known.
+        runs: How many tokens, steps or reads each version made, as pairs (version, count), in the
+            order in which they came; empty where nothing was counted.
+    """
+
+    first: int
+    last: int
+    epoch: str | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_runs(cls, runs: Iterable[tuple[int, int]], epoch: str | None = None) -> VersionSpan:
+        """The span of what was counted.
+
+        Args:
+            runs: Pairs (version, count), at least one; neighbours of one version become one.
+            epoch: Which run of a trainer they are of.
+
+        Raises:
+            ConfigError: There are no pairs.
+        """
+        merged: list[tuple[int, int]] = []
+        for version, count in runs:
+            if merged and merged[-1][0] == version:
+                count += merged.pop()[1]
+            merged.append((version, count))
+        if not merged:
+            raise ConfigError("a span has at least one version: pass pairs (version, count)")
+        versions = [version for version, _ in merged]
+        return cls(min(versions), max(versions), epoch, tuple(merged))
+
+
+def staleness(
+    now: int,
+    span: VersionSpan | None,
+    weight: Literal["sample", "token"] = "sample",
+    *,
+    epoch: str | None = None,
+    first_version: int = 1,
+) -> float | None:
+    """How many versions old a sample is. Never negative; what is not known is never 0.
+
+    ``scheme.staleness(span)`` of a trainer fills in all but the weight.
+
+    Args:
+        now: The trainer's newest version.
+        span: The versions that the sample was computed with, if that is known.
+        weight: ``"sample"`` counts from the oldest weights in it; ``"token"`` takes the mean over
+            what :attr:`VersionSpan.runs` counted.
+        epoch: The trainer's own run; ``None`` where all spans are of one.
+        first_version: What the trainer's run began with. From 2 on it continues the count of the
+            run before, and versions below are comparable.
+
+    Returns:
+        Versions; ``None`` if it is unknown: there is no span, or no version in it, or one of
+        another run whose count was not continued, or one newer than ``now``; with ``"token"`` also
+        where several versions were not counted.
+
+    Raises:
+        ConfigError: There is no such weight.
+    """
+    if weight not in ("sample", "token"):
+        raise ConfigError(f"weight must be 'sample' or 'token', got {weight!r}")
+    if span is None or not 1 <= span.first <= span.last <= now:
+        return None
+    if epoch is not None and span.epoch not in (None, epoch) and span.last >= first_version:
+        return None
+    if weight == "sample" or span.first == span.last:
+        return float(now - span.first)
+    total = sum(count for _, count in span.runs)
+    return sum(count * (now - version) for version, count in span.runs) / total if total else None

@@ -1,0 +1,242 @@
+"""Which version a worker has read, and how old a sample is for the trainer. Imports neither pytest
+nor a private name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import aiosync
+from aiosync import VersionSpan
+from tests.contract.bench import PATIENCE, Bench, background, needs, refuses, small, until
+
+
+def epoch_of(scheme: Any) -> str:
+    """As in spans."""
+    return f"{scheme.epoch:016x}"
+
+
+async def check_version_of_a_block(bench: Bench) -> None:
+    """A block has one version from its begin to its end, also if an update waited for the end."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, epoch = worker.scheme, epoch_of(crew.sender)
+        reading = scheme.reading()
+        with reading as read:
+            assert read is reading
+            assert (read.version, read.span) == (1, None)
+            handle = crew.send_nowait(2.0)
+            await asyncio.sleep(0.05)
+            assert read.version == 1
+            with scheme.reading() as inner:
+                assert (inner.version, worker.model()) == (1, (1.0, 1.0))
+            assert inner.span == VersionSpan(1, 1, epoch)
+        assert read.span == VersionSpan(1, 1, epoch)
+        await handle
+        async with scheme.reading() as read:
+            assert (read.version, worker.model()) == (2, (2.0, 2.0))
+            handle = crew.send_nowait(3.0)
+            await asyncio.sleep(0.05)
+            async with scheme.reading() as inner:
+                assert inner.version == 2
+        assert (read.span, inner.span) == (VersionSpan(2, 2, epoch),) * 2
+        await handle
+        with scheme.reading() as read:
+            pass
+        assert read.span == VersionSpan(3, 3, epoch)
+    async with bench.sender(small(1.0)) as crew:
+        with crew.sender.reading() as read:
+            assert read.version == 0
+        assert read.span == VersionSpan(0, 0)
+
+
+async def check_spans(bench: Bench) -> None:
+    """span() gives the versions of the reads since the last call, those within others left out."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, epoch = worker.scheme, epoch_of(crew.sender)
+        assert scheme.span() is None  # counts from now on
+        assert scheme.span() is None
+        for number in (1.0, 2.0, 3.0):
+            if number > 1:
+                await crew.send(number)
+            worker.model()
+            with scheme.reading():
+                assert worker.model() == (number, number)
+                with scheme.reading():
+                    worker.model()
+        assert scheme.span() == VersionSpan(1, 3, epoch, ((1, 2), (2, 2), (3, 2)))
+        assert scheme.span() is None
+        guarded = scheme.guarded(worker.model)
+        async with scheme.reading():
+            assert guarded() == (3.0, 3.0)
+            assert scheme.span() is None  # it has not ended
+        assert scheme.span() == VersionSpan(3, 3, epoch, ((3, 1),))
+        assert guarded() == (3.0, 3.0)
+        assert scheme.span() == VersionSpan(3, 3, epoch, ((3, 1),))
+        for number in range(4, 304):  # nobody asks: memory is bounded
+            await crew.send(float(number))
+            worker.model()
+        span = scheme.span()
+        assert (span.first, span.last, sum(count for _, count in span.runs)) == (4, 303, 300)
+        assert 100 < len(span.runs) < 300
+
+
+async def check_spans_of_tasks_and_threads(bench: Bench) -> None:
+    """Each thread and each task has its own spans."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, epoch = worker.scheme, epoch_of(crew.sender)
+        scheme.span()
+
+        async def act(number: int) -> VersionSpan | None:
+            for _ in range(number):
+                async with scheme.reading():
+                    await asyncio.sleep(0)
+                    worker.model()
+                worker.model()
+                await asyncio.sleep(0)
+            found: VersionSpan | None = scheme.span()
+            return found
+
+        def compute() -> VersionSpan | None:
+            worker.model()
+            found: VersionSpan | None = scheme.span()
+            return found
+
+        spans = await asyncio.gather(*(act(number) for number in (0, 1, 3)))
+        assert spans == [None, *(VersionSpan(1, 1, epoch, ((1, 2 * n),)) for n in (1, 3))]
+        assert await asyncio.to_thread(compute) == VersionSpan(1, 1, epoch, ((1, 1),))
+        assert scheme.span() is None
+
+
+async def check_spans_are_those_of_the_weights(bench: Bench) -> None:
+    """A forward beside sends without a pause has the version that its weights encode."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        ended = threading.Event()
+        seen: list[tuple[float, VersionSpan, int]] = []
+
+        def collect() -> None:
+            worker.scheme.span()
+            while not ended.is_set():
+                first, last = worker.model()
+                assert first == last
+                with worker.scheme.reading() as read:
+                    inside = int(worker.model()[0]), read.version
+                span = worker.scheme.span()
+                assert inside == (span.last, span.last)
+                assert read.span == VersionSpan(span.last, span.last, span.epoch)
+                seen.append((first, span, sum(count for _, count in span.runs)))
+
+        async with background(asyncio.to_thread(collect)) as [task]:
+            try:
+                for number in range(2, 200):
+                    await crew.send(float(number))
+                    if number % 8 == 0:
+                        await asyncio.sleep(0.002)
+            finally:
+                ended.set()
+            await asyncio.wait_for(task, PATIENCE)
+        assert all(first == span.first and count == 2 for first, span, count in seen)
+        assert {span.epoch for _, span, _ in seen} == {epoch_of(crew.sender)}
+        assert len({span.first for _, span, _ in seen}) > 8, "hardly anything was sent meanwhile"
+
+
+async def check_spans_of_manual_apply(bench: Bench) -> None:
+    """With apply="manual" a read has the version that was applied, not the one that waits."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        [worker] = crew.workers
+        worker.scheme.span()
+        handle = crew.send_nowait(2.0)
+        await worker.scheme.wait_staged(2)
+        worker.model()
+        assert worker.scheme.span().last == 1
+        assert worker.scheme.apply_pending() == 2
+        assert worker.model() == (2.0, 2.0)
+        assert worker.scheme.span().first == 2
+        await handle
+
+
+async def check_spans_of_a_model_that_goes(bench: Bench) -> None:
+    """A model that was never sent has no version, and neither has what comes after another run."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        scheme = crew.workers[0].scheme
+        scheme.span()
+        with scheme.reading():
+            pass
+        scheme.model = None
+        with scheme.reading() as read:
+            assert read.version == 0
+        assert read.span == VersionSpan(0, 0)
+        span = scheme.span()
+        assert (span.first, crew.sender.staleness(span)) == (0, None)
+
+
+async def check_first_version(bench: Bench) -> None:
+    """A trainer that resumes goes on counting: samples up to its checkpoint are comparable."""
+    target, spans = small(), []
+    for first_version in (1, 4, 1):
+        init = {"num_workers": None}
+        async with bench.crew(small(1.0), [target], init=init, first_version=first_version) as crew:
+            [worker] = crew.workers
+            await worker.wait(first_version)
+            assert crew.sender.version == await worker.version() == first_version
+            assert (await crew.send(2.0)).version == first_version + 1
+            assert await crew.values() == [2.0]
+            with worker.scheme.reading() as read:
+                pass
+            spans.append(read.span)
+            assert (
+                crew.sender.staleness(read.span) == crew.sender.staleness(read.span, "token") == 0
+            )
+            assert crew.sender.staleness(None) is None
+            late = await crew.join(small())
+            assert (await late.version(), await late.value()) == (first_version + 1, 2.0)
+            await crew.send(3.0)
+            # 2, of the first run, is what the second continues; the third begins anew.
+            ages = [crew.sender.staleness(span) for span in spans]
+            assert ages == {1: [1.0], 4: [4.0, 1.0]}[first_version] or ages == [None, None, 1.0]
+            refuses(aiosync.LocalProtocolError, lambda end=worker: end.scheme.staleness(None))
+            refuses(aiosync.ConfigError, lambda end=crew: end.sender.staleness(None, "mean"))
+    assert len({span.epoch for span in spans}) == 3
+    refuses(aiosync.ConfigError, lambda: bench.make(first_version=0))
+
+
+@needs("relay")
+async def check_spans_over_a_restart(bench: Bench) -> None:
+    """What a task read of the run before counts as unknown, and is never taken for the newer."""
+    assert bench.hooks.relay is not None
+    async with (
+        bench.sender(small(1.0)) as one,
+        bench.sender(small(5.0)) as two,
+        bench.hooks.relay(one.sender) as (scheme, _, lead_to),
+        scheme,
+    ):
+        model = small()
+        scheme.init_on_receiver(model_id="policy", model=model)
+        await asyncio.gather(one.sender.connect(), two.sender.connect(), scheme.connect())
+        await one.send(2.0)
+        await scheme.wait_for_version(2)
+        scheme.span()
+        assert model() == model() == (2.0, 2.0)
+        lead_to(two.sender)
+        await one.sender.aclose()
+        await until(lambda: scheme.version == 1)
+        assert model() == (5.0, 5.0)
+        span = scheme.span()
+        assert span == VersionSpan(0, 1, epoch_of(two.sender), ((0, 2), (1, 1)))
+        assert two.sender.staleness(span) is None
+
+
+CHECKS = (
+    check_version_of_a_block,
+    check_spans,
+    check_spans_of_tasks_and_threads,
+    check_spans_are_those_of_the_weights,
+    check_spans_of_manual_apply,
+    check_spans_of_a_model_that_goes,
+    check_first_version,
+    check_spans_over_a_restart,
+)
