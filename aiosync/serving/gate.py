@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -112,6 +113,8 @@ class AdmissionGate:
         self.swap_timeout = swap_timeout
         self.swaps: int = 0
         """Switches that were made."""
+        self.on_admission: Callable[[float], object] | None = None
+        """Called with the seconds that a request or batch waited, once it is let in or given up."""
         self._version = initial_version or 0
         self._epoch: int | None = None
         self._running = 0  # what a switch has to wait for
@@ -354,6 +357,8 @@ class Admission:
         else:
             if gate._closed or not gate._may_enter(self):
                 await self._wait()
+            elif gate.on_admission is not None:
+                gate.on_admission(0.0)
             gate._enter(self)
             self._parts = 1
             self.version, self.epoch = gate._version, gate._epoch
@@ -378,6 +383,7 @@ class Admission:
     async def _wait(self) -> None:
         gate = self._gate
         limit = _limit_of(self._timeout, gate.timeout)
+        began = time.monotonic()
         gate._waiting += 1
         try:
             async with asyncio.timeout(limit):
@@ -386,6 +392,8 @@ class Admission:
             raise self._too_late(limit) from exc
         finally:
             gate._waiting -= 1
+            if gate.on_admission is not None:
+                gate.on_admission(time.monotonic() - began)
 
     def _too_late(self, limit: float | None) -> AdmissionTimeout:
         """The error after ``limit`` seconds; at once, in a part of another request, with none."""

@@ -50,6 +50,20 @@ async def test_nobody_is_let_in_before_there_is_a_version(mode) -> None:
     assert (gate.running, gate.waiting) == (0, 0)
 
 
+@both_modes
+async def test_it_says_how_long_each_request_waited(mode) -> None:
+    gate = AdmissionGate(mode=mode)
+    gate.on_admission = (waits := []).append
+    with pytest.raises(aiosync.AdmissionTimeout):
+        async with gate.request(timeout=0.02):
+            pytest.fail("was let in")
+    assert len(waits) == 1 and waits[0] >= 0.02
+    async with gate.swap():
+        pass
+    async with gate.request():
+        assert waits[1:] == [0.0]
+
+
 async def test_a_switch_waits_for_the_requests_that_run_and_new_ones_for_it() -> None:
     gate = AdmissionGate(initial_version=1)
     log: list = []
