@@ -32,6 +32,7 @@ def log(
     model: str | None,
     worker: int | None = None,
     version: int | None = None,
+    error: BaseException | None = None,
 ) -> None:
     """Tell one thing.
 
@@ -42,9 +43,12 @@ def log(
         model: Which model it is about, if it is about one.
         worker: Which worker.
         version: Which version.
+        error: What was raised, to be shown with its traceback.
     """
     told = {"phase": phase, "model": model, "worker": worker, "version": version}
-    LOGGER.log(level, "%s", text if model is None else f"{model}: {text}", extra=told)
+    LOGGER.log(
+        level, "%s", text if model is None else f"{model}: {text}", exc_info=error, extra=told
+    )
 
 
 def say_waiting(

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aiosync.errors import AckTimeout, AiosyncError, ConfigError, PartialSyncError
+from aiosync.errors import AckTimeout, AiosyncError, ApplyError, ConfigError, PartialSyncError
+from aiosync.events import SyncOutcome
 from aiosync.protocol.outbox import Outcome, WorkerLeft
 from aiosync.types import Require, SendReport
 
@@ -69,10 +70,14 @@ class SendTracker:
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
         look_at: When to look at it again; not used here.
+        copied: When the weights were copied; not used here.
+        wire_nbytes: Bytes of payload that had travelled before it; not used here.
+        trace: The traceparent of its span, if it has one; not used here.
     """
 
     __slots__ = (
         "acked",
+        "copied",
         "failed",
         "left",
         "look_at",
@@ -83,9 +88,11 @@ class SendTracker:
         "skipped",
         "started",
         "timeout",
+        "trace",
         "version",
         "waiter",
         "waiting",
+        "wire_nbytes",
         "workers",
     )
 
@@ -116,6 +123,9 @@ class SendTracker:
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
         self.look_at: float = math.inf
+        self.copied: float = 0.0
+        self.wire_nbytes: int = 0
+        self.trace: str | None = None
 
     @property
     def satisfied(self) -> bool:
@@ -129,6 +139,16 @@ class SendTracker:
         With ``require="all"`` the result waits for every target, so that it names each failure.
         """
         return not self.waiting or (self.require != "all" and self.satisfied)
+
+    @property
+    def outcome(self) -> SyncOutcome:
+        """How the send ended, once it is :attr:`settled`."""
+        if not (self.failed or self.require != "all") or self.satisfied:
+            return "ok" if self.acked or not self.skipped else "skipped"
+        errors = self.failed.values()
+        if any(isinstance(each, ApplyError) for each in errors):
+            return "refused"
+        return "timeout" if any(isinstance(each, AckTimeout) for each in errors) else "error"
 
     @property
     def needed(self) -> int:
@@ -194,7 +214,7 @@ class SendTracker:
             PartialSyncError: Fewer targets than :attr:`needed` are on this version or a
                 newer one.
         """
-        if (self.failed or self.require != "all") and not self.satisfied:
+        if self.outcome not in ("ok", "skipped"):
             # With fewer targets than needed, the workers that had gone are a part of the reason.
             before = self.lost if len(self.workers) < self.needed else {}
             raise PartialSyncError(

@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aiosync._meter import Meter
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
+from aiosync.events import SyncOutcome
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
 from aiosync.receiver.reading import Methods
@@ -90,6 +92,7 @@ class Applier:
         reads_words: What a word names is taken as it is.
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not wait. What it raises is the error of a version that was taken.
+        meter: Counts what becomes of updates.
 
     Attributes:
         inbox: The versions that are here, and the one that the model has.
@@ -113,6 +116,7 @@ class Applier:
         methods: Sequence[str],
         reads_words: bool,
         flipped: Callable[[int, int], None],
+        meter: Meter,
     ) -> None:
         self.guard = guard
         self.manual = manual
@@ -130,6 +134,7 @@ class Applier:
         self._methods = Methods(guard, methods)
         self._reads_words = reads_words
         self._flipped = flipped
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._taking: Staged | None = None  # is being applied, if by nobody then again
@@ -343,6 +348,7 @@ class Applier:
         """Have the model take what is noted; may be cut short anywhere, and called again."""
         staged, inbox, guard, target = self._taking, self.inbox, self.guard, self._target
         assert staged is not None
+        began = time.perf_counter() if self._meter.observers else 0.0
         slot, same = staged.slot, staged.epoch == inbox.epoch
         if slot is None and same and staged.version < inbox.version:
             result = Result(staged)  # overtaken by what a word named
@@ -388,6 +394,8 @@ class Applier:
         if not silent or (taken and error is not None):
             self._tell(result)
         self._taking = self._before = None
+        if error is None:
+            self.note("ok", staged, began)
         if self._closed and taken and isinstance(target, Target) and not self.copy:
             target.detach_(staged.flat)  # the loop has closed meanwhile, and will not
             self.current = None
@@ -396,6 +404,26 @@ class Applier:
         if error is not None and looked and guard.at_read:
             raise _refused(staged.version, error) from error
         return result
+
+    def note(self, outcome: SyncOutcome, staged: Staged, closed_at: float = 0.0) -> None:
+        """Count what became of an update, and have the loop tell who wants to know. Any thread.
+
+        Args:
+            outcome: What.
+            staged: The update.
+            closed_at: Since when no read could begin, on ``time.perf_counter()``'s clock.
+        """
+        meter, slot, nbytes = self._meter, staged.slot, staged.layout.nbytes
+        began, seconds, trace = staged.began or staged.at, dict[str, float](), None
+        if meter.observers:
+            now, trace = time.perf_counter(), staged.trace if slot is None else slot.trace
+            if staged.began:
+                seconds["stage"] = staged.at - began
+            if closed_at:
+                seconds |= {"apply": now - staged.at, "pause": now - closed_at}
+        wire_nbytes = nbytes if slot is None else 0
+        epoch, version = staged.epoch, staged.version
+        meter.ended(outcome, epoch, version, began, seconds, nbytes, wire_nbytes, trace)
 
     def _took(self, result: Result, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.

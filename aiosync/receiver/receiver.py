@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 from aiosync._log import LOGGER
+from aiosync._meter import Meter
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
@@ -40,6 +41,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Result
 from aiosync.receiver.guard import Guard
@@ -112,11 +114,13 @@ class WeightReceiver:
             end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
+        meter: Counts what becomes of updates.
         log: Told what happened, in one word and in a sentence, to which version, and how much it
             matters.
 
     Attributes:
         applier: Has the model.
+        meter: As given.
         lost: Why there is no link, while one is looked for.
         cut_off: Since when, on ``time.monotonic()``'s clock, no link was of use, and why the last
             one ended.
@@ -144,6 +148,7 @@ class WeightReceiver:
         trainer: KeptLink[Transport, Welcome] | None = None,
         lasting: float | None = None,
         promises: bool = True,
+        meter: Meter,
         log: Callable[..., None] = lambda *told: None,
     ) -> None:
         self.transport: Transport = transport
@@ -171,7 +176,9 @@ class WeightReceiver:
             methods=methods,
             reads_words=self._transformer is None,
             flipped=flipped,
+            meter=meter,
         )
+        self.meter: Meter = meter
         self.inbox: Inbox = self.applier.inbox
         self._resolve = resolve
         self._relay = relay
@@ -319,6 +326,7 @@ class WeightReceiver:
             older = self.applier.owe(version)
             if older:
                 self._outgoing.say(make_ack(epoch, older, AckStatus.SKIPPED, None))
+                self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
     def _is_news(self, epoch: int, version: int) -> bool:
@@ -341,7 +349,9 @@ class WeightReceiver:
             staged.give_back()
         elif self._transformer is not None:
             self._transforming = (staged.epoch, staged.version)
-            self._transformer.begin(staged)
+            old = self._transformer.begin(staged)
+            if old is not None:
+                self.applier.note("skipped", old)
         else:
             self._take(staged)
 
@@ -366,6 +376,7 @@ class WeightReceiver:
             self._take(staged)
         else:
             self._refuse(staged.epoch, staged.version, error)
+            self.applier.note("refused", staged)
             self._updates.retire(staged)
             self._changed.notify()
 
@@ -399,6 +410,7 @@ class WeightReceiver:
 
     def _skip(self, staged: Staged, by: Staged) -> None:
         staged.give_back()
+        self.applier.note("skipped", staged)
         if by.epoch == staged.epoch:
             # Before anything is said of the newer one. The trainer would keep it otherwise
             # until something is applied, which may be never.
@@ -433,6 +445,7 @@ class WeightReceiver:
             applier.owed = 0
         if result.error is not None:
             self._refuse(epoch, version, result.error)
+            applier.note("refused", staged)
         else:
             if LOGGER.isEnabledFor(logging.DEBUG):
                 self._log("applied", f"the model has version {version}", version, logging.DEBUG)
@@ -468,6 +481,7 @@ class WeightReceiver:
                 await relay(epoch, version)
             except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
                 self._refuse(epoch, version, exc)
+                self.meter.ended("refused", epoch, version, time.perf_counter())
             else:
                 self._passed_on = (epoch, version)
                 self._answer(epoch, version, AckStatus.APPLIED)
@@ -558,6 +572,20 @@ class WeightReceiver:
     def lag(self) -> int:
         """How far the applied version is behind the newest one that is here."""
         return self.applier.lag
+
+    def stats(self) -> SyncStats:
+        """How it stands, on any thread."""
+        inbox, lag, current = self.inbox, self.lag, self.applier.current
+        version = inbox.version
+        return self.meter.stats(
+            under_way=self.applier.has_staged + (self.transforming_since is not None),
+            epoch=inbox.epoch or 0,
+            version=version,
+            newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),
+            lag=lag,
+            age=0.0 if current is None else current.age,
+            reconnects=self.reconnects,
+        )
 
     # -- applying ------------------------------------------------------------------------------
 
@@ -760,6 +788,28 @@ class WeightReceiver:
                 self._check_not_inside("wait_for_version", reached)
             await self._wait_applied(reached, timeout, late, waiting)
         return max(version, newest())
+
+    async def wait_lag_below(
+        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
+    ) -> int:
+        """Wait until the model is less than ``limit`` versions behind what is here.
+
+        Returns:
+            How far it is behind.
+
+        Raises:
+            ApplyError: The newest one was refused.
+        """
+
+        def reached() -> bool:
+            if self.lag >= limit:
+                self.check_refused(self.inbox.newest)
+            return self.lag < limit
+
+        if timeout is None or timeout > 0:
+            self._check_not_inside("wait_lag_below", reached)
+        await self._wait_applied(reached, timeout, late, waiting)
+        return self.lag
 
     async def pull(
         self, least: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT

@@ -70,14 +70,19 @@ class Transformer:
         self._buffers = Buffers()
         self._closed = False
 
-    def begin(self, staged: Staged) -> None:
-        """Transform this update, after the one that is being transformed now."""
+    def begin(self, staged: Staged) -> Staged | None:
+        """Transform this update, after the one that is being transformed now.
+
+        Returns:
+            The one that it takes the place of, and that never will be transformed.
+        """
         old, self._next = self._next, staged
         if old is not None:
             old.give_back()
         if self.since is None:
             self.since = time.monotonic()
             self._tasks.start(self._run(), "aiosync transform")
+        return old
 
     def close(self) -> None:
         """Forget every buffer, and let the thread end."""
@@ -103,6 +108,7 @@ class Transformer:
                 result = Staged(
                     staged.epoch, staged.version, layout, flat, staged.values, give_back
                 )
+                result.trace, result.began = staged.trace, staged.began or staged.at
                 if not self._closed:
                     self._done(result, None)  # also with a newer one waiting
         finally:

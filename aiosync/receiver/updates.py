@@ -7,8 +7,9 @@ process uses it any more. Must not import asyncio.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,18 @@ class Staged:
     slots: SlotReader | None = None
     lent: bool = False  # it is that of the link
     reported: bool = False  # the receiver knows what became of it
+    trace: str | None = None  # of the sender's span; of a slot asked only where somebody listens
+    # When its first byte came, 0.0 where nobody knows, and when all of it was here; on
+    # time.perf_counter()'s clock.
+    began: float = 0.0
+    at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was sent, or else since all of it was here."""
+        if self.slot is not None:
+            return max(0.0, time.time() - self.slot.sent_at * 1e-9)
+        return time.perf_counter() - self.at
 
 
 class Buffers:
@@ -94,6 +107,7 @@ class UpdateReader:
         self._running: RunningChecksum | None = None  # over what has landed of that
         self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
         self._in_parts = False  # each has a checksum
+        self._began = 0.0  # when the first byte of what is on its way came
         self.slots: SlotReader | None = None
         self.epoch: int | None = None
         self.lender: UpdateReader | None = self  # None where the link lends its own memory
@@ -131,7 +145,7 @@ class UpdateReader:
             start, stop = assembly.place(update, nbytes)
             self._part, self._running = landing.memoryview()[start:stop], RunningChecksum()
             return [self._part]
-        self._landing = self._buffers.take(layout.nbytes)
+        self._landing, self._began = self._buffers.take(layout.nbytes), time.perf_counter()
         return [self._landing.memoryview()]
 
     def landed(self, nbytes: int) -> None:
@@ -168,7 +182,10 @@ class UpdateReader:
                 return None
         elif isinstance(received.key, tuple):  # the link's own memory, which it lends
             lent = self._map(received.key, received.payload[0])
-            return Staged(epoch, version, layout, lent, values, received.release, lent=True)
+            take_back = received.release
+            return Staged(
+                epoch, version, layout, lent, values, take_back, lent=True, trace=update.trace
+            )
         else:
             landing, self._landing = self._landing, None
             if landing is None:
@@ -176,7 +193,9 @@ class UpdateReader:
                 _fill(landing, received)
             received.release()
         give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
-        return Staged(epoch, version, layout, landing, values, give_back)
+        staged = Staged(epoch, version, layout, landing, values, give_back, trace=update.trace)
+        staged.began, self._began = self._began, 0.0
+        return staged
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
@@ -204,6 +223,7 @@ class UpdateReader:
         if landing is None or landing.nbytes != layout.nbytes:
             self._landing = self._assembly = None  # before another one is allocated
             landing = self._landing = self._buffers.take(layout.nbytes)
+        self._began = time.perf_counter()
         current = self._assembly = Assembly(
             layout.nbytes, layout.digest, update.epoch, update.version
         )

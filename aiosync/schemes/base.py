@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeAlias, Type
 from torch import nn
 
 from aiosync._log import Waiting, log
+from aiosync._meter import Meter
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
@@ -37,6 +38,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
+from aiosync.events import Observer, SyncStats
 from aiosync.protocol import validate_timeout
 from aiosync.protocol.indices import as_index, as_indices
 from aiosync.receiver.guard import Guard, why_unguarded
@@ -62,6 +64,7 @@ from aiosync.schemes.sources import (
     resolve_sources,
 )
 from aiosync.sender import How, Streaming, WeightSender
+from aiosync.sender.pacing import wait_lag_below
 from aiosync.sender.snapshots import Planned, SnapshotCopier
 from aiosync.spans import VersionSpan, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
@@ -190,6 +193,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._pipe: Any = None
         self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # what has abort() and aclose()
         self._guard_object = Guard()
+        self._meter = Meter()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._trainer: KeptLink[Transport, Welcome] | None = None
@@ -506,6 +510,36 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         runtime = self._runtime
         return 0 if runtime is None else runtime.lag
 
+    def stats(self) -> SyncStats:
+        """What was done so far, and how it stands. On any thread, also after closing; never waits.
+
+        Raises:
+            LocalProtocolError: It is neither a sender nor a receiver yet.
+        """
+        if self._role is None:
+            self._check_has_role()
+        if self._runtime is not None:
+            return self._runtime.stats()
+        self._meter.role, self._meter.model = self._role or "sender", self._model_id or "policy"
+        return self._meter.stats()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell somebody of each send of this trainer, or each version of this worker, from now on.
+
+        On the event loop of this object, soon after it has ended. Copies of it have none.
+
+        Args:
+            observer: Has ``on_sync(event)``, which gets a :class:`aiosync.SyncEvent`.
+
+        Raises:
+            ConfigError: It has not.
+        """
+        self._meter.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Tell somebody no more. Does nothing where it was never, or is no longer told."""
+        self._meter.remove(observer)
+
     @property
     def _runtime(self) -> Runtime | None:
         return self._receiver if self._sender is None else self._sender
@@ -790,6 +824,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._connecting = task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()
+        from aiosync.schemes.registry import backend_of  # which imports this module
+
+        model, transport = self._model_id or "policy", backend_of(type(self))
+        self._meter.start("sender" if sends else "receiver", model, transport)
         children = multiprocessing.active_children() if sends else []
         try:
             with self._waiting("connect()", limit, lambda: self._awaited(children)):
@@ -863,6 +901,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             expected=self._sources.expected,
             require=self.require,
             copier=copier,
+            meter=self._meter,
             parts=not self.strict,
             streaming=self._streaming(),
             how=self._how,
@@ -927,6 +966,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             trainer=None if self._pipe is not None or lasting == 0 else self._trainer,
             lasting=lasting,
             promises=self._promises,
+            meter=self._meter,
             log=self._log,
         )
         receiver.applier.submit()  # guards the model
@@ -964,6 +1004,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        max_lag: int | None = None,
     ) -> SendReport:
         """Send a snapshot of the weights to the workers, and wait until they have applied it.
 
@@ -982,6 +1023,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 ``None`` for all.
             timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
                 ``math.inf`` waits for ever.
+            max_lag: First wait until this version puts no worker more versions than this, at least
+                1, behind; see :meth:`wait_lag_below`. With ``timeout=0`` it raises instead.
 
         Returns:
             Which workers have which version.
@@ -995,13 +1038,18 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 cannot travel, or the timeout is not a number.
             WeightsChanged: Somebody wrote to the weights while they were copied.
             SendTimeout: An optimizer's step in another thread did not end.
+            RecvTimeout: Some worker stayed too far behind for ``max_lag``; nothing was sent.
             LocalProtocolError: Not a connected sender.
 
         Cancellation:
             Class C: the transfer goes on in the background, from the sender's own snapshot.
         """
         sender: WeightSender = self._require("send", "sender")
-        limit, planned = self._limit(timeout), self._plan(weights)
+        limit, began = self._limit(timeout), time.perf_counter()
+        if max_lag is not None:
+            await self.wait_lag_below(max_lag, timeout=timeout)
+            limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
+        planned = self._plan(weights)
         if weights is None and worker_ids is None:  # mostly
             return await sender.send(planned, None, limit)
         return await sender.send(planned, _named(weights, worker_ids), limit)
@@ -1012,6 +1060,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        max_lag: int | None = None,
     ) -> tuple[SendReport | None, Callable[[], None] | None]:
         """What :meth:`send` does where it waits for nobody, on a thread that keeps the loop idle.
 
@@ -1021,6 +1070,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         started, sender = time.perf_counter(), self._sender
         if sender is None or not self._connected or self._closed or not sender.is_quiet():
+            return None, None
+        if max_lag is not None:
             return None, None
         if self._sources.device_map or self._sources.per_worker:  # a map is asked once for a send
             return None, None
@@ -1240,6 +1291,44 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         text = f"no version from {least} on was applied"
         return await self._wait("pull()", timeout, text, receiver.pull, least)
 
+    async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
+        """Wait until the worker is less than ``limit`` versions behind (sender: until all are).
+
+        Of a trainer's workers those count that subscribe and have something on their way; one that
+        refused its newest version is not waited for, and neither is one that has gone. Call it
+        before :meth:`send`, which also has ``max_lag=``, or before sampling: no data is older than
+        that. :attr:`lag` tells without waiting.
+
+        Args:
+            limit: How many versions, at least 1; with 1 it is until nobody is behind.
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Returns:
+            How far it, or the slowest worker, is behind.
+
+        Raises:
+            RecvTimeout: Not in time; of a trainer it names the workers.
+            PeerClosed: The trainer went away.
+            ApplyError: Receiver: the newest version was refused.
+            ConfigError: ``limit`` is no number of versions, or the timeout is not a number.
+            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
+                is called inside a :meth:`reading` block or a forward pass.
+
+        Cancellation:
+            Class A.
+        """
+        runtime: Runtime = self._require("wait_lag_below")
+        if type(limit) is not int or limit < 1:
+            raise ConfigError(f"a lag is {limit!r}; it must be an int of at least 1")
+        wait: Callable[..., Awaitable[int]] = (
+            runtime.wait_lag_below
+            if isinstance(runtime, WeightReceiver)
+            else functools.partial(wait_lag_below, runtime)
+        )
+        text = f"the lag did not fall below {limit}"
+        return await self._wait(f"wait_lag_below({limit})", timeout, text, wait, limit)
+
     async def _wait(
         self,
         call: str,
@@ -1408,6 +1497,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         finally:
             self._abort_rest()
             await asyncio.gather(*(each.aclose() for each in opened))
+            self._meter.deliver()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""

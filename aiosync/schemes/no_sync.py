@@ -88,9 +88,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        max_lag: int | None = None,
     ) -> SendReport:
         """Send nothing."""
-        del weights, worker_ids
+        del weights, worker_ids, max_lag
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._require("send", "sender")
         await asyncio.sleep(0)  # who sends in a loop lets others run
@@ -152,6 +153,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
             )
         await asyncio.sleep(0)
         return 0
+
+    async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
+        """Return 0: nobody is ever behind."""
+        del limit
+        self._require("wait_lag_below", self._role or "receiver")
+        return await self.wait_for_version(0, timeout=timeout)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: there is nothing to ask for."""

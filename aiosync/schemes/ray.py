@@ -215,6 +215,7 @@ class RayWeightSyncScheme(ClusterScheme):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        max_lag: int | None = None,
     ) -> SendReport:
         """See :meth:`WeightSyncScheme.send`.
 
@@ -222,9 +223,10 @@ class RayWeightSyncScheme(ClusterScheme):
             weights: What to send.
             worker_ids: Only these workers change.
             timeout: Seconds for the whole call, excluding copying into the object store.
+            max_lag: How far workers may be behind.
         """
         try:
-            return await super().send(weights, worker_ids, timeout=timeout)
+            return await super().send(weights, worker_ids, timeout=timeout, max_lag=max_lag)
         finally:  # also when it failed: the tensors are the caller's again afterwards
             await self._puts_done()
 

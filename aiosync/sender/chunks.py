@@ -115,6 +115,7 @@ class ChunkWriter:
                     chunk=(index, plan.count) if plan.count > 1 else None,
                     checksum=checksum,
                     state=state,
+                    trace=snapshot.trace if is_last else None,
                 ),
                 views,
             )

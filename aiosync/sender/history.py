@@ -42,7 +42,9 @@ async def together(group: Group, limits: Limits) -> Snapshot:
         layout, buffer, values = await asyncio.to_thread(merged, parts, limits)
     except ConfigError as exc:
         raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
-    return Snapshot(layout, buffer, lambda: None, values, group[-1].version)
+    snapshot = Snapshot(layout, buffer, lambda: None, values, group[-1].version)
+    snapshot.trace = group[-1].trace
+    return snapshot
 
 
 class Chain:

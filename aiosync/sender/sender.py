@@ -8,14 +8,16 @@ copy, and who failed is said by the next send. Must not import the receiver.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import select
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiosync._log import FIRST_SECONDS, LOGGER, NEXT_SECONDS, Waiting, log, say_waiting
+from aiosync._meter import Meter
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -24,6 +26,7 @@ from aiosync.errors import (
     SyncTimeout,
     TransportClosed,
 )
+from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import Outcome, SendTracker, VersionClock
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.snapshots import STEP_SECONDS, How, Planned, Snapshot, SnapshotCopier
@@ -55,6 +58,7 @@ class WeightSender:
         expected: Indices of those that are waited for.
         require: What counts as success of a send.
         copier: Makes the snapshots.
+        meter: Counts the sends.
         parts: Updates hold parts of the names.
         streaming: How payloads travel over links that may damage or lose them.
         how: How ``send()`` copies large weights that are for everybody, see
@@ -67,6 +71,7 @@ class WeightSender:
         workers: Who is there, and who is not.
         clock: Draws the versions.
         copier: As given.
+        meter: As given.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class WeightSender:
         expected: Sequence[int],
         require: Require,
         copier: SnapshotCopier,
+        meter: Meter,
         parts: bool = False,
         streaming: Streaming | None = None,
         how: How = "copy",
@@ -86,6 +92,7 @@ class WeightSender:
         self.require: Require = require
         self.clock: VersionClock = VersionClock(first=first_version)
         self.copier: SnapshotCopier = copier
+        self.meter: Meter = meter
         self.workers: WorkerRegistry = WorkerRegistry(
             model_id=model_id,
             strategy=strategy,
@@ -125,6 +132,23 @@ class WeightSender:
         """How far the slowest worker is behind; in versions."""
         return max((self.version - link.applied for link in self.links.values()), default=0)
 
+    def stats(self) -> SyncStats:
+        """How it stands, on any thread."""
+        version, meter, workers = self.version, self.meter, self.workers
+        return meter.stats(
+            under_way=len(self._sends),
+            epoch=self.clock.epoch if version else 0,
+            version=version,
+            newest_version=version,
+            lag=self.lag,
+            age=meter.age(version),
+            wire_nbytes=workers.wire_nbytes,
+            skipped=workers.num_skipped,
+            refused=workers.num_refused,
+            reconnects=workers.num_again,
+            workers=workers.stats(version, meter.age),
+        )
+
     def is_ready(self) -> bool:
         """Whether every expected worker is there, and each that subscribes has a version."""
         enough = len(self.links) >= max(1, self.workers.num_workers or 0)
@@ -148,6 +172,8 @@ class WeightSender:
         workers = self.workers
         version = self.clock.next() if planned else 0
         workers.initial = set(planned)
+        if planned:
+            self.meter.mark(version, time.perf_counter())
         async with self._copying:  # a send that comes meanwhile has newer weights
             for idx, plan in planned.items():
                 snapshot = await self.copier.take(plan)
@@ -229,7 +255,7 @@ class WeightSender:
                 snapshots[key] = snapshot
         if not snapshots:
             model = self.workers.model_id
-            with Waiting("send()", timeout, _not_copied, model=model):
+            with Waiting("send()", timeout, _not_copied, model=model), self._preparing(started):
                 async with self._copying:
                     self.workers.check()  # it may have been closed meanwhile
                     snapshots = await self._take(planned, timeout)
@@ -293,7 +319,8 @@ class WeightSender:
             return report.version, seen
         addressed = self._address(planned, worker_ids)
         patience = STEP_SECONDS if timeout is None else timeout
-        snapshots = {key: self.copier.take_now(plan, patience) for key, plan in planned.items()}
+        with self._preparing(started):
+            snapshots = {key: self.copier.take_now(plan, patience) for key, plan in planned.items()}
         tracker = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
         return tracker.version, tracker.waiter
 
@@ -360,7 +387,12 @@ class WeightSender:
             if not slot or not publisher or slot.segment.segment_id not in publisher.announced:
                 snapshot.release()
                 return None
+        meter, copied = self.meter, 0.0
+        if meter.observers:
+            copied, snapshot.trace = time.perf_counter(), meter.trace(started)
+        trace = snapshot.trace
         snapshot.version = version = self.clock.next()
+        meter.mark(version, started)
         for link in links:
             link.see(snapshot)
         if LOGGER.isEnabledFor(logging.DEBUG):
@@ -371,13 +403,11 @@ class WeightSender:
             for idx in targets:
                 workers.history.add(idx, snapshot.retain())
             snapshot.release()
+        epoch, nbytes, elapsed = self.clock.epoch, snapshot.nbytes, time.perf_counter() - started
+        seconds = _phases(started, copied) if meter.observers else {}
+        meter.ended("ok", epoch, version, started, seconds, nbytes, 0, trace)
         return SendReport(
-            self.clock.epoch,
-            version,
-            frozenset(targets),
-            lost=lost,
-            elapsed=time.perf_counter() - started,
-            nbytes=snapshot.nbytes,
+            epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
         )
 
     def _require_of(self, worker_ids: set[int]) -> Require:
@@ -394,10 +424,12 @@ class WeightSender:
         started: float,
     ) -> SendTracker:
         """Hand snapshots to their workers, and to those who come later; takes them over."""
-        workers, (targets, lost) = self.workers, addressed
+        workers, (targets, lost), meter = self.workers, addressed, self.meter
+        copied, trace = time.perf_counter(), meter.trace(started) if meter.observers else None
         version, nbytes = self.clock.next(), 0
+        meter.mark(version, started)
         for snapshot in snapshots.values():
-            snapshot.version = version
+            snapshot.version, snapshot.trace = version, trace
             nbytes += snapshot.nbytes
         tracker = self._sends[version] = SendTracker(
             version,
@@ -409,6 +441,7 @@ class WeightSender:
             named=worker_ids is not None,
             waiter=self._loop.create_future(),
         )
+        tracker.copied, tracker.trace, tracker.wire_nbytes = copied, trace, workers.wire_nbytes
         for idx in sorted(targets):
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = record.link
@@ -457,7 +490,13 @@ class WeightSender:
     def _settle(self, tracker: SendTracker) -> None:
         """Tell who waits for a send what became of it; the first time."""
         workers, future = self.workers, tracker.waiter
-        if self._sends.pop(tracker.version, None) is None or future.done():
+        if self._sends.pop(tracker.version, None) is None:
+            return
+        nobody = not (tracker.workers or workers.links)
+        nobody = nobody and bool(tracker.lost)
+        nobody = nobody and not any(each.has_left for each in workers.records.values())
+        self._count(tracker, "error" if nobody else tracker.outcome)
+        if future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
         untold = {}
         for idx, record in workers.records.items():
@@ -469,8 +508,7 @@ class WeightSender:
             tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
         elapsed = time.perf_counter() - tracker.started
         try:
-            nobody = not (tracker.workers or workers.links)
-            if nobody and tracker.lost and not any(r.has_left for r in workers.records.values()):
+            if nobody:
                 raise PartialSyncError(failed=tracker.lost, version=tracker.version)
             report = tracker.result(elapsed, self.clock.epoch, untold)
         except PartialSyncError as exc:
@@ -488,8 +526,24 @@ class WeightSender:
             workers.record(idx).reported = True
         future.set_result(report)
 
+    def _count(self, tracker: SendTracker, outcome: SyncOutcome) -> None:
+        seconds = _phases(tracker.started, tracker.copied) if self.meter.observers else {}
+        version, wire_nbytes = tracker.version, self.workers.wire_nbytes - tracker.wire_nbytes
+        more = seconds, tracker.nbytes, wire_nbytes, tracker.trace
+        self.meter.ended(outcome, self.clock.epoch, version, tracker.started, *more)
+
+    @contextlib.contextmanager
+    def _preparing(self, started: float) -> Iterator[None]:
+        """While a send has no version yet: it may end here, and counts all the same."""
+        try:
+            yield
+        except AiosyncError as exc:
+            self.meter.ended("timeout" if isinstance(exc, SyncTimeout) else "error", 0, 0, started)
+            raise
+
     def _on_crash(self, error: BaseException) -> None:
         for tracker in self._sends.values():
+            self._count(tracker, "error")
             if not tracker.waiter.done():
                 tracker.waiter.set_exception(error)
         self._sends.clear()
@@ -694,6 +748,10 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
+
+
+def _phases(started: float, copied: float) -> dict[str, float]:
+    return {"snapshot": copied - started, "wire": time.perf_counter() - copied}
 
 
 def _not_copied() -> str:

@@ -77,6 +77,7 @@ class Snapshot:
         kept: Brings them from where only a data plane has them.
         checksums: Of the payload's chunks, where a link needs them.
         memo: What carriers made of the payload, for all links.
+        trace: The traceparent of the span of its send, if that has one.
     """
 
     __slots__ = (
@@ -92,6 +93,7 @@ class Snapshot:
         "memo",
         "nbytes",
         "slot",
+        "trace",
         "values",
         "version",
     )
@@ -116,6 +118,7 @@ class Snapshot:
         self.kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
         self.checksums: list[bytes | None] = []
         self.memo: dict[Any, Any] = {}
+        self.trace: str | None = None
         self.slot: Slot | None = None
         if isinstance(memory, FlatBuffer):
             self.buffer: FlatBuffer = memory

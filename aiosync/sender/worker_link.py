@@ -147,6 +147,12 @@ class WorkerLink:
         return max(self.outbox.applied, self.outbox.visible)
 
     @property
+    def lag(self) -> int:
+        """How far it is behind what was sent to it, and is still on its way; in versions."""
+        behind = self.is_behind or not self.outbox.is_idle
+        return self.outbox.newest - self.applied if behind else 0
+
+    @property
     def is_behind(self) -> bool:
         """Whether the worker has not taken yet what it was named without a message."""
         return self.publisher is not None and self.publisher.holds < self.outbox.visible
@@ -284,16 +290,22 @@ class WorkerLink:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
         if self.stream is not None:
+            before = self.stream.sent_nbytes
             yield from self.stream.steps(epoch, snapshot)
+            self._registry.wire_nbytes += self.stream.sent_nbytes - before
         elif publisher is not None and snapshot.slot is not None and not snapshot.values:
             yield from publisher.announcements(snapshot.slot)
-            snapshot.slot.seal(version, digest, snapshot.nbytes)
+            snapshot.slot.seal(version, digest, snapshot.nbytes, snapshot.trace)
             publisher.store(snapshot.slot, version)
             yield Take(epoch, version), ()
         else:
             views = snapshot.views(0, snapshot.nbytes) if kept is None else kept
             payload = SharedPayload(views, snapshot.memo)
-            yield Update(epoch, version, digest, values=snapshot.values), payload
+            yield (
+                Update(epoch, version, digest, values=snapshot.values, trace=snapshot.trace),
+                payload,
+            )
+            self._registry.wire_nbytes += snapshot.nbytes
 
     def _failed(self, version: int, error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
@@ -337,7 +349,7 @@ class WorkerLink:
         assert publisher is not None
         assert slot is not None
         if slot.locked:
-            slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes)
+            slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes, snapshot.trace)
         publisher.store(slot, snapshot.version)
         self.outbox.newest = self.outbox.visible = self.received_version = snapshot.version
 

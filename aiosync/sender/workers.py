@@ -27,6 +27,7 @@ from aiosync.errors import (
     PartialSyncError,
     TransportClosed,
 )
+from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import Outcome, VersionClock, WorkerLeft
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
@@ -57,6 +58,7 @@ class WorkerRecord:
         subscribes: Whether it gets every update, so that sends miss it.
         error: Why it is not there; or why it refused, or did not get, its newest such version.
         version: Which version that was; 0 for none.
+        had: The version that it had when its last link ended; 0 for none.
         reported: Whether some call of the user has said so, or will.
         where: What an error says while a worker that has to be dialled is not there.
     """
@@ -68,6 +70,7 @@ class WorkerRecord:
     subscribes: bool = True
     error: AiosyncError | None = None
     version: int = 0
+    had: int = 0
     reported: bool = True
     where: Callable[[], str] | None = None
 
@@ -111,6 +114,10 @@ class WorkerRegistry:
         changed: Wakes those who wait for anything of this.
         on_empty: Called when the last worker's link was lost.
         on_forget: Called with the index of a worker of which nothing is known any more.
+        wire_nbytes: Bytes of payloads that links took.
+        num_again: How often a worker came again.
+        num_skipped: How often one skipped a version.
+        num_refused: How often one refused a version.
         note: What a worker is told while there is nothing to send.
     """
 
@@ -148,6 +155,10 @@ class WorkerRegistry:
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], None] = lambda idx: None
+        self.wire_nbytes: int = 0
+        self.num_again: int = 0
+        self.num_skipped: int = 0
+        self.num_refused: int = 0
         self.note: Callable[[], str] = str
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
@@ -167,6 +178,27 @@ class WorkerRegistry:
     def subscribers(self) -> list[WorkerLink]:
         """The connected workers that get every update, and not only what they ask for."""
         return [link for link in self.links.values() if link.subscribes]
+
+    def stats(self, newest: int, age: Callable[[int], float]) -> tuple[WorkerStats, ...]:
+        """How each worker does. On any thread.
+
+        Args:
+            newest: The newest version.
+            age: How many seconds ago a version was sent.
+        """
+        coming = () if self.closed else (*self.expected, *self.arriving.copy().values())
+        found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
+        for idx, record in self.records.copy().items():
+            link, error, version = record.link, record.error, record.had
+            state: WorkerState = "left" if record.has_left else "lost"
+            if link is not None:
+                version = link.applied
+                state = "joining" if not version else "lagging" if newest - version > 1 else "ready"
+            elif error is None:
+                continue  # it comes again, or everything is closed
+            lag = max(0, newest - version)
+            found[idx] = WorkerStats(idx, record.pid, version, lag, state, age(version))
+        return tuple(each for _, each in sorted(found.items()))
 
     def check(self) -> None:
         """Raise what ended the sender, if anything did."""
@@ -287,6 +319,7 @@ class WorkerRegistry:
             link.abort()
         self.arriving[transport] = idx
         record = self.record(idx)
+        self.num_again += hello.session is not None and hello.session == record.session
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
             return self.clock.current
@@ -346,6 +379,8 @@ class WorkerRegistry:
         """What became of versions at a worker."""
         record = self.records.get(link.idx)
         for outcome in outcomes:
+            self.num_skipped += outcome.by is not None
+            self.num_refused += isinstance(outcome.error, ApplyError)
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if record is None:
                 continue
@@ -371,7 +406,7 @@ class WorkerRegistry:
         self.num_changes += 1
         record = self.records.get(link.idx)
         if record is not None and record.link is link:
-            record.link = None
+            record.link, record.had = None, link.applied
             if not self.closed:
                 phase = "left" if isinstance(error, WorkerLeft) else "lost"
                 self._log(phase, f"worker {link.idx} (process {link.pid}): {error}", link.idx)

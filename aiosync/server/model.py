@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aiosync._log import log
+from aiosync._meter import Meter
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -23,6 +24,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     StaleVersion,
 )
+from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import VersionClock
 from aiosync.receiver.outgoing import Outgoing
 from aiosync.receiver.updates import Staged, UpdateReader
@@ -89,6 +91,7 @@ class ServedModel:
             streaming=streaming,
         )
         self.workers.note = note
+        self._meter = Meter("server", model_id, "tcp")
         self.trainer: TCPTransport | None = None
         self.version: int = 0
         self._epoch: int | None = None  # of what is served
@@ -143,6 +146,7 @@ class ServedModel:
             if link.subscribes and not link.has(snapshot.version):
                 link.offer(snapshot)
         workers.answer_all()
+        self._meter.mark(snapshot.version, time.perf_counter())
         self._updated_at = time.time()
 
     # -- the trainer ---------------------------------------------------------------------------
@@ -220,6 +224,7 @@ class ServedModel:
             return  # no answer: the trainer sees that the link ends
         layout, values = staged.layout, dict(staged.values)
         snapshot = Snapshot(layout, staged.flat, staged.give_back, values, staged.version)
+        snapshot.trace = staged.trace
         arrival = _Arrival(answers, staged.epoch, strategy, snapshot)
         self._versions += 1
         self._received_nbytes += layout.nbytes
@@ -230,6 +235,7 @@ class ServedModel:
         arrival.say(AckStatus.RECEIVED)
         if self._next is not None:
             self._next.say(AckStatus.SKIPPED)
+            self._ended("skipped", self._next)
             self._next.snapshot.release()
         self._next = arrival
         if self._writing is None:
@@ -248,8 +254,13 @@ class ServedModel:
             arrival.say(AckStatus.NACK, StaleVersion(stale))
         return False
 
+    def _ended(self, outcome: SyncOutcome, arrival: _Arrival) -> None:
+        version, nbytes = arrival.snapshot.version, arrival.snapshot.nbytes
+        self._meter.ended(outcome, arrival.epoch, version, 0.0, {}, nbytes)
+
     def _serve(self, arrival: _Arrival) -> None:
         self._publish(arrival.epoch, arrival.strategy, arrival.snapshot)
+        self._ended("ok", arrival)
         arrival.say(AckStatus.APPLIED)
 
     # -- the disk ------------------------------------------------------------------------------
@@ -265,6 +276,7 @@ class ServedModel:
                     await self._save(store, arrival)
                 except AiosyncError as exc:  # what was served before is served on
                     self._refusals += 1
+                    self._ended("refused", arrival)
                     self._refusal = (
                         f"not stored, so refused and not served ({self._refusals} so far): "
                         f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
@@ -311,6 +323,24 @@ class ServedModel:
         self.workers.end()
         await self.workers.tasks.aclose()
         self._updates.close()
+
+    def stats(self) -> SyncStats:
+        """How it stands, on any thread."""
+        version, workers, updated_at = self.version, self.workers, self._updated_at
+        found = workers.stats(version, self._meter.age)
+        return self._meter.stats(
+            under_way=self._writing is not None,
+            epoch=self._epoch or 0,
+            version=version,
+            newest_version=version,
+            lag=max((each.lag for each in found if each.state in ("ready", "lagging")), default=0),
+            age=0.0 if updated_at is None else max(0.0, time.time() - updated_at),
+            wire_nbytes=workers.wire_nbytes,
+            skipped=workers.num_skipped,
+            refused=workers.num_refused,
+            reconnects=workers.num_again,
+            workers=found,
+        )
 
     def describe(self) -> dict[str, Any]:
         """What ``aiosync status`` shows of this model."""

@@ -26,6 +26,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
+from aiosync.events import SyncStats
 from aiosync.protocol.indices import as_count
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import StreamListener
@@ -287,6 +288,10 @@ class WeightServer:
         return f"models that it has weights of: {listed[:_MAX_NOTE]}{more}"
 
     # -- what is going on ----------------------------------------------------------------------
+
+    def stats(self) -> dict[str, SyncStats]:
+        """What was done with each model so far, and how it stands. On any thread; never waits."""
+        return {name: model.stats() for name, model in sorted(self._models.copy().items())}
 
     def status(self) -> dict[str, Any]:
         """What is served, by whom and to whom; only plain values, without secrets."""

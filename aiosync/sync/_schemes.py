@@ -396,6 +396,7 @@ class WeightSyncScheme(SchemeOptions):
     pull: Final = blocking(aio.WeightSyncScheme.pull)
     wait_for_version: Final = blocking(aio.WeightSyncScheme.wait_for_version)
     wait_staged: Final = blocking(aio.WeightSyncScheme.wait_staged)
+    wait_lag_below: Final = blocking(aio.WeightSyncScheme.wait_lag_below)
 
     # -- the same methods, which never waited --------------------------------------------------
 
@@ -410,6 +411,9 @@ class WeightSyncScheme(SchemeOptions):
     guarded: Final = direct(aio.WeightSyncScheme.guarded)
     span: Final = direct(aio.WeightSyncScheme.span)
     staleness: Final = direct(aio.WeightSyncScheme.staleness)
+    stats: Final = direct(aio.WeightSyncScheme.stats)
+    add_observer: Final = direct(aio.WeightSyncScheme.add_observer)
+    remove_observer: Final = direct(aio.WeightSyncScheme.remove_observer)
 
     def send_async(
         self,

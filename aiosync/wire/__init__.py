@@ -66,6 +66,7 @@ from aiosync.wire.messages import (
     Welcome,
     decode_header,
     encode_header,
+    is_traceparent,
 )
 from aiosync.wire.values import MAX_DEPTH, MAX_ITEMS, encode_values
 
@@ -124,6 +125,7 @@ __all__ = [
     "encode_frame",
     "encode_header",
     "encode_values",
+    "is_traceparent",
     "plan_manifest",
     "state_checksum",
 ]

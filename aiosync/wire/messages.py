@@ -9,10 +9,11 @@ down in ``docs/topics/wire-format.md``.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
@@ -52,6 +53,7 @@ __all__ = [
     "Welcome",
     "decode_header",
     "encode_header",
+    "is_traceparent",
 ]
 
 ExtValue: TypeAlias = int | str | bytes | bool
@@ -157,6 +159,8 @@ class Update:
         checksum: Checksum of the payload, 16 bytes, if the link uses one.
         state: Checksum over the whole payload of an update, 16 bytes, on its last chunk;
             see :func:`aiosync.wire.state_checksum`.
+        trace: The traceparent of the sender's span, if it has one. Travels in the extension map, on
+            the last chunk.
     """
 
     epoch: int
@@ -167,6 +171,7 @@ class Update:
     chunk: tuple[int, int] | None = None
     checksum: bytes | None = None
     state: bytes | None = None
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,8 +452,14 @@ _HAS_CHECKSUM, _HAS_STATE = 1, 2  # the flags of an update
 _ACK_HEADER = struct.Struct("<BBHQQI")
 _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
-_EXT_KEY = "x"
+_EXT_KEY, _TRACE_KEY = "x", "trace"
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _ILLEGAL = (ValueError, TypeError, KeyError, AttributeError, struct.error)
+
+
+def is_traceparent(value: object) -> TypeGuard[str]:
+    """Whether this is one of W3C Trace Context, version 00: 55 characters."""
+    return isinstance(value, str) and _TRACEPARENT.fullmatch(value) is not None
 
 
 def _check(value: Any, spec: _Spec, limits: Limits) -> None:
@@ -536,6 +547,8 @@ def encode_header(
                 value = clipped.decode(errors="ignore")
             _check(value, spec, limits)
             rest[key] = value
+        if isinstance(message, Update) and is_traceparent(message.trace):
+            ext = {**(ext or {}), _TRACE_KEY: message.trace}
         if ext:
             where = f"{cls.__name__}.{_EXT_KEY}"
             rest[_EXT_KEY] = _check_ext(ext)
@@ -602,6 +615,9 @@ def decode_header(
                     found[key] = Manifest.decode(value, limits) if key == "manifest" else value
                 elif key == _EXT_KEY:
                     ext = _check_ext(value)
+                    if cls is Update and is_traceparent(ext.get(_TRACE_KEY)):
+                        found["trace"] = ext.pop(_TRACE_KEY)
+                        ext = ext or None
                 else:
                     raise InvalidData(f"unknown field of {cls.__name__}")
             where = cls.__name__

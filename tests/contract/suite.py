@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.contract import cancelling, changing, delivery, failures, lifetime, reading, spans
+from tests.contract import cancelling, changing, costs, delivery, failures, lifetime, reading, spans
 from tests.contract.bench import Bench, Check, Hooks, SchemeFactory, as_check
 
 __all__ = ["ANYWHERE", "CONTRACT_CHECKS", "Bench", "Check", "Hooks", "SchemeFactory"]
 
 CONTRACT_CHECKS: tuple[Check, ...] = tuple(
     as_check(body)
-    for module in (delivery, failures, reading, spans, lifetime, cancelling, changing)
+    for module in (delivery, failures, reading, spans, lifetime, cancelling, changing, costs)
     for body in module.CHECKS
 )
 """Every check of the suite, in the order in which to read it."""

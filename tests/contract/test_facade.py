@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import aiosync.sync
-from tests.contract import delivery, failures, lifetime, reading, spans
+from tests.contract import costs, delivery, failures, lifetime, reading, spans
 from tests.contract.bench import Hooks, as_check
 
-WAIT = {"connect", "send", "receive", "wait_for_version", "wait_staged", "pull"}
+WAIT = {"connect", "send", "receive", "wait_for_version", "wait_staged", "pull", "wait_lag_below"}
 SCHEMES = (
     aiosync.sync.SharedMemWeightSyncScheme,
     aiosync.sync.MultiProcessWeightSyncScheme,
@@ -38,6 +38,10 @@ BODIES = (
     lifetime.check_context,
     lifetime.check_restarted_trainer,
     lifetime.check_worker_comes_again,
+    costs.check_stats,
+    costs.check_observers,
+    costs.check_observed_refusals,
+    costs.check_observer_raises,
 )
 
 

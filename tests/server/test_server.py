@@ -371,6 +371,42 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
 # -- the status -------------------------------------------------------------------------------
 
 
+async def test_stats_count_what_came_and_traces_pass_through() -> None:
+    class Tracer:
+        def __init__(self) -> None:
+            self.events: list[aiosync.SyncEvent] = []
+
+        def on_sync(self, event: aiosync.SyncEvent) -> None:
+            self.events.append(event)
+
+        def traceparent(self, started_at: float) -> str:
+            return f"00-{'1' * 32}-{'2' * 16}-00"
+
+    seen = Tracer()
+    async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
+        assert server.stats()["policy"].version == 0
+        scheme.add_observer(seen)
+        async with trainer(server) as source:
+            source.add_observer(seen)
+            for number in (1.0, 2.0):
+                report = await send(source, number)
+                await scheme.wait_for_version(report.version)
+            await until(lambda: server.stats()["policy"].lag == 0)
+            found = await asyncio.to_thread(server.stats)
+        stats = found["policy"]
+        assert (stats.role, stats.transport, stats.epoch) == ("server", "tcp", report.epoch)
+        assert (stats.version, stats.newest_version) == (2, 2)
+        assert (stats.started, stats.finished["ok"], stats.nbytes) == (2, 2, 2 * report.nbytes)
+        assert stats.wire_nbytes == 2 * report.nbytes
+        assert [(each.version, each.state) for each in stats.workers] == [(2, "ready")]
+        assert 0 <= stats.age < PATIENCE
+        await until(lambda: len(seen.events) == 4)
+        assert sorted(each.role for each in seen.events) == 2 * ["receiver"] + 2 * ["sender"]
+        assert {each.trace for each in seen.events} == {seen.traceparent(0.0)}
+        assert {each.wire_nbytes for each in seen.events} == {report.nbytes}
+        assert all("stage" in each.seconds for each in seen.events if each.role == "receiver")
+
+
 async def test_the_status_is_plain_and_has_no_secret() -> None:
     token = "a very secret token"
     async with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -84,3 +85,34 @@ def test_require_may_be_assigned_between_two_sends() -> None:
         sender.require = 2
         with pytest.raises(aiosync.PartialSyncError, match="require= asks for more"):
             sender.send()
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_the_lag_is_bounded_and_told(make: Any) -> None:
+    """Also where the send needs no loop, and observers are called on another thread than it."""
+
+    class Listener:
+        def __init__(self) -> None:
+            self.told: list[tuple[str, int, str]] = []
+
+        def on_sync(self, event: aiosync.SyncEvent) -> None:
+            self.told.append((event.role, event.version, threading.current_thread().name))
+
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target) as (sender, receiver):
+        listener = Listener()
+        sender.add_observer(listener)
+        with receiver.reading():
+            for _ in range(2):
+                sender.send_async()
+            with pytest.raises(aiosync.RecvTimeout, match="0 by 2"):
+                sender.wait_lag_below(2, timeout=0.01)
+            with pytest.raises(aiosync.RecvTimeout):
+                sender.send(max_lag=2, timeout=0.01)
+        assert sender.send(max_lag=1).version == 4
+        assert receiver.wait_lag_below(1) == sender.wait_lag_below(1) == 0
+        tools.until(lambda: len(listener.told) == 3)
+        assert [each[:2] for each in listener.told] == [("sender", 2), ("sender", 3), ("sender", 4)]
+        assert {each[2] for each in listener.told} == {"aiosync-portal"}
+        assert sender.stats().finished["ok"] + sender.stats().finished["skipped"] == 3
+        sender.wait_async()

@@ -41,6 +41,8 @@ from aiosync.wire import (
 )
 from tests.unit._frames import DIGEST, MANIFEST, exts, messages, raw_header
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 HEADERS: dict[str, dict[str, Any]] = {
     "hello": {"role": "receiver", "model_id": "policy", "pid": 1},
     "welcome": {"epoch": 1, "version": 0, "worker_idx": 0},
@@ -121,7 +123,7 @@ def test_every_field_of_every_message_is_encoded() -> None:
         Welcome(1, 2, 3, 4, "note"),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
-        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x" * 16, b"y" * 16),
+        Update(1, 2, DIGEST, "c", {"a": 1}, (1, 2), b"x" * 16, b"y" * 16, TRACE),
         Ack(1, 2, AckStatus.NACK, "a", "b"),
         Segment(1, 2, 3),
         PageMessage(),
@@ -289,6 +291,40 @@ def test_nesting_has_one_limit_in_both_directions(kind: str, padding: int) -> No
 def test_an_illegal_message_is_not_encoded(message: Any, text: str) -> None:
     with pytest.raises(LocalProtocolError, match=text):
         encode_header(message)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        TRACE.upper(),
+        TRACE[:-1],
+        TRACE + "0",
+        TRACE.replace("-", " "),
+        "01" + TRACE[2:],
+        f"00-{'0' * 32}-{'1' * 16}-01",
+        f"00-{'1' * 32}-{'0' * 16}-01",
+        "\u0660" * 55,
+        "",
+        TRACE.encode(),
+        1,
+    ],
+)
+def test_a_trace_that_is_none_is_ignored(trace: Any) -> None:
+    message = Update(1, 2, DIGEST)
+    assert encode_header(Update(1, 2, DIGEST, trace=trace)) == encode_header(message)
+    ext = {"trace": trace, "k": 1}
+    assert decode_header(encode_header(message, ext=ext)) == (message, ext)
+
+
+def test_a_trace_travels_in_the_extension_map() -> None:
+    message = Update(1, 2, DIGEST, trace=TRACE)
+    assert encode_header(message, ext={"k": 1}) == raw_header(
+        "update", {"x": {"k": 1, "trace": TRACE}}, version=2
+    )
+    assert decode_header(encode_header(message)) == (message, None)
+    assert decode_header(encode_header(message, ext={"k": 1})) == (message, {"k": 1})
+    other = Ack(1, 2, AckStatus.APPLIED)
+    assert decode_header(encode_header(other, ext={"trace": TRACE})) == (other, {"trace": TRACE})
 
 
 def test_error_texts_are_clipped_on_a_character() -> None:

@@ -33,7 +33,7 @@ from aiosync.transports.shared_memory.slots import (
     map_page,
     reopen,
 )
-from aiosync.wire import PageMessage, Segment
+from aiosync.wire import PageMessage, Segment, is_traceparent
 
 __all__ = ["NamedSlot", "SlotReader"]
 
@@ -133,6 +133,8 @@ class NamedSlot:
         version: What is in it.
         digest: Of the manifest of that.
         nbytes: Of the payload.
+        sent_at: When it was named, in nanoseconds since the Unix epoch.
+        ids: Of the sender's trace and span; 0 for none.
         memory: What the payload is the beginning of.
         key: Names the mapping that this lies in.
     """
@@ -141,10 +143,18 @@ class NamedSlot:
     version: int
     digest: bytes
     nbytes: int
+    sent_at: int
+    ids: bytes
     memory: memoryview
     key: tuple[int, int, int]
     view: _SegmentView
     index: int
+
+    @property
+    def trace(self) -> str | None:
+        """The traceparent of the sender's span, if it has one."""
+        trace = f"00-{self.ids[:16].hex()}-{self.ids[16:].hex()}-{self.sent_at & 1:02x}"
+        return trace if is_traceparent(trace) else None
 
 
 class SlotReader:
@@ -242,7 +252,7 @@ class SlotReader:
         if words is None or view is None:
             return 0, b""
         try:
-            version, _, digest, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
+            version, _, digest, _, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
         except (OSError, RemoteProtocolError):
             return 0, b""
         return version if words[WANT] == want else 0, digest  # else it may be that of another one
@@ -290,13 +300,13 @@ class SlotReader:
             # An operation of another thread that began on an older version, an optimizer's step,
             # may have written here since the slot was left.
             mapping.madvise(mmap.MADV_DONTNEED)
-        version, nbytes, digest, _ = HEADER.unpack_from(mapped, 0)
+        version, nbytes, digest, sent_at, ids = HEADER.unpack_from(mapped, 0)
         memory = mapped[HEADER_NBYTES:]
         if not version or nbytes > len(memory):
             view.unlock(index)
             raise RemoteProtocolError("the peer named a slot that holds nothing")
         key = (view.segment_id, index, id(mapping))
-        return NamedSlot(want, version, digest, nbytes, memory, key, view, index)
+        return NamedSlot(want, version, digest, nbytes, sent_at, ids, memory, key, view, index)
 
     def hold(self, slot: NamedSlot) -> None:
         """The model has what is in this slot."""

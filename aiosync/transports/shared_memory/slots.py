@@ -46,8 +46,11 @@ __all__ = [
 HEADER_NBYTES = 64
 """Bytes before the payload of a slot."""
 
-HEADER = struct.Struct("<QQ16sQ24x")
-"""Version, bytes of the payload, digest of the manifest, time in nanoseconds; the rest is 0."""
+HEADER = struct.Struct("<QQ16sQ24s")
+"""Version, bytes of the payload, digest of the manifest, time in nanoseconds, trace and span.
+
+Of a trace the lowest bit of the time says whether it is recorded; 0 for no trace.
+"""
 
 WANT, HOLDS, BELL = 0, 8, 16
 """Where the words of a page are, counted in words: each has a cache line of its own.
@@ -249,13 +252,18 @@ class Slot:
         except BlockingIOError:
             return False
         self.locked = True
-        HEADER.pack_into(self.mapping, 0, 0, 0, b"", 0)  # the page of an ended link may name it yet
+        # The page of an ended link may name it yet.
+        HEADER.pack_into(self.mapping, 0, 0, 0, b"", 0, b"")
         return True
 
-    def seal(self, version: int, digest: bytes, nbytes: int) -> None:
+    def seal(self, version: int, digest: bytes, nbytes: int, trace: str | None = None) -> None:
         """Say what is in the slot, and let others read it. Does nothing the second time."""
         if self.locked and self.segment.lock_fd >= 0:
-            HEADER.pack_into(self.mapping, 0, version, nbytes, digest, time.time_ns())
+            now, ids = time.time_ns(), b""
+            if trace is not None:
+                now = now & ~1 | int(trace[-1], 16) & 1
+                ids = bytes.fromhex(trace[3:35] + trace[36:52])
+            HEADER.pack_into(self.mapping, 0, version, nbytes, digest, now, ids)
             self.locked = False
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
 

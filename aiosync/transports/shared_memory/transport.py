@@ -113,7 +113,7 @@ class SlotPublisher:
         self._words: memoryview | None = None
         self._page_fd = -1  # until it was sent
         self._slots: tuple[Slot, ...] = ()  # those that the word may name, the newest last
-        self._count = 0
+        self._count = self._held = 0
         arena.num_links += 1
 
     def announcements(self, slot: Slot) -> Generator[tuple[Message, tuple[()]]]:
@@ -174,8 +174,11 @@ class SlotPublisher:
 
     @property
     def holds(self) -> int:
-        """Version that the peer computes with, of those that a word named; 0 for none."""
-        return 0 if self._words is None else min(self._words[HOLDS], self.version)
+        """Version that the peer computes with, of those that a word named; 0 for none.
+
+        Of an ended link the last one.
+        """
+        return self._held if self._words is None else min(self._words[HOLDS], self.version)
 
     @property
     def bell(self) -> bool:
@@ -186,6 +189,7 @@ class SlotPublisher:
         """The link has ended: its word names nothing any more. Idempotent."""
         if self._link is None:
             return
+        self._held = self.holds
         self._link = self._words = self.promised = None
         self._close_page_fd()
         for slot in self._slots:

@@ -1,0 +1,206 @@
+"""Counts the syncs of one scheme, and tells its observers. Must not import torch.
+
+Counting is all that is done where nobody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import inspect
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from aiosync._log import log
+from aiosync.errors import ConfigError
+from aiosync.events import Observer, SyncEvent, SyncOutcome, SyncRole, SyncStats
+from aiosync.wire import is_traceparent
+
+__all__ = ["Meter"]
+
+_MOST_EVENTS = 1024  # that wait for the loop; older ones are dropped then
+_MARK_SECONDS = 0.05
+_MARKS_KEPT = 32  # of each power of 2
+_OUTCOMES: tuple[SyncOutcome, ...] = ("ok", "skipped", "refused", "timeout", "error")
+_NONE: Mapping[str, float] = {}
+
+
+class Meter:
+    """What became of syncs, in numbers; and who wants to know of each.
+
+    A count is changed by one thread at a time; any thread may read, and tell.
+
+    Attributes:
+        role: Whose syncs.
+        model: Name of the model.
+        transport: Short name of the scheme.
+        finished: How many ended in which way.
+        observers: Who wants to know.
+    """
+
+    def __init__(
+        self, role: SyncRole = "sender", model: str = "policy", transport: str = ""
+    ) -> None:
+        self.role: SyncRole = role
+        self.model: str = model
+        self.transport: str = transport
+        self.finished: dict[SyncOutcome, int] = dict.fromkeys(_OUTCOMES, 0)
+        self.observers: tuple[Observer, ...] = ()
+        self._nbytes = self._wire_nbytes = 0
+        self._marks: dict[int, tuple[int, float]] = {}  # versions, and when they were sent
+        self._num_marks = 0
+        self._mark_due = 0.0
+        self._last = _NONE
+        self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, role: SyncRole, model: str, transport: str) -> None:
+        """Syncs begin. Called on the loop on which observers are called."""
+        self.role, self.model, self.transport = role, model, transport
+        self._loop = asyncio.get_running_loop()
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def mark(self, version: int, at: float) -> None:
+        """Note when a version is sent, on ``time.perf_counter()``'s clock; not of each."""
+        if at >= self._mark_due:
+            self._mark_due = at + _MARK_SECONDS
+            if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
+                self._marks.clear()  # another trainer's begin anew
+            self._num_marks = number = self._num_marks + 1
+            self._marks[number] = version, at
+            for bit in range(number.bit_length()):  # the older they are, the fewer stay
+                old = number - (_MARKS_KEPT << bit)
+                if old & -old == 1 << bit:
+                    self._marks.pop(old, None)
+
+    def age(self, version: int) -> float:
+        """About how many seconds ago a version was sent; 0.0 if nobody knows."""
+        marks = list(self._marks.values())  # another thread may note one
+        found = bisect.bisect_right(marks, (version, math.inf))
+        if not version or not marks:
+            return 0.0
+        return max(0.0, time.perf_counter() - marks[max(0, found - 1)][1])
+
+    def stats(self, *, under_way: int = 0, **more: Any) -> SyncStats:
+        """The numbers, on any thread.
+
+        Args:
+            under_way: Syncs that have begun and not ended.
+            **more: Fields that are known better by who asks.
+        """
+        finished = self.finished.copy()
+        known: dict[str, Any] = {
+            "started": sum(finished.values()) + under_way,
+            "finished": finished,
+            "nbytes": self._nbytes,
+            "wire_nbytes": self._wire_nbytes,
+            "skipped": finished["skipped"],
+            "refused": finished["refused"],
+            "seconds": self._last,
+        }
+        return SyncStats(self.role, self.model, self.transport, **(known | more))
+
+    # -- observers -----------------------------------------------------------------------------
+
+    def add(self, observer: Observer) -> None:
+        """Tell somebody from now on.
+
+        Raises:
+            ConfigError: It cannot be told.
+        """
+        told = getattr(observer, "on_sync", None)
+        if not callable(told) or inspect.iscoroutinefunction(told):
+            raise ConfigError(
+                f"an observer has a plain method on_sync(event); a {type(observer).__name__} has "
+                "none"
+            )
+        self.observers = (*self.observers, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Tell somebody no more. Idempotent."""
+        self.observers = tuple(each for each in self.observers if each is not observer)
+
+    def _drop(self, observer: Observer, error: Exception) -> None:
+        self.remove(observer)
+        text = f"an observer raised, and is removed: {type(observer).__qualname__}"
+        log(logging.WARNING, "observer", text, model=self.model, error=error)
+
+    def trace(self, started: float) -> str | None:
+        """The traceparent that an observer has for a send; ``None`` where none has."""
+        started_at = _wall_time(started)
+        for observer in self.observers:
+            ask = getattr(observer, "traceparent", None)
+            try:
+                found = None if ask is None else ask(started_at)
+            except Exception as exc:  # noqa: BLE001 - the send goes on, and the log has it
+                self._drop(observer, exc)
+                continue
+            if is_traceparent(found):
+                return found
+        return None
+
+    def ended(
+        self,
+        outcome: SyncOutcome,
+        epoch: int,
+        version: int,
+        started: float,
+        seconds: Mapping[str, float] = _NONE,
+        nbytes: int = 0,
+        wire_nbytes: int = 0,
+        trace: str | None = None,
+    ) -> None:
+        """Count a sync, and have the loop tell observers. On any thread, of one at a time.
+
+        Args:
+            outcome: How it ended.
+            epoch: Of its version.
+            version: Its version.
+            started: When it began, on ``time.perf_counter()``'s clock.
+            seconds: Its phases, where anybody listens.
+            nbytes: Its bytes.
+            wire_nbytes: Those that travelled.
+            trace: The trainer's span.
+        """
+        self.finished[outcome] += 1
+        if outcome == "ok":
+            self._nbytes += nbytes
+            self._wire_nbytes += wire_nbytes
+        if not self.observers:
+            return
+        self._last, at = seconds, _wall_time(started)
+        named = self.role, self.model, self.transport, epoch, version, outcome
+        self._events.append(SyncEvent(*named, seconds, nbytes, wire_nbytes, at, trace))
+        # The first of those that wait has them delivered; and one of the next, should an exception
+        # of a signal's handler have come in between.
+        if len(self._events) % 64 != 1 or self._loop is None:
+            return
+        if asyncio._get_running_loop() is self._loop:
+            self._loop.call_soon(self.deliver)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self) -> None:
+        """Tell observers what waits for that. On the loop."""
+        try:
+            for _ in range(len(self._events)):
+                event = self._events.popleft()
+                for observer in self.observers:
+                    try:
+                        observer.on_sync(event)
+                    except Exception as exc:  # noqa: BLE001 - the log has it, and others are told
+                        self._drop(observer, exc)
+        finally:
+            if self._events and self._loop is not None:
+                self._loop.call_soon(self.deliver)  # what came meanwhile
+
+
+def _wall_time(at: float) -> float:
+    return time.time() - (time.perf_counter() - at)
