@@ -1539,6 +1539,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if exc is None and self._role == "receiver" and self._loop is None and not self._closed:
+            warnings.warn(
+                "this worker never had the trainer's weights: `async with` does not connect, call "
+                "`await scheme.connect()` inside of the block",
+                stacklevel=2,
+            )
         await self.aclose()
 
     def __del__(self) -> None:

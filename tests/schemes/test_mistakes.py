@@ -32,6 +32,13 @@ async def test_two_senders_of_one_scheme(make) -> None:
             other.init_on_sender(model=models.linear())
 
 
+@pytest.mark.asyncio
+async def test_a_worker_that_forgot_to_connect_is_told() -> None:
+    with pytest.warns(UserWarning, match="does not connect"):
+        async with aiosync.MultiProcessWeightSyncScheme() as worker:
+            worker.init_on_receiver(model=models.linear())
+
+
 # -- the wrong loop, thread or process -----------------------------------------------------------
 
 
