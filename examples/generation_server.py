@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import httpx
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 import aiosync
 from aiosync.integrations.asgi import WeightsMiddleware
-from aiosync.serving import AdmissionGate, WeightFeed
+from aiosync.serving import Admission, AdmissionGate, WeightFeed
 
 VOCABULARY = 64
 CONTEXT = 32
@@ -50,9 +50,9 @@ class Transformer(nn.Module):
 @dataclass
 class Prompt:
     ids: list
-    length: int
-    versions: list = field(default_factory=list)
-    """The version of each token."""
+    left: int
+    """How many tokens are to come."""
+    admission: Admission
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -65,8 +65,8 @@ class Engine:
         self.running = []
         self.work = asyncio.Event()
 
-    async def generate(self, ids, length):
-        prompt = Prompt(list(ids), length)
+    async def generate(self, ids, length, admission):
+        prompt = Prompt(list(ids), length, admission)
         self.running.append(prompt)
         self.work.set()
         await prompt.done.wait()
@@ -80,8 +80,9 @@ class Engine:
                 chosen = await asyncio.to_thread(self.step, [p.ids for p in self.running])
             for prompt, token in zip(list(self.running), chosen, strict=False):
                 prompt.ids.append(token)
-                prompt.versions.append(version)
-                if len(prompt.versions) == prompt.length:
+                prompt.admission.count(version)  # one token more of this version
+                prompt.left -= 1
+                if prompt.left == 0:
                     self.running.remove(prompt)
                     prompt.done.set()
             if not self.running:
@@ -99,8 +100,9 @@ class Engine:
 def make_app(engine, feed):
     async def generate(request):
         asked = await request.json()
-        prompt = await engine.generate(asked["ids"], asked["length"])
-        return JSONResponse({"ids": prompt.ids, "versions": prompt.versions})
+        admission = request.scope["aiosync.admission"]
+        prompt = await engine.generate(asked["ids"], asked["length"], admission)
+        return JSONResponse({"ids": prompt.ids, "weights": asdict(admission.span)})
 
     routes = [Route("/generate", generate, methods=["POST"])]
     return WeightsMiddleware(Starlette(routes=routes), feed)
@@ -144,8 +146,9 @@ async def ask(client, first, length, min_version=1):
     )
     response.raise_for_status()
     answer = response.json()
-    begin, end = min(answer["versions"]), max(answer["versions"])
+    begin, end, runs = (answer["weights"][name] for name in ("first", "last", "runs"))
     print(f"{length} tokens from {first}, of versions {begin} to {end}: {answer['ids'][1:9]} ...")
+    assert sum(count for _, count in runs) == length
     return end
 
 

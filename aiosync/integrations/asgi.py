@@ -11,16 +11,24 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    MutableMapping,
+)
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
 from aiosync.protocol import validate_seconds
+from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
     from aiosync.serving import Admission, WeightFeed
 
-__all__ = ["WeightsMiddleware", "lifespan"]
+__all__ = ["WeightsMiddleware", "lifespan", "span_of"]
 
 _Message: TypeAlias = MutableMapping[str, Any]
 _Scope: TypeAlias = MutableMapping[str, Any]
@@ -36,6 +44,7 @@ _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
 _LARGEST: Final = 2**63 - 1  # no version is larger
 _SHUTDOWN_RETRY_SECONDS: Final = 1
+_PROBE_RETRY_SECONDS: Final = 1
 # A message of one byte takes some hundred bytes of memory, so the bytes alone are no bound.
 _MOST_MESSAGES: Final = 4096
 _NOT_RUNNING: Final = (
@@ -61,11 +70,14 @@ class WeightsMiddleware:
 
     - Responses say ``x-weight-version``, the oldest version that may have contributed up to
       their start, ``x-weight-versions`` (``3-5``) if there were several, and
-      ``x-weight-epoch``. An application that sets one of these itself is left alone.
+      ``x-weight-epoch``. An application that sets one of these itself is left alone. Where weights
+      may change under a request, the whole of what a stream came from is known at its end only:
+      its last part may hold the ``span`` of the admission.
     - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If no such
-      version arrives in time, the answer is 503 with ``Retry-After``, and nothing was computed; 400
-      if the header is invalid.
-    - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON.
+      version arrives in time, or none that the feed may begin with, the answer is 503 with
+      ``Retry-After``, and nothing was computed; 400 if the header is invalid.
+    - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON: ``version`` is what it has,
+      and ``waits_for`` what it waits for.
     - The feed is started before the application starts up, and closed after it has shut down.
 
     WebSockets and ``OPTIONS`` pass untouched: a socket would hold up switches for as long as it
@@ -216,6 +228,7 @@ class WeightsMiddleware:
                 "version": error.version,
                 "epoch": None if self.feed.epoch is None else f"{self.feed.epoch:016x}",
                 "min_version": error.min_version,
+                "waits_for": status.waits_for,
                 "state": status.state,  # but no reason, as that may name the trainer's address
             }
         await self._answer(scope, send, 503, body, (b"retry-after", b"%d" % seconds))
@@ -233,7 +246,9 @@ class WeightsMiddleware:
             and (self.max_staleness is None or status.stale_for <= self.max_staleness)
         )
         ready = ready and bool(self.feed.ready)  # the gate may have been closed
-        await self._answer(scope, send, 200 if ready else 503, {"ready": ready, **status.as_dict()})
+        later = () if ready else ((b"retry-after", b"%d" % _PROBE_RETRY_SECONDS),)
+        said = {"ready": ready, **status.as_dict()}
+        await self._answer(scope, send, 200 if ready else 503, said, *later)
 
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
@@ -271,6 +286,30 @@ def lifespan(
             yield
 
     return live
+
+
+def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
+    """The versions that a response says it was computed with, for a client that keeps them.
+
+    Of a stream over which weights may change, only what there was when it began: see its last part.
+
+    Args:
+        headers: Of the response; with names in lower case, or looked up whatever their case.
+
+    Returns:
+        The span, without counts; its ``first`` is 0 where versions of several epochs followed each
+        other. ``None`` if the response names no version.
+
+    Raises:
+        ValueError: What it says is no version.
+    """
+    version, epoch = headers.get("x-weight-version"), headers.get("x-weight-epoch")
+    if version is None:
+        return None
+    first, _, last = headers.get("x-weight-versions", version).partition("-")
+    if last and epoch is None:
+        first = "0"
+    return VersionSpan(int(first), int(last or first), epoch)
 
 
 # -- options and messages ---------------------------------------------------------------------

@@ -29,6 +29,7 @@ from aiosync.protocol import validate_seconds
 from aiosync.receiver.transform import Transform
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.serving import Admission, AdmissionGate, WeightFeed
+from aiosync.spans import VersionSpan
 from aiosync.tensors.apply import Loader
 
 __all__ = ["TOKEN_VARIABLE", "Answer", "ReplicaWeightsMiddleware", "WeightsMixin", "admitted"]
@@ -76,7 +77,7 @@ class WeightsMixin:
         transform: Transform | None = None,
         model_id: str | None = None,
         gate: AdmissionGate | None = None,
-        min_version: int = 1,
+        min_version: int | None = None,
         timeout: float | None = 60.0,
         max_staleness: float | None = None,
     ) -> int:
@@ -97,7 +98,8 @@ class WeightsMixin:
                 :class:`~aiosync.serving.WeightFeed`.
             model_id: Name of the model, as the sender calls it.
             gate: The gate; the feed makes its own if ``None``.
-            min_version: The least version to take requests with.
+            min_version: The least version to take requests with; ``None`` takes the newest that
+                the source has when it is reached.
             timeout: Seconds to wait for it; ``None`` for ever.
             max_staleness: Seconds without a source after which the replica is unhealthy, so that
                 Serve replaces it; ``None`` for never. What replaces it has to find the source.
@@ -107,7 +109,8 @@ class WeightsMixin:
 
         Raises:
             RecvTimeout: There was no such version in time; the text says what the feed says.
-            ConfigError: The arguments exclude each other, or the scheme already has a role.
+            ConfigError: The arguments exclude each other, an option has an illegal value, or the
+                scheme already has a role.
             LocalProtocolError: It was called before.
 
         Cancellation:
@@ -115,8 +118,6 @@ class WeightsMixin:
         """
         if self._weight_feed is not None:
             raise LocalProtocolError("a replica follows only one source, and this one already does")
-        if min_version < 1:
-            raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
         for name, value in (("timeout", timeout), ("max_staleness", max_staleness)):
             validate_seconds(name, value, endless=True, none=True)
         if isinstance(source, str):
@@ -129,11 +130,12 @@ class WeightsMixin:
             transform=transform,
             model_id=model_id,
             gate=gate,
+            min_version=min_version,
         )
         await feed.start()
         try:
             limit = math.inf if timeout is None else timeout
-            async with feed.request(min_version=min_version, timeout=limit) as version:
+            async with feed.request(timeout=limit) as version:
                 pass
         except AdmissionTimeout as exc:
             status = feed.status
@@ -141,7 +143,7 @@ class WeightsMixin:
             where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
             raise RecvTimeout(
                 f"{_replica_name()} has no version of the weights{where} to start with after "
-                f"{limit:g} s: it has version {status.version} and needs {min_version}; "
+                f"{limit:g} s: it has version {status.version} and needs {status.waits_for}; "
                 f"{status.reason or 'the source has nothing newer'}"
             ) from exc
         except BaseException:  # cancelled: raised again
@@ -245,12 +247,15 @@ class Answer(Generic[_T_co]):
         epoch: Epoch of that version, if the source has any.
         versions: All that may have contributed, in the order in which they came. One, unless
             the gate's mode is ``"immediate"``.
+        span: The same, with how many batches, or what the method counted, were of each; of an item
+            that was yielded, up to that item. See :attr:`aiosync.serving.Admission.span`.
     """
 
     value: _T_co
     version: int
     epoch: int | None
     versions: tuple[int, ...]
+    span: VersionSpan
 
 
 @overload
@@ -351,7 +356,7 @@ def _admitted(method: Callable[..., Any], *, timeout: float | None) -> Callable[
 
 def _answer(value: _R, admission: Admission) -> Answer[_R]:
     versions = admission.versions
-    return Answer(value, versions[0], admission.epoch, versions)
+    return Answer(value, versions[0], admission.epoch, versions, admission.span)
 
 
 def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

@@ -60,6 +60,7 @@ class KeptLink(Generic[_L, _W]):
     Attributes:
         state: Where it is on its way.
         why: Why the last attempt failed; ``None`` if it did not.
+        answer: What the other end answered when it let the last link in.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class KeptLink(Generic[_L, _W]):
         self._final = final
         self._link: _L | None = None
         self.why: BaseException | None = None
+        self.answer: _W | None = None
         self._up_at = 0.0
         self._of_use_at = 0.0  # until when a link was
         self._progress: object = None  # that was made by then
@@ -152,7 +154,7 @@ class KeptLink(Generic[_L, _W]):
                 bounded = lost is not None or self._final is None
                 limits = (left(), HANDSHAKE_SECONDS if bounded else None)
                 limit = min((each for each in limits if each is not None), default=None)
-                answer = await self._greet(link, limit)
+                self.answer = answer = await self._greet(link, limit)
             except BaseException as exc:  # raised again
                 self.abort()
                 self.why = without_frames(exc)

@@ -18,6 +18,7 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
 from aiosync.types import SendReport
+from aiosync.wire import Welcome
 
 __all__ = [
     "belongs_to_torchrl",
@@ -31,6 +32,7 @@ __all__ = [
     "loop_of",
     "meet_at",
     "meeting_point",
+    "met",
     "not_met",
     "receiver_of",
     "runs",
@@ -105,6 +107,11 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
     What TorchRL sends may lack a module's extra state: that is warned of, and not refused.
     """
     scheme._strictly, scheme._cascades = "warn", False
+
+
+def met(scheme: WeightSyncScheme) -> Welcome | None:
+    """What the sender said when a receiver met it last, such as its newest version then."""
+    return None if scheme._trainer is None else scheme._trainer.answer
 
 
 def not_met(scheme: WeightSyncScheme) -> BaseException | None:

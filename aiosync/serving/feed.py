@@ -17,7 +17,7 @@ from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import change_hooks, follow, not_met, receiver_of
+from aiosync.schemes.inside import change_hooks, follow, met, not_met, receiver_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class FeedStatus:
     """The state of a served model with respect to its source.
 
     Attributes:
-        state: ``"starting"`` before the first version; ``"live"``; ``"stale"`` when the source
-            is lost, or its newest version could not be put to use; ``"failed"`` when the feed
-            itself has ended with an error; ``"closed"`` when it is not running.
+        state: ``"starting"`` before the version that it joins with; ``"live"``; ``"stale"`` when
+            the source is lost, or its newest version could not be put to use; ``"failed"`` when
+            the feed itself has ended with an error; ``"closed"`` when it is not running.
         reason: Why it is not live, as text; empty when it is.
         epoch: Epoch of the version that is served; ``None`` before the first.
         version: Version that requests are answered with; 0 before the first.
@@ -60,6 +60,7 @@ class FeedStatus:
         refused: The last version that could not be put to use, ``None`` if a newer one could.
         reconnects: How often a lost link was restored.
         swaps: How many versions were put to use.
+        waits_for: The version that it has to have before it answers requests; 0 once it had it.
     """
 
     state: Literal["starting", "live", "stale", "failed", "closed"]
@@ -73,6 +74,7 @@ class FeedStatus:
     refused: int | None
     reconnects: int
     swaps: int
+    waits_for: int
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON; the epoch in hexadecimal, as in headers."""
@@ -115,6 +117,10 @@ class WeightFeed:
         worker_idx: Index of this server among the workers; ``None`` lets the sender choose.
         gate: The gate; the feed makes its own if ``None``.
         max_pause: Seconds between two attempts to reach the source, at most.
+        min_version: The least version to begin to answer requests with, of whichever epoch;
+            ``None`` takes the newest that the source has when it is reached, so that a server that
+            joins is no further behind than those that are there. Each :meth:`start` is a beginning;
+            a source that is lost later is none.
 
     Raises:
         ConfigError: The arguments exclude each other, or the scheme already has a role.
@@ -132,6 +138,7 @@ class WeightFeed:
         worker_idx: int | None = None,
         gate: AdmissionGate | None = None,
         max_pause: float = 5.0,
+        min_version: int | None = None,
     ) -> None:
         if not isinstance(scheme, WeightSyncScheme) or isinstance(scheme, NoWeightSyncScheme):
             raise ConfigError(
@@ -146,7 +153,10 @@ class WeightFeed:
         if sum(each is not None for each in (model, weights, load)) != 1:
             raise ConfigError("a feed needs exactly one of model, weights and load")
         validate_seconds("max_pause", max_pause, endless=True)
+        if min_version is not None and min_version < 1:
+            raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
         self.gate: AdmissionGate = AdmissionGate() if gate is None else gate
+        self.min_version = min_version
         self.max_pause = max_pause
         self._init: dict[str, Any] = {
             "model": model,
@@ -192,6 +202,7 @@ class WeightFeed:
             return
         self._scheme, self._started = self._make(), time.monotonic()
         self._crash = self._blocked = self._activated_at = None
+        self.gate.require(self.min_version or 0)
         self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(lambda error: None)
         self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
@@ -250,7 +261,7 @@ class WeightFeed:
 
     @property
     def ready(self) -> Ready:
-        """The condition that there is a complete version, to look at or to await."""
+        """The condition that there is a version to answer with, to look at or to await."""
         return self.gate.ready
 
     def request(
@@ -272,7 +283,7 @@ class WeightFeed:
         reason = "the feed is not running: start it with `async with feed`"
         if self._users:
             causes = self._causes(now)
-            state = "starting" if version == 0 else "stale" if causes else "live"
+            state = "starting" if self.gate.waits_for else "stale" if causes else "live"
             reason = "; ".join(text for _, text in causes)
         if self._users and self._crash is not None:
             state, reason = "failed", f"{type(self._crash).__name__}: {self._crash}"
@@ -289,6 +300,7 @@ class WeightFeed:
             refused=None if refusing is None else refusing.version,
             reconnects=0 if receiver is None else receiver.reconnects,
             swaps=self.gate.swaps,
+            waits_for=self.gate.waits_for,
         )
 
     @property
@@ -339,6 +351,7 @@ class WeightFeed:
         scheme = self._scheme
         try:
             await scheme.connect(timeout=math.inf, initial=False)
+            self._catch_up()
             self._receiver = receiver = receiver_of(scheme)
             assert receiver is not None
             await self._follow(receiver)
@@ -347,6 +360,12 @@ class WeightFeed:
                 self._receiver.applier.leave_memory()  # copying a large model would hold the loop
                 self._receiver = None
             await scheme.aclose()
+
+    def _catch_up(self) -> None:
+        """Have requests wait for what the source had when it was reached, unless told otherwise."""
+        answer = met(self._scheme)
+        if self.min_version is None and answer is not None and answer.version:
+            self.gate.require(answer.version, answer.epoch)
 
     async def _follow(self, receiver: WeightReceiver) -> None:
         """Switch to each version that is complete."""
@@ -392,6 +411,8 @@ class WeightFeed:
     ) -> None:
         # Before the trainer is told, so that it never knows more than the gate does.
         def activate() -> None:
+            if self.gate.waits_for:  # perhaps of another trainer than the one that it met first
+                self._catch_up()
             swap.activate(version, epoch)
             self._activated_at = time.monotonic()
 

@@ -24,6 +24,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import validate_seconds, validate_timeout
 from aiosync.schemes.handles import Ready
+from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,6 +50,13 @@ def _blocks_here(gate: AdmissionGate) -> bool:
     """Whether this task is inside something that a switch of ``gate`` waits for."""
     task = asyncio.current_task()
     return any(each._task is task and each._holder.blocks for each in _around(gate))
+
+
+def _add(runs: list[tuple[int, int]], version: int, number: int) -> None:
+    """Lengthen the last run, or begin one."""
+    if runs and runs[-1][0] == version:
+        number += runs.pop()[1]
+    runs.append((version, number))
 
 
 def _limit_of(timeout: float | None, default: float | None) -> float | None:
@@ -117,6 +125,7 @@ class AdmissionGate:
         """Called with the seconds that a request or batch waited, once it is let in or given up."""
         self._version = initial_version or 0
         self._epoch: int | None = None
+        self._required: tuple[int, int | None] = (0, None)
         self._running = 0  # what a switch has to wait for
         self._waiting = 0
         self._open: set[Admission] = set()  # requests that a switch does not wait for
@@ -148,12 +157,31 @@ class AdmissionGate:
         return self._waiting
 
     @property
+    def waits_for(self) -> int:
+        """The least version to let requests in with, until it is there; 0 from then on."""
+        return self._required[0] or int(self._version == 0)
+
+    def require(self, version: int, epoch: int | None = None) -> None:
+        """Let nobody in until there is this version, or a newer one of its epoch.
+
+        For a server that joins, whose weights are older than those of the others. What is inside
+        already goes on. Once there was such a version it is required no more: what comes later may
+        be of a restarted trainer, which counts from 1 again. Another call replaces it.
+
+        Args:
+            version: The version; 0 for none.
+            epoch: Its epoch; ``None`` for whatever epoch there is.
+        """
+        self._required = (0, None) if self._satisfies(version, epoch) else (version, epoch)
+        self._changed.notify()
+
+    @property
     def ready(self) -> Ready:
-        """The condition that there is a complete version and the gate is open."""
+        """The condition that there is a complete and required version, and the gate is open."""
         return Ready(self._is_ready, self._wait_until_ready)
 
     def _is_ready(self) -> bool:
-        return self._version > 0 and not self._closed
+        return not self.waits_for and not self._closed
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = _limit_of(timeout, self.timeout)
@@ -161,7 +189,8 @@ class AdmissionGate:
             async with asyncio.timeout(limit):
                 await self._until(self._is_ready)
         except TimeoutError as exc:
-            raise RecvTimeout(f"no complete version after {limit or 0:g} s") from exc
+            waited = f"no complete version after {limit or 0:g} s"
+            raise RecvTimeout(f"{waited}; waits for version {self.waits_for}") from exc
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait until it holds, or the gate is closed, which raises."""
@@ -220,7 +249,7 @@ class AdmissionGate:
         return Admission(self, True, 0, None, timeout)
 
     def _may_enter(self, admission: Admission) -> bool:
-        if self._version == 0 or (admission.blocks and self._swap is not None):
+        if self.waits_for or (admission.blocks and self._swap is not None):
             return False
         return self._satisfies(admission.min_version, admission.wanted_epoch)
 
@@ -282,8 +311,10 @@ class AdmissionGate:
         if (version, epoch) != (self._version, self._epoch):
             self.swaps += 1
             self._version, self._epoch = version, epoch
+            if self._satisfies(*self._required):
+                self._required = (0, None)
             for admission in self._open:
-                admission._saw(version)
+                admission._saw(version, epoch)
             self._changed.notify()
 
     def __repr__(self) -> str:
@@ -322,7 +353,9 @@ class Admission:
         self._timeout = timeout
         self._task: asyncio.Task[object] | None = None
         self._seen: list[int] = []  # since it was let in
-        self._computed: list[int] = []  # in its batches
+        self._mixed = False  # whether they are of several epochs
+        self._steps: list[tuple[int, int]] = []  # of its batches: versions, and how many
+        self._counted: list[tuple[int, int]] = []  # the same, as count() was told
         self._parts = 0  # this and what joined it; it is over when none is left
         self._holder: Admission = self  # the one that it is a part of
 
@@ -336,11 +369,47 @@ class Admission:
         """The versions that may have contributed so far, in the order in which they came.
 
         One, where a switch waits for the request. In the mode ``"immediate"`` those of its
-        batches, or, without any, all that there were since it was admitted.
+        batches, or of what was counted, or, without any, all that there were since it was
+        admitted.
         """
-        return tuple(self._computed or self._seen)
+        runs = self._counted or self._steps
+        return tuple(dict.fromkeys(version for version, _ in runs) or self._seen)
 
-    def _saw(self, version: int) -> None:
+    @property
+    def span(self) -> VersionSpan:
+        """The versions that answer this request, from when it was let in until now, or its end.
+
+        Its ``runs`` are what :meth:`count` was told; or else, in the mode ``"immediate"``, its
+        batches, each of which counts as 1. Where versions of several epochs followed each other
+        its ``first`` is 0: such versions cannot be compared.
+
+        Raises:
+            LocalProtocolError: It was not let in yet.
+        """
+        if not self._seen:
+            raise LocalProtocolError("a request has no versions before it is let in")
+        if self._mixed:
+            return VersionSpan(0, self.versions[-1])
+        epoch = None if self.epoch is None else f"{self.epoch:016x}"
+        runs = self._counted or self._steps
+        if runs:
+            return VersionSpan.from_runs(runs, epoch)
+        return VersionSpan(min(self._seen), max(self._seen), epoch)
+
+    def count(self, version: int, tokens: int = 1) -> None:
+        """Note that so many tokens, or steps, of the answer are of a version.
+
+        For an engine that computes steps of many requests at a time, outside of each of them;
+        :attr:`versions` and :attr:`span` say from then on what was counted, and nothing else.
+
+        Args:
+            version: What ``async with gate.batch() as version:`` gave for the step.
+            tokens: How many.
+        """
+        _add(self._counted, version, tokens)
+
+    def _saw(self, version: int, epoch: int | None) -> None:
+        self._mixed = self._mixed or epoch != self.epoch
         if version not in self._seen:
             self._seen.append(version)
 
@@ -363,9 +432,9 @@ class Admission:
             self._parts = 1
             self.version, self.epoch = gate._version, gate._epoch
             for each in _around(gate) if self.blocks else ():
-                if not each.blocks and self.version not in each._computed:
-                    each._computed.append(self.version)
-        self._saw(self.version)
+                if not each.blocks:
+                    _add(each._steps, self.version, 1)
+        self._saw(self.version, self.epoch)
         # Without those that are over: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
         return self.version
@@ -403,6 +472,9 @@ class Admission:
             when = f"after {limit:g} s"
         if gate._version == 0:
             text = f"there is no complete version of the weights {when}"
+        elif gate.waits_for:
+            has = f"this server has version {gate._version}"
+            text = f"{has} and answers from version {gate.waits_for} on, which is not here {when}"
         elif not gate._satisfies(self.min_version, self.wanted_epoch):
             asked = f"version {self.min_version}" if self.min_version else "a version"
             epoch = "" if self.wanted_epoch is None else f" of epoch {self.wanted_epoch:016x}"

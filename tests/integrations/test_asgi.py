@@ -10,7 +10,8 @@ import pytest
 
 import aiosync
 import aiosync.integrations.asgi
-from aiosync.integrations.asgi import WeightsMiddleware, lifespan
+from aiosync import VersionSpan
+from aiosync.integrations.asgi import WeightsMiddleware, lifespan, span_of
 from aiosync.serving import WeightFeed
 from tests.integrations._asgi_calls import (
     Answer,
@@ -93,9 +94,23 @@ async def test_several_versions_are_named_where_there_may_be_several() -> None:
         "x-weight-versions": "3-4",
         "x-weight-epoch": f"{EPOCH:016x}",
     }
+    assert span_of(headers) == VersionSpan(3, 4, f"{EPOCH:016x}")
     headers = (await call(WeightsMiddleware(app, feed), "/restart")).headers
     assert headers == {"a": "b", "x-weight-version": "4", "x-weight-versions": "4-5"}
+    assert span_of(headers) == VersionSpan(0, 5)  # of two trainers: nothing to compare
     assert seen == [(3, 4), (4, 5)]
+
+
+@asynchronous
+async def test_a_client_reads_the_span_of_a_response() -> None:
+    httpx = pytest.importorskip("httpx")
+    transport = httpx.ASGITransport(WeightsMiddleware(hello, await switched(3, EPOCH)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert span_of((await client.get("/")).headers) == VersionSpan(3, 3, f"{EPOCH:016x}")
+        assert span_of((await client.get("/healthz")).headers) is None
+    assert span_of({"x-weight-version": "3"}) == VersionSpan(3, 3)
+    with pytest.raises(ValueError, match="latest"):
+        span_of({"x-weight-version": "latest"})
 
 
 # -- requests ---------------------------------------------------------------------------------
@@ -142,6 +157,7 @@ async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
         "version": 3,
         "epoch": "0000000000000abc",
         "min_version": 9,
+        "waits_for": 0,
         "state": "closed",
     }  # and no reason, as that may name the trainer's address
 
@@ -311,7 +327,9 @@ async def test_the_probe_follows_the_feed() -> None:
     async with feed:
         answer = await call(lax, "/readyz")
         assert (answer.status, answer.json()["state"]) == (503, "starting")
+        assert (answer.json()["version"], answer.json()["waits_for"]) == (0, 1)
         assert answer.headers["cache-control"] == "no-store"
+        assert int(answer.headers["retry-after"]) > 0
         async with scheme:
             await scheme.connect()
             await feed.ready.wait(timeout=PATIENCE)
@@ -319,6 +337,7 @@ async def test_the_probe_follows_the_feed() -> None:
             assert answer.status == 200
             body = answer.json()
             assert (body["ready"], body["version"], body["connected"]) == (True, 1, True)
+            assert body["waits_for"] == 0 and "retry-after" not in answer.headers
             assert body["epoch"] == answer.headers["x-weight-epoch"]
             head = await call(strict, "/readyz", "HEAD")
             assert (head.status, head.body) == (200, b"")

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
-from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
+from aiosync import VersionSpan
+from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
 from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
@@ -117,7 +118,8 @@ async def test_an_answer_names_its_version() -> None:
         later = asyncio.create_task(replica.act(10, min_version=2))
         await asyncio.sleep(0)
         await it.push()
-        assert await later == Answer(20.0, 2, replica.weight_feed.epoch, (2,))
+        epoch = replica.weight_feed.epoch
+        assert await later == Answer(20.0, 2, epoch, (2,), VersionSpan(2, 2, f"{epoch:016x}"))
         status = await replica.weight_status()
         assert (status["state"], status["version"]) == ("live", 2)
         assert status["replica"].startswith("process")
@@ -141,7 +143,8 @@ async def test_no_switch_while_a_thread_computes_though_its_caller_gave_up() -> 
             await asking
         await pushing
         assert replica.weight_feed.version == 2
-        assert (await replica.compute()) == Answer((2.0, 2.0), 2, replica.weight_feed.epoch, (2,))
+        answer = await replica.compute()
+        assert (answer.value, answer.span.first, answer.span.last) == ((2.0, 2.0), 2, 2)
 
 
 @pytest.mark.asyncio
@@ -151,6 +154,31 @@ async def test_an_error_of_a_method_is_raised_and_ends_its_admission() -> None:
             with pytest.raises(KeyError):
                 await method()
             assert replica.weight_feed.gate.running == 0
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_joins_refuses_requests_until_it_is_as_new_as_its_source() -> None:
+    gate = AdmissionGate(initial_version=1, timeout=0.05)  # of a checkpoint
+    replica = Replica()
+
+    def load(weights: Any) -> None:
+        replica.computing.set()
+        assert replica.go_on.wait(20)
+
+    async with trainer() as it:
+        for _ in range(3):
+            await it.push()
+        await replica.follow_weights(it.scheme.address, load=load, gate=gate)
+        await harness.until(replica.computing.is_set)
+        with pytest.raises(AdmissionTimeout, match="answers from version 4 on") as caught:
+            await replica.act(1)
+        assert caught.value.retry_after > 0
+        status = await replica.weight_status()
+        assert (status["state"], status["version"], status["waits_for"]) == ("starting", 1, 4)
+        replica.go_on.set()
+        await replica.weight_feed.ready.wait(timeout=20)
+        assert (await replica.act(1)).version == 4
+        await replica.end()
 
 
 @pytest.mark.slow
@@ -278,3 +306,4 @@ async def test_answers_of_several_versions_name_them() -> None:
             answers.append((answer.value, answer.version, answer.versions))
             await it.push()
         assert answers == [(1.0, 1, (1,)), (2.0, 1, (1, 2))]
+        assert answer.span.runs == ((1, 1), (2, 1))

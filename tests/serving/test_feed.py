@@ -282,6 +282,131 @@ async def test_whatever_a_function_raises_refuses_the_update(error, address: str
         assert feed.status.state == "live"
 
 
+# -- a server that joins --------------------------------------------------------------------------
+
+
+class Held(Engine):
+    """Loads a version once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def load(self, weights) -> None:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE)
+        super().load(weights)
+
+
+async def refused(feed: WeightFeed, text: str) -> None:
+    with pytest.raises(aiosync.AdmissionTimeout, match=text):
+        async with feed.request(timeout=0.01):
+            pytest.fail("was let in")
+
+
+async def test_a_server_that_joins_answers_once_it_is_as_new_as_its_source(address: str) -> None:
+    source, engine = models.linear(), Held()
+    gate = AdmissionGate(initial_version=1)  # of a checkpoint
+    feed = feed_of(address, load=engine.load, gate=gate)
+    async with feed:
+        async with feed.request(timeout=0) as version:  # as long as nothing newer is known
+            assert version == 1
+        async with trainer(source, address) as scheme:
+            for _ in range(3):
+                await scheme.send()  # to nobody: the feed was not let in yet, or it waits for it
+            await until(engine.entered.is_set)
+            status = feed.status
+            assert status.state == "starting" and not feed.ready
+            assert status.version == 1 and 1 <= status.waits_for <= scheme.version
+            await refused(feed, "has version 1 and answers from")
+            engine.go_on.set()
+            async with feed.request(timeout=PATIENCE) as version:
+                assert version >= status.waits_for
+                assert (feed.epoch, feed.status.waits_for) == (scheme.epoch, 0)
+
+
+async def test_a_part_of_what_the_source_has_is_not_enough(address: str) -> None:
+    whole = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    engine, loaded = Engine(), []
+    go_on = threading.Event()
+
+    def load(weights) -> None:
+        engine.load(weights)
+        loaded.append(sorted(engine.weights))
+        if len(loaded) == 2:
+            assert go_on.wait(PATIENCE)
+
+    sender = aiosync.TCPWeightSyncScheme(address, strict=False)
+    sender.init_on_sender(weights=whole)
+    scheme = aiosync.TCPWeightSyncScheme(address, strict=False)
+    async with sender:
+        await sender.connect(timeout=PATIENCE)
+        await sender.send({"bias": torch.ones(2)})
+        async with WeightFeed(scheme, load=load) as feed:
+            await until(lambda: len(loaded) == 2)
+            assert (feed.version, feed.status.waits_for) == (1, 2)
+            assert not feed.ready
+            await refused(feed, "has version 1 and answers from version 2 on")
+            go_on.set()
+            async with feed.request(timeout=PATIENCE) as version:
+                assert version == 2
+
+
+async def test_a_source_that_dies_meanwhile_is_waited_for_no_more(address: str) -> None:
+    source, engine = models.linear(), Engine()
+    engine.error = RuntimeError("out of memory")
+    feed = feed_of(address, load=engine.load, gate=AdmissionGate(initial_version=1))
+    async with trainer(source, address) as scheme:
+        for _ in range(4):
+            await scheme.send()
+        async with feed:
+            await until(lambda: feed.status.refused)
+            assert feed.status.waits_for == 5
+            assert "version 5 was refused" in feed.status.reason
+            await scheme.aclose()
+            engine.error = None
+            async with trainer(source, address) as successor:
+                async with feed.request(timeout=PATIENCE) as version:
+                    assert (version, feed.epoch) == (1, successor.epoch)
+
+
+async def test_the_least_version_that_the_user_gives(address: str) -> None:
+    source, target = models.linear(), models.linear()
+    feed = feed_of(address, model=target, min_version=3)
+    async with trainer(source, address) as scheme, feed:
+        await until(lambda: feed.version == 1)
+        assert feed.status.state == "starting" and feed.status.waits_for == 3
+        await refused(feed, "has version 1 and answers from version 3 on")
+        for _ in range(2):
+            await scheme.send()
+        async with feed.request(timeout=PATIENCE) as version:
+            assert version == 3
+    with pytest.raises(aiosync.ConfigError, match="min_version must be"):
+        feed_of(address, model=target, min_version=0)
+
+
+async def test_a_feed_that_is_started_again_joins_again(address: str) -> None:
+    source, engine = models.linear(), Held()
+    engine.go_on.set()
+    feed = feed_of(address, load=engine.load)
+    async with trainer(source, address) as scheme:
+        for _ in range(2):
+            await scheme.send()
+        async with feed:
+            async with feed.request(timeout=PATIENCE) as version:
+                assert version == 3
+    engine.go_on.clear()
+    engine.entered.clear()
+    async with trainer(source, address) as scheme:  # counts from 1 again: 3 is not newer
+        async with feed:
+            await until(engine.entered.is_set)
+            assert (feed.version, feed.status.waits_for) == (3, 1)
+            await refused(feed, "has version 3 and answers from version 1 on")
+            engine.go_on.set()
+            async with feed.request(timeout=PATIENCE) as version:
+                assert (version, feed.epoch) == (1, scheme.epoch)
+
+
 async def test_mistakes() -> None:
     scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9")
     for wrong_target in ({}, {"model": nn.Linear(1, 1), "load": print}):

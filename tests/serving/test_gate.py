@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 import aiosync
+from aiosync import VersionSpan, staleness
 from aiosync.serving import AdmissionGate
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -332,3 +333,139 @@ async def test_options_and_errors() -> None:
     assert pickle.loads(pickle.dumps(aiosync.SwapTimeout("late", running=4))).running == 4
     with pytest.raises(aiosync.RecvTimeout):
         await AdmissionGate().ready.wait(timeout=0.01)
+
+
+# -- which versions answered a request ------------------------------------------------------------
+
+
+async def test_the_span_of_a_request_that_switches_wait_for() -> None:
+    gate = AdmissionGate()
+    await _switch_to(gate, 7, 0xABC)
+    request = gate.request()
+    with pytest.raises(aiosync.LocalProtocolError, match="before it is let in"):
+        _ = request.span
+    async with request:
+        async with gate.batch():
+            pass
+        expected = VersionSpan(7, 7, "0000000000000abc")
+        assert request.span == expected
+        switching = asyncio.ensure_future(_switch_to(gate, 8, 0xABC))
+        await turns()
+    await switching
+    assert request.span == expected  # its end was before
+    async with (after := gate.request()):
+        pass
+    assert after.span.first == 8
+
+
+async def _switch_to(gate: AdmissionGate, version: int, epoch: int | None = None) -> None:
+    async with gate.swap(version=version, epoch=epoch):
+        pass
+
+
+async def test_the_runs_of_a_request_are_those_of_its_tokens() -> None:
+    """Weights that are their version: what each of many requests says is what made its tokens."""
+    gate = AdmissionGate(mode="immediate", initial_version=1)
+    weights = 1
+    spans: list[tuple[VersionSpan, list[int]]] = []
+
+    async def generate(length: int) -> None:
+        tokens = []
+        async with (request := gate.request()):
+            for _ in range(length):
+                async with gate.batch():
+                    await asyncio.sleep(0)
+                    tokens.append(weights)
+                await asyncio.sleep(0)
+        spans.append((request.span, tokens))
+
+    async def train() -> None:
+        nonlocal weights
+        for _ in range(40):
+            async with gate.swap() as swap:
+                weights = swap.version = gate.version + 1
+            await turns()
+
+    await asyncio.gather(train(), *(generate(length) for length in range(1, 30)))
+    await _switch(gate)
+    for span, tokens in spans:
+        assert span == VersionSpan.from_runs([(version, 1) for version in tokens])
+        assert staleness(gate.version, span) == gate.version - min(tokens)
+        mean = gate.version - sum(tokens) / len(tokens)
+        assert staleness(gate.version, span, "token") == pytest.approx(mean)
+    assert max(len(span.runs) for span, _ in spans) > 5
+
+
+@both_modes
+async def test_an_engine_counts_the_tokens_of_requests_that_it_computes_together(mode) -> None:
+    gate = AdmissionGate(mode=mode, initial_version=3)
+    short, long = gate.request(), gate.request()
+    async with short, gate.batch():
+        pass  # reads the prompt: no token of the answer
+    async with long:
+        switching = asyncio.ensure_future(_switch(gate)) if mode == "immediate" else None
+        long.count(3, 5)
+        await turns()
+        long.count(gate.version)
+        long.count(gate.version, 4)
+        if switching is not None:
+            await switching
+        await turns()
+    expected = ((3, 5), (4, 5)) if mode == "immediate" else ((3, 10),)
+    assert long.span == VersionSpan.from_runs(expected)
+    assert long.versions == tuple(version for version, _ in expected)
+    assert short.span == VersionSpan(3, 3, None, ((3, 1),) if mode == "immediate" else ())
+
+
+async def test_versions_of_two_trainers_in_one_request_are_no_age() -> None:
+    gate = AdmissionGate(mode="immediate")
+    await _switch_to(gate, 57, 0xA)
+    async with (request := gate.request()):
+        for version, epoch in ((1, 0xB), (2, 0xB)):
+            async with gate.batch():
+                pass
+            await _switch_to(gate, version, epoch)
+    assert request.versions == (57, 1)
+    assert staleness(60, request.span) is None
+    assert staleness(60, request.span, "token") is None
+
+
+# -- a server that joins --------------------------------------------------------------------------
+
+
+@both_modes
+async def test_nobody_is_let_in_before_the_version_that_is_required(mode) -> None:
+    gate = AdmissionGate(mode=mode, initial_version=1)
+    assert gate.ready and gate.waits_for == 0
+    gate.require(57, 0xA)
+    assert not gate.ready and gate.waits_for == 57
+    with pytest.raises(aiosync.AdmissionTimeout, match="has version 1 and answers from .* 57 on"):
+        async with gate.request(timeout=0):
+            pytest.fail("was let in")
+    with pytest.raises(aiosync.RecvTimeout, match="waits for version 57"):
+        await gate.ready.wait(timeout=0.01)
+    log: list = []
+    waiting = asyncio.ensure_future(entered(gate, log, "late"))
+    for version, epoch in ((56, 0xA), (99, 0xB), (58, 0xA)):
+        await turns()
+        assert not log
+        await _switch_to(gate, version, epoch)
+    await waiting
+    assert log == [("late", 58)]
+    await _switch_to(gate, 1, 0xB)  # a trainer that was restarted later
+    assert gate.ready and gate.waits_for == 0
+    gate.require(1, 0xB)  # is there
+    assert gate.ready
+
+
+async def test_what_is_required_no_more_lets_in_who_waits() -> None:
+    gate = AdmissionGate()
+    assert gate.waits_for == 1
+    gate.require(5)
+    assert gate.waits_for == 5
+    await _switch_to(gate, 4)
+    waiting = asyncio.ensure_future(entered(gate, log := [], "waited"))
+    await turns()
+    gate.require(0)
+    await waiting
+    assert log == [("waited", 4)]

@@ -18,6 +18,7 @@ from aiosync.integrations.vllm._info import (
     AiosyncTrainerInitInfo,
     AiosyncUpdateInfo,
 )
+from aiosync.integrations.vllm._spans import span_of
 from aiosync.integrations.vllm._trainer import Activation, AiosyncTrainerEngine
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "HTTPClient",
     "LLMClient",
     "register",
+    "span_of",
 ]
 
 _done = False

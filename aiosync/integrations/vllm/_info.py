@@ -144,6 +144,7 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
         worker_tls: As :attr:`AiosyncInitInfo.tls`.
         check: As :attr:`AiosyncInitInfo.check`.
         rollback: As :attr:`AiosyncInitInfo.rollback`.
+        first_version: What versions count from; a trainer that resumes continues with it.
     """
 
     backend: ClassVar[str] = "aiosync"
@@ -163,6 +164,7 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
     worker_tls: dict[str, Any] | None = None
     check: Literal["checkpoint", "first", "none"] = "checkpoint"
     rollback: bool = True
+    first_version: int = 1
 
     def __post_init__(self) -> None:
         if self.pause not in ("keep", "wait", "abort", None):
@@ -190,7 +192,7 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
 
 def sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
     """The scheme of a trainer, without a role."""
-    options: dict[str, Any] = {"timeout": info.timeout}
+    options: dict[str, Any] = {"timeout": info.timeout, "first_version": info.first_version}
     if info.wire_dtype is not None:
         options["wire_dtype"] = _dtype(info.wire_dtype)
     if info.address == _SHARED:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -29,7 +29,9 @@ from aiosync.integrations.vllm._base import (
 )
 from aiosync.integrations.vllm._clients import Control
 from aiosync.integrations.vllm._info import AiosyncTrainerInitInfo, address_of, sending_scheme
+from aiosync.integrations.vllm._spans import label_of
 from aiosync.schemes import SendHandle
+from aiosync.spans import VersionSpan
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
@@ -277,7 +279,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
                 control.start()
             control.update(version, timeout=patience)
             loading = time.perf_counter() - began
-            control.finish(str(version))
+            control.finish(label_of(version, scheme.epoch))
         except AiosyncError as exc:
             if self._info.num_workers > 1:
                 # Workers of other engines may have it; this takes it back, and ends the update.
@@ -306,6 +308,26 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             self._control.resume()
         except AiosyncError as exc:
             error.add_note(f"The engine may still be paused: {exc}")
+
+    def staleness(
+        self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
+    ) -> float | None:
+        """How many versions older than the newest that was staged an answer is.
+
+        Args:
+            span: What :func:`span_of` says of the answer.
+            weight: As for :func:`aiosync.staleness`.
+
+        Returns:
+            Versions; ``None`` if it is unknown, such as that of another trainer's.
+
+        Raises:
+            LocalProtocolError: This rank does not send, or was shut down.
+            ConfigError: There is no such weight.
+        """
+        if self._scheme is None:
+            raise LocalProtocolError("staleness() is for rank 0, before shutdown()")
+        return self._scheme.staleness(span, weight)
 
     # -- the rest ------------------------------------------------------------------------------
 

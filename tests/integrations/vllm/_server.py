@@ -49,8 +49,9 @@ class Server:
         return [self.generate(prompt)["token_ids"] for prompt in PROMPTS]
 
     def label(self) -> str:
+        """The version that the engine says it has, without its epoch."""
         found: str = requests.get(f"{self.url}/weight_info", timeout=10).json()["weight_version"]
-        return found
+        return found.partition("@")[0]
 
     def checksums(self) -> dict[str, str]:
         reply = self.post("weight_checker", {"action": "checksum"})

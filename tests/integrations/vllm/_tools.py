@@ -37,6 +37,17 @@ def make_weights(seed: int) -> Weights:
     return weights
 
 
+def make_speller(token: int) -> Weights:
+    """Weights with which every greedy token is this one, whatever the prompt."""
+    weights = make_weights(1)
+    for name, weight in weights.items():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    weights["model.embed_tokens.weight"][:, 0] = 1.0
+    weights["lm_head.weight"].zero_()[token, 0] = 1.0
+    return weights
+
+
 def make_checkpoint(folder: Path, weights: Weights) -> Path:
     """A directory that vLLM can start from."""
     folder.mkdir(parents=True, exist_ok=True)

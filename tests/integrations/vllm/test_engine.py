@@ -18,8 +18,10 @@ import pytest
 import torch
 
 import aiosync
+from aiosync import VersionSpan
+from aiosync.integrations.vllm import span_of
 from tests.integrations.vllm._server import TOKEN, Clients, Server
-from tests.integrations.vllm._tools import VOCAB, make_weights
+from tests.integrations.vllm._tools import VOCAB, make_speller, make_weights
 
 if TYPE_CHECKING:
     from aiosync.integrations.vllm import AiosyncTrainerEngine
@@ -71,7 +73,7 @@ def test_schemes_offline(offline: dict[str, Any]) -> None:
         assert seen["after"] != offline["fresh"]
         assert seen["after"] == offline["schemes"]["shm"]["after"]
         assert "ManifestMismatch" in seen["refused"] and "unexpected: more" in seen["refused"]
-        assert seen["kept"] and seen["label"] == "2"
+        assert seen["kept"] and seen["label"].startswith("2@")
         assert seen["back"] == offline["fresh"]
     assert offline["threads"] == []
 
@@ -85,7 +87,9 @@ def test_update_equals_fresh_engine(
     assert server.tokens() == offline["fresh"]
     assert server.label() == "1" and trainer.active_version == 1
     choice = server.generate([1, 2, 3])
-    assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 32}]
+    span = span_of(choice)
+    assert span is not None and span.runs == ((1, 32),)
+    assert choice["weight_versions"][0]["version"] == f"1@{span.epoch}"
     trainer.send_weights(A)
     assert server.tokens() == offline["schemes"]["tcp"]["after"]
     assert server.label() == "2"
@@ -102,10 +106,28 @@ def test_requests_in_flight(server: Server, trainer: AiosyncTrainerEngine) -> No
             assert activation.version == version
     assert not clients.errors
     assert len(clients.answers) >= 4
-    spans = [answer["weight_versions"] for answer in clients.answers]
     assert all(len(answer["token_ids"]) == 300 for answer in clients.answers)
-    assert any(len(span) > 1 for span in spans)
-    assert all(span[-1]["end"] == 300 for span in spans)
+
+
+def test_a_generation_across_updates_says_at_which_token_they_came(
+    server: Server, trainer: AiosyncTrainerEngine
+) -> None:
+    """With weights that spell their version, frozen by ``keep`` where the update finds them."""
+    trainer.send_weights(make_speller(21))
+    with Clients(server, 4, max_tokens=300) as clients:
+        for version in (2, 3, 4):
+            assert trainer.stage(make_speller(20 + version)) == version
+            clients.wait_until_running()
+            trainer.activate()
+    assert not clients.errors
+    spans = [span_of(answer) for answer in clients.answers]
+    for span, answer in zip(spans, clients.answers, strict=True):
+        assert span is not None
+        spelled = [(token - 20, 1) for token in answer["token_ids"]]
+        assert span == VersionSpan.from_runs(spelled, span.epoch)
+        assert sum(count for _, count in span.runs) == 300
+        assert trainer.staleness(span) == 4 - span.first
+    assert any(span is not None and len(span.runs) > 1 for span in spans)
 
 
 def test_staging_does_not_pause(server: Server, trainer: AiosyncTrainerEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.server
 import json
 import threading
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 import aiosync
+from aiosync import VersionSpan
 from aiosync.integrations.vllm import (
     AiosyncInitInfo,
     AiosyncTrainerEngine,
     AiosyncTrainerInitInfo,
     HTTPClient,
     register,
+    span_of,
 )
 from tests.integrations.vllm._tools import make_weights
 
@@ -84,6 +87,51 @@ def test_other_ranks_take_part_in_gathering() -> None:
     engine.shutdown()
 
 
+# -- what an answer says of its weights --------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Part:
+    """As vLLM's own."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _Output:
+    def __init__(self, parts: list[_Part] | None) -> None:
+        self.weight_versions = parts
+
+
+OLD, NEW = "00000000000000aa", "00000000000000bb"
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([f"7@{NEW}"], VersionSpan(7, 7, NEW, ((7, 2),))),
+        ([f"7@{NEW}", f"8@{NEW}"], VersionSpan(7, 8, NEW, ((7, 2), (8, 3)))),
+        (["default", f"1@{NEW}"], VersionSpan(0, 1, NEW, ((0, 2), (1, 3)))),
+        (["default"], VersionSpan(0, 0, None, ((0, 2),))),
+        # A trainer that was restarted counts from 1 again: what is of another one has no age.
+        ([f"7@{OLD}", f"1@{NEW}", f"2@{NEW}"], VersionSpan(0, 2, NEW, ((0, 2), (1, 3), (2, 4)))),
+        (["7", "8"], VersionSpan(7, 8, None, ((7, 2), (8, 3)))),  # of somebody else's trainer
+        (["step-7"], VersionSpan(0, 0, None, ((0, 2),))),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_the_span_of_an_answer(labels: list[str] | None, expected: VersionSpan | None) -> None:
+    ends = [0, 2, 5, 9]
+    parts = labels and [_Part(each, ends[at], ends[at + 1]) for at, each in enumerate(labels)]
+    assert span_of(_Output(parts)) == expected
+    choice = {"weight_versions": parts and [dataclasses.asdict(part) for part in parts]}
+    assert span_of(json.loads(json.dumps(choice))) == expected
+    if expected is not None and expected.first == 0:
+        assert aiosync.staleness(9, expected, epoch=NEW) is None
+
+
 # -- the trainer's side, with a receiver in the place of an engine -----------------------------
 
 
@@ -123,7 +171,7 @@ class _Engine:
         self.is_open = True
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append(f"finish {weight_version}")
+        self.calls.append(f"finish {weight_version and weight_version.partition('@')[0]}")
         self.is_open = False
 
     def pause_generation(self, mode: str) -> None:
@@ -166,6 +214,22 @@ def test_update(engine: _Engine, kind: str, tmp_path: Path) -> None:
         trainer.stage()  # is never activated
     with pytest.raises(aiosync.LocalProtocolError, match="shut down"):
         trainer.send_weights()
+
+
+def test_a_trainer_that_resumes_goes_on_counting(engine: _Engine) -> None:
+    """Of answers by the trainer before, those up to its checkpoint have an age."""
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0, first_version=41)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+        trainer.send_weights(make_weights(1))
+        trainer.send_weights(make_weights(2))
+        assert trainer.active_version == 42
+        assert engine.calls[3] == "finish 41"
+        assert trainer.staleness(VersionSpan(38, 40, OLD, ((38, 1), (40, 3)))) == 4.0
+        assert trainer.staleness(VersionSpan(38, 40, OLD, ((38, 1), (40, 3))), "token") == 2.5
+        assert trainer.staleness(VersionSpan(40, 41, OLD)) is None
+        assert trainer.staleness(None) is None
+    with pytest.raises(aiosync.LocalProtocolError, match="rank 0"):
+        trainer.staleness(None)
 
 
 def test_nobody_comes(engine: _Engine) -> None:
