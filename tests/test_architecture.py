@@ -34,6 +34,7 @@ LAYERS: list[set[str]] = [
     {"server", "serving"},
     {"sync"},
     {"legacy"},
+    {"metrics"},
     {"integrations", "testing"},
     {"bench"},
     {"cli"},
@@ -48,7 +49,7 @@ LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
 TENSOR_LIBRARIES = {"tensordict", "torch"}
 WEB = {"fastapi", "httpx", "starlette", "uvicorn"}
 OPTIONAL = {"gymnasium", "matplotlib", "ray", "rich", "torchrl", "transformers", "typer", "vllm"}
-OPTIONAL |= WEB
+OPTIONAL |= WEB | {"opentelemetry", "prometheus_client"}
 UNPICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 FORBIDDEN = {
     "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,

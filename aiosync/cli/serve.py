@@ -86,6 +86,14 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum number of links at a time.")
     ] = 1024,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Answer GET /metrics, /healthz and /readyz there. Needs the extra 'metrics'.",
+        ),
+    ] = None,
 ) -> None:
     """Run a weight server: trainers push to it, workers pull from it.
 
@@ -114,10 +122,10 @@ def serve(
                 max_connections=max_connections,
             )
 
-        raise typer.Exit(aiosync.run(_serve(make, errors)))
+        raise typer.Exit(aiosync.run(_serve(make, metrics, errors)))
 
 
-async def _serve(make: Callable[[], WeightServer], errors: Console) -> int:
+async def _serve(make: Callable[[], WeightServer], metrics: str | None, errors: Console) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
     Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
@@ -129,7 +137,12 @@ async def _serve(make: Callable[[], WeightServer], errors: Console) -> int:
     with _signals() as came:
         server, before = make(), 0
         try:
-            async with server:
+            async with server, contextlib.AsyncExitStack() as stack:
+                if metrics is not None:
+                    from aiosync.metrics import Metrics, serve
+
+                    url = await stack.enter_async_context(serve(Metrics(server), metrics))
+                    errors.print(f"Metrics at {url}/metrics", markup=False)
                 typer.echo(server.url)
                 try:
                     await _watch(server, errors)

@@ -28,6 +28,7 @@ MODULES = [
     "aiosync.integrations.torchrl",
     "aiosync.integrations.vllm",
     "aiosync.legacy",
+    "aiosync.metrics",
     "aiosync.server",
     "aiosync.serving",
     "aiosync.strategy",

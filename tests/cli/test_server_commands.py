@@ -16,6 +16,7 @@ import re
 import signal
 import socket
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ from tests.cli._serving import (
     wait_for,
     write_weights,
 )
-from tests.schemes._harness import until
+from tests.schemes._harness import PATIENCE, until
 from tests.server._tools import URL, described, trainer
 
 if TYPE_CHECKING:
@@ -467,3 +468,31 @@ def test_a_narrow_terminal_cuts_no_number(width: int, monkeypatch: pytest.Monkey
     assert rows[0][2:8] == ["123456", "240.0 kB", "2048", "83 min", "1", "1234"]
     columns = ["".join(column) for column in zip(*rows, strict=True)]
     assert [columns[0], columns[1], columns[-1]] == ["policy", "state_dict", "127.0.0.1:31234"]
+
+
+# -- metrics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_answers_prometheus_and_probes(
+    folder: Path, weights: tuple[str, dict[str, torch.Tensor]]
+) -> None:
+    pytest.importorskip("prometheus_client")
+    options = ("--listen", "tcp://127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    with serving(folder / "metrics", *options) as server:
+        assert aiosync.cli.main(["push", weights[0], server.url]) == 0
+        [metrics] = re.findall(r"^Metrics at (http://\S+)$", server.log.read_text(), re.MULTILINE)
+        with urllib.request.urlopen(metrics, timeout=PATIENCE) as answer:
+            assert b'aiosync_version{model="policy",role="server"} 1.0' in answer.read()
+        for path in ("healthz", "readyz"):
+            url = metrics.replace("metrics", path)
+            with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+                assert answer.status == 200
+        assert server.end() == (0, "")
+
+
+def test_an_address_for_metrics_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    status, text = refused(capsys, "serve", "--listen", URL, "--metrics", "nowhere")
+    assert status == 2
+    assert "tcp://nowhere" in text

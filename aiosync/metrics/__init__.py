@@ -1,0 +1,20 @@
+"""What weight sync costs, and how far it is: for Prometheus, OpenTelemetry and trainers' logs.
+
+::
+
+    metrics = aiosync.metrics.Metrics(scheme)
+    async with aiosync.metrics.serve(metrics, "127.0.0.1:9464"):   # /metrics /healthz /readyz
+        ...
+
+Names and labels are those of :data:`METRICS`; see ``docs/topics/metrics.md``. Needs
+``aiosync[metrics]``, but for :meth:`Metrics.as_log`.
+"""
+
+from __future__ import annotations
+
+from aiosync.metrics.collector import Metrics, Source
+from aiosync.metrics.http import serve
+from aiosync.metrics.table import METRICS, Metric
+from aiosync.metrics.telemetry import Tracing, instrument
+
+__all__ = ["METRICS", "Metric", "Metrics", "Source", "Tracing", "instrument", "serve"]

@@ -1,0 +1,182 @@
+"""``/metrics``, ``/healthz`` and ``/readyz``: who is answered what, and what nobody can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import urllib.request
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+import aiosync
+import aiosync.sync
+from aiosync.metrics import Metrics, serve
+from aiosync.server import WeightServer
+from aiosync.serving import AdmissionGate
+from tests.metrics._tools import ask, get
+from tests.schemes._harness import twin
+from tests.schemes._models import linear
+from tests.server._tools import URL, send, trainer
+
+ANY = "127.0.0.1:0"
+asynchronous = pytest.mark.asyncio
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET /healthz HTTP/1.1\r\n\r\n", 200),
+        ("GET /healthz?verbose HTTP/1.0\r\nHost: x\r\n\r\n", 200),
+        ("GET /metrics HTTP/1.1\r\naccept: text/html\r\nAccept: */*\r\n\r\n", 200),
+        ("GET /readyz HTTP/1.1\r\n\r\n", 200),
+        ("GET / HTTP/1.1\r\n\r\n", 404),
+        ("GET /metrics/ HTTP/1.1\r\n\r\n", 404),
+        ("HEAD /metrics HTTP/1.1\r\n\r\n", 405),
+        ("POST /metrics HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 405),
+        ("GET /metrics\r\n\r\n", 400),
+        ("GET  /metrics HTTP/1.1\r\n\r\n", 400),
+        ("GET /metrics HTTP/2\r\n\r\n", 400),
+        ("\r\n\r\n", 400),
+        ("\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        ("GET /metrics HTTP/1.1\r\nX: " + "x" * 9000, 400),
+        (
+            "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=x\r\n\r\n",
+            500,
+        ),
+    ],
+)
+async def test_who_asks_is_answered(request_: str, status: int) -> None:
+    async with serve(Metrics(), ANY) as url:
+        answer = await ask(url, request_)
+        assert answer.status == status
+        assert answer.body
+        assert answer.headers["connection"] == "close"
+        assert (await get(url, "/healthz")).status == 200
+
+
+@asynchronous
+async def test_a_request_may_come_in_pieces() -> None:
+    async with serve(Metrics(), "localhost:0") as url:
+        reader, writer = await asyncio.open_connection("localhost", int(url.rpartition(":")[2]))
+        for each in b"GET /healthz HTTP/1.1\r\n\r\n":
+            writer.write(bytes([each]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+
+@asynchronous
+async def test_strangers_are_bounded_and_end_with_the_server() -> None:
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as stack:
+        began = loop.time()
+        async with serve(Metrics(), ANY) as url:
+            host, _, port = url.removeprefix("http://").rpartition(":")
+            links = []
+            for _ in range(40):
+                sock = stack.enter_context(socket.create_connection((host, int(port))))
+                sock.setblocking(False)
+                links.append(sock)
+            ends = [asyncio.ensure_future(_end(loop, sock)) for sock in links]
+            async with asyncio.timeout(30):
+                while sum(each.done() for each in ends) < 8:
+                    await asyncio.sleep(0.001)
+            assert sum(each.done() for each in ends) == 8
+        async with asyncio.timeout(30):
+            await asyncio.gather(*ends)
+        assert loop.time() < began + 9, "it takes ten seconds until links are ended anyway"
+        with pytest.raises(OSError, match="Connect"):
+            await asyncio.open_connection(host, int(port))
+
+
+async def _end(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert await loop.sock_recv(sock, 10) == b""
+
+
+@asynchronous
+async def test_ready_is_who_has_weights_and_every_worker() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme(timeout=30)
+    other = twin(scheme)
+    scheme.init_on_sender(model=linear(), num_workers=1)
+    gate, metrics = AdmissionGate(), Metrics(scheme)
+    metrics.add(gate)
+    async with scheme, serve(metrics, ANY) as url:
+        answer = await get(url, "/readyz")
+        assert answer.status == 503
+        assert answer.body == f"not ready: {scheme!r}\nnot ready: {gate!r}\n"
+        other = twin(scheme)
+        other.init_on_receiver(model=linear())
+        metrics.add(other)
+        assert len((await get(url, "/readyz")).body.splitlines()) == 3
+        async with other:
+            await asyncio.gather(scheme.connect(), other.connect())
+            assert (await get(url, "/readyz")).body == f"not ready: {gate!r}\n"
+            async with gate.swap():
+                pass
+            assert (await get(url, "/readyz")).status == 200
+        assert (await get(url, "/healthz")).status == 200
+
+
+@asynchronous
+async def test_a_weight_server_is_ready_for_whoever_brings_weights() -> None:
+    async with WeightServer(URL) as server, serve(Metrics(server), ANY) as url:
+        assert (await get(url, "/readyz")).status == 200
+        assert 'aiosync_version{model="policy"' not in (await get(url, "/metrics")).body
+        async with trainer(server) as source:
+            await send(source, 1.0)
+            text = (await get(url, "/metrics")).body
+            assert f'aiosync_version{{model="policy",role="server"}} {source.version:.1f}' in text
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(server.url.rpartition(":")[2])
+        )
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+        assert 'aiosync_refused_total{reason="' in (await get(url, "/metrics")).body
+
+
+@asynchronous
+async def test_an_address_that_is_taken_or_none_is_refused() -> None:
+    async with serve(Metrics(), ANY) as url:
+        for listen in (url.removeprefix("http://"), "127.0.0.1", "nobody@127.0.0.1:0", ""):
+            with pytest.raises(aiosync.ConfigError):
+                async with serve(Metrics(), listen):
+                    pytest.fail("it listens")
+
+
+def test_blocking_code_serves_on_the_thread_of_its_schemes() -> None:
+    scheme = aiosync.sync.SharedMemWeightSyncScheme(timeout=30)
+    scheme.init_on_sender(model=linear())
+    with scheme, serve(Metrics(scheme), ANY) as url:
+        scheme.connect()
+        scheme.send()
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            assert b'aiosync_version{model="policy",role="sender"} ' in answer.read()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/metrics", timeout=30)
+
+
+@asynchronous
+async def test_blocking_use_on_a_loop_says_what_to_write() -> None:
+    with pytest.raises(aiosync.LocalProtocolError, match="async with aiosync.metrics.serve"):
+        with serve(Metrics(), ANY):
+            pytest.fail("it serves")
+
+
+@asynchronous
+async def test_what_a_source_raises_is_the_answer_and_serving_goes_on() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    async with scheme, serve(Metrics(scheme), ANY) as url:
+        answer = await get(url, "/metrics")
+        assert answer.status == 500
+        assert answer.body.startswith("LocalProtocolError: Neither init_on_sender nor")
+        scheme.init_on_sender(model=linear())
+        assert (await get(url, "/metrics")).status == 200

@@ -1,0 +1,348 @@
+"""What the metrics say, by Prometheus' own parsers; and what trainers' logs get."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+import aiosync
+from aiosync import SyncEvent, VersionSpan
+from aiosync.metrics import METRICS, Metrics, serve
+from aiosync.serving import AdmissionGate
+from tests.metrics._tools import SENDS, everything, get, samples, total
+from tests.schemes._harness import PATIENCE, crowd, here, until
+from tests.schemes._models import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric as Family
+
+DOCS = Path(__file__).parents[2] / "docs" / "topics"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [
+        ("", text_string_to_metric_families),
+        ("text/plain;version=0.0.4", text_string_to_metric_families),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;q=0.5",
+            openmetrics.text_string_to_metric_families,
+        ),
+    ],
+)
+async def test_prometheus_reads_what_is_served(accept, parse) -> None:
+    async with everything() as it, serve(it.metrics, "127.0.0.1:0") as url:
+        answer = await get(url, "/metrics", accept)
+    assert answer.status == 200
+    wanted = "application/openmetrics-text" if "open" in accept else "text/plain"
+    assert answer.headers["content-type"].startswith(wanted)
+    families = {family.name: family for family in parse(answer.body)}
+    for name, metric in METRICS.items():
+        family = families.pop(name if name in families else name.removesuffix("_total"))
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+        assert family.samples, name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(metric.labels)
+    assert families == {}
+
+
+@pytest.mark.asyncio
+async def test_values_are_those_of_the_sources() -> None:
+    async with everything() as it:
+        found, version = it.metrics, it.sender.version
+        for role in ("sender", "receiver"):
+            by = {"model": "policy", "role": role, "transport": "tcp"}
+            assert total(found, "aiosync_version", model="policy", role=role) == version
+            finished = total(found, "aiosync_syncs_finished_total", outcome="ok", **by)
+            assert finished == total(found, "aiosync_syncs_started_total", **by)
+            assert finished >= SENDS
+        assert total(found, "aiosync_syncs_finished_total", outcome="error") == 0
+        assert total(found, "aiosync_newest_version", model="policy") == version
+        assert total(found, "aiosync_publish_lag_versions", model="policy") == 0
+        assert 0 < total(found, "aiosync_weights_age_seconds", model="policy") < PATIENCE
+        assert total(found, "aiosync_receivers", state="ready") == 1
+        assert total(found, "aiosync_receivers") == 1
+        for direction in ("sent", "received"):
+            logical = total(found, "aiosync_bytes_total", direction=direction, kind="logical")
+            assert logical >= SENDS * 40
+            assert total(found, "aiosync_bytes_total", direction=direction, kind="wire") > 0
+        for phase in ("snapshot", "wire", "stage", "apply", "pause"):
+            assert total(found, "aiosync_sync_seconds_count", phase=phase) == SENDS
+            assert total(found, "aiosync_sync_seconds_sum", phase=phase) >= 0
+        assert total(found, "aiosync_gate_wait_seconds_count") == 1
+        assert total(found, "aiosync_sample_staleness_versions_count", weight="sample") == 1
+        assert total(found, "aiosync_sample_staleness_versions_sum") == version - 1
+        assert total(found, "aiosync_samples_unversioned_total", model="policy") == 1
+        assert total(found, "aiosync_build_info", version=aiosync.__version__) == 1
+
+
+@pytest.mark.asyncio
+async def test_sources_with_the_same_labels_are_one_series() -> None:
+    """Counters add up, and of gauges the worst is shown."""
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+    async with crowd(scheme, [linear(), linear()], sender={"model": linear()}) as (sender, two):
+        metrics = Metrics(*two)
+        report = await sender.send(worker_ids=[0])
+        await until(lambda: two[0].version == report.version)
+        assert two[1].version < report.version
+        assert total(metrics, "aiosync_version", role="receiver") == two[1].version
+        assert total(metrics, "aiosync_newest_version") == report.version
+        each = sum(source.stats().started for source in two)
+        assert total(metrics, "aiosync_syncs_started_total") == each > 2
+        assert "aiosync_receivers" not in {name for name, _ in samples(metrics)}
+        registry = CollectorRegistry()
+        registry.register(metrics)
+        assert len(samples(metrics)) == sum(len(each.samples) for each in registry.collect())
+
+
+@pytest.mark.asyncio
+async def test_a_gate_says_how_long_requests_waited() -> None:
+    gate = AdmissionGate()
+    metrics = Metrics()
+    metrics.add(gate, "critic")
+    assert metrics.unready() == [gate]
+    with pytest.raises(aiosync.AdmissionTimeout):
+        async with gate.request(timeout=0.02):
+            pass
+    assert total(metrics, "aiosync_gate_wait_seconds_count", model="critic") == 1
+    assert total(metrics, "aiosync_gate_wait_seconds_sum", model="critic") >= 0.02
+    async with gate.swap():
+        pass
+    async with gate.request():
+        pass
+    assert metrics.unready() == []
+    assert total(metrics, "aiosync_gate_wait_seconds_count", model="critic") == 2
+    assert total(metrics, "aiosync_gate_wait_seconds_bucket", model="critic", le="0.001") == 1
+
+
+# -- trainers' logs ----------------------------------------------------------------------------
+
+
+def _event(role: str = "sender", **seconds: float) -> SyncEvent:
+    return SyncEvent(role, "policy", "shared", 1, 1, "ok", seconds)
+
+
+def test_the_log_has_what_happened_since_it_was_asked() -> None:
+    metrics = Metrics()
+    assert metrics.as_log() == {}
+    metrics.on_sync(_event(snapshot=1.0, wire=2.0))
+    metrics.on_sync(_event(snapshot=2.0, wire=3.0))
+    assert metrics.as_log() == {"perf/weight_sync_s": 4.0, "perf/weight_sync_transfer_s": 2.5}
+    assert metrics.as_log() == {}
+    metrics.on_sync(_event("receiver", stage=1.0, apply=0.5, pause=0.25))
+    assert metrics.as_log() == {"perf/weight_sync_s": 1.5, "perf/weight_sync_pause_s": 0.25}
+
+
+@pytest.mark.asyncio
+async def test_the_log_has_the_staleness_of_samples() -> None:
+    async with here(aiosync.SharedMemWeightSyncScheme(), linear(), sender={"model": linear()}) as (
+        sender,
+        _,
+    ):
+        for _ in range(5):
+            await sender.send()
+        metrics, now = Metrics(sender), sender.version
+        assert metrics.sampled(sender, VersionSpan(now - 3, now)) == 3
+        assert metrics.sampled(sender, VersionSpan(now, now)) == 0
+        assert metrics.sampled(sender, None) is None
+        assert metrics.as_log() == {"sample/staleness_mean": 1.5, "sample/staleness_max": 3.0}
+        runs = VersionSpan.from_runs([(now - 2, 1), (now, 1)])
+        assert metrics.sampled(sender, runs, "token") == 1
+        stale = "aiosync_sample_staleness_versions_sum"
+        assert (total(metrics, stale, weight="sample"), total(metrics, stale, weight="token")) == (
+            3,
+            1,
+        )
+        with pytest.raises(aiosync.ConfigError, match="weight must be"):
+            metrics.sampled(sender, runs, "tokens")
+
+
+# -- bounds ------------------------------------------------------------------------------------
+
+
+def test_events_from_several_threads_are_all_counted_and_none_is_kept() -> None:
+    metrics, threads, each = Metrics(), 4, 3000
+
+    def work() -> None:
+        for _ in range(each):
+            metrics.on_sync(_event(snapshot=0.001, wire=0.002, pause=400.0))
+
+    work()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        crew = [threading.Thread(target=work) for _ in range(threads)]
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 50_000, "12,000 events"
+    wanted = (threads + 1) * each
+    assert total(metrics, "aiosync_sync_seconds_count") == 3 * wanted
+    assert total(metrics, "aiosync_sync_seconds_bucket", phase="pause", le="300.0") == 0
+    assert total(metrics, "aiosync_sync_seconds_bucket", phase="pause", le="+Inf") == wanted
+    assert metrics.as_log()["perf/weight_sync_pause_s"] == 400.0
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(aiosync.ConfigError, match=r"pip install 'aiosync\[metrics\]'"):
+        list(Metrics().collect())
+    assert Metrics().as_log() == {}
+
+
+# -- rules of names ----------------------------------------------------------------------------
+
+NOT_BASE = {
+    *("milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "days", "weeks"),
+    *("kilobytes", "kibibytes", "megabytes", "mebibytes", "gigabytes", "bits", "percent"),
+    *("ms", "us", "ns", "s", "sec", "secs", "b", "kb", "mb", "gb", "pct"),
+}
+TYPES = {"gauge", "counter", "histogram", "summary", "untyped"}
+
+
+def lint(families: Iterable[Family]) -> list[str]:
+    """What ``promtool check metrics`` finds, by its rules."""
+    found = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        words = set(name.split("_"))
+        rules = {
+            "no help text": not family.documentation,
+            "no lower snake case": re.fullmatch(r"[a-z][a-z0-9_]*", name) is None,
+            "should not end in _total": family.type != "counter" and name.endswith("_total"),
+            "_count, _sum and _bucket are of histograms": family.type != "histogram"
+            and name.endswith(("_count", "_sum", "_bucket")),
+            "the type in the name": bool(words & TYPES),
+            "abbreviated, or no base unit": bool(words & NOT_BASE),
+            "the unit does not end the name": not family.name.endswith(family.unit),
+            "le and quantile are taken": any(
+                {"quantile", *(() if family.type == "histogram" else ("le",))} & set(each.labels)
+                for each in family.samples
+            ),
+            "twice the same series": len(family.samples)
+            > len({(each.name, *sorted(each.labels.items())) for each in family.samples}),
+            "label names": any(
+                re.fullmatch(r"(?!__)[a-z_][a-z0-9_]*", label) is None
+                for each in family.samples
+                for label in each.labels
+            ),
+        }
+        found += [f"{name}: {rule}" for rule, broken in rules.items() if broken]
+    return found
+
+
+@pytest.mark.asyncio
+async def test_the_linter_of_metrics_finds_nothing() -> None:
+    async with everything() as it:
+        families = list(it.metrics.collect())
+    assert lint(families) == []
+    assert len(families) == len(METRICS)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        GaugeMetricFamily("aiosync_version", "", 1),
+        GaugeMetricFamily("aiosync_syncs_total", "It is a gauge.", 1),
+        GaugeMetricFamily("aiosync_lag_count", "It is no histogram.", 1),
+        CounterMetricFamily("aiosync_syncs_counter", "It says so.", 1),
+        CounterMetricFamily("aiosync_sent_kilobytes", "It has no base unit.", 1),
+        HistogramMetricFamily("aiosync_sync_ms", "It is abbreviated.", [("+Inf", 1)], 1),
+    ],
+    ids=lambda family: family.name,
+)
+def test_the_linter_finds_what_is_wrong(family: Family) -> None:
+    assert len(lint([family])) == 1
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table() -> None:
+    rows = re.findall(
+        r"^\| `(aiosync_\w+)` \| (\w+).* \| ([\w, ]+) \|$", (DOCS / "metrics.md").read_text(), re.M
+    )
+    assert rows == [(name, each.kind, ", ".join(each.labels)) for name, each in METRICS.items()]
+
+
+SELECTOR = re.compile(r"(aiosync_\w+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
+
+
+def unmatched(expression: str, legend: str, series: Iterable[tuple[str, frozenset]]) -> list[str]:
+    """Selectors that select nothing, and labels that are asked for and are not there."""
+    found = []
+    known: set[str] = set()
+    for name, matchers in SELECTOR.findall(expression):
+        wanted = [
+            (label, re.compile(value.replace("$model", ".*") if how == "=~" else re.escape(value)))
+            for label, how, value in MATCHER.findall(matchers)
+        ]
+        selected = [
+            dict(labels)
+            for each, labels in series
+            if each == name
+            and all(value.fullmatch(dict(labels).get(label, "")) for label, value in wanted)
+            and {label for label, _ in wanted} <= dict(labels).keys()
+        ]
+        known |= {label for labels in selected for label in labels}
+        found += [] if selected else [name]
+    asked = re.findall(r"(?:by|without) \(([^)]*)\)", expression)
+    grouped = {label.strip() for each in asked for label in each.split(",")}
+    shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
+    return found + sorted((grouped | shown) - known)
+
+
+@pytest.mark.asyncio
+async def test_the_dashboard_asks_for_what_there_is() -> None:
+    board = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    async with everything() as it:
+        series = list(samples(it.metrics))
+    found = {
+        each["expr"]: unmatched(each["expr"], each["legendFormat"], series) for each in targets
+    }
+    assert {query: wrong for query, wrong in found.items() if wrong} == {}
+    assert "Pause" in board["panels"][0]["title"]
+    text = " ".join(found)
+    assert [name for name in METRICS if name not in text] == []
+    assert all(each.count("(") == each.count(")") for each in found)
+    [query] = [each["query"] for each in board["templating"]["list"] if each["name"] == "model"]
+    name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()
+    assert label in METRICS[name].labels
+
+
+@pytest.mark.parametrize(
+    ("expression", "legend"),
+    [
+        ("rate(aiosync_syncs_total[1m])", ""),
+        ('aiosync_version{role="nobody"}', ""),
+        ('aiosync_version{worker="0"}', ""),
+        ("sum by (worker) (aiosync_version)", ""),
+        ("aiosync_version", "{{worker}}"),
+    ],
+)
+def test_a_query_for_what_there_is_not_is_found(expression: str, legend: str) -> None:
+    series = [("aiosync_version", frozenset({"role": "sender"}.items()))]
+    assert unmatched(expression, legend, series) != []

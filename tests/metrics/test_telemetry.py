@@ -1,0 +1,201 @@
+"""OpenTelemetry: the same metrics, and one trace across a trainer and its workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk")
+pytest.importorskip("prometheus_client")
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import aiosync
+from aiosync import SyncEvent
+from aiosync.metrics import METRICS, Metrics, Tracing, instrument
+from tests.metrics._tools import SENDS, everything, samples
+from tests.schemes._harness import State, here, until, wait_for_version, workers
+from tests.schemes._models import linear, wide
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+def provider(exporter: InMemorySpanExporter) -> TracerProvider:
+    made = TracerProvider(shutdown_on_exit=False)
+    made.add_span_processor(SimpleSpanProcessor(exporter))
+    return made
+
+
+def described(span: ReadableSpan) -> dict[str, Any]:
+    assert span.start_time is not None and span.end_time is not None
+    return {
+        "name": span.name,
+        "trace": f"{span.context.trace_id:032x}",
+        "id": span.context.span_id,
+        "parent": None if span.parent is None else span.parent.span_id,
+        "attributes": dict(span.attributes or {}),
+        "error": not span.status.is_ok and not span.status.is_unset,
+        "times": (span.start_time, span.end_time),
+    }
+
+
+def exported(exporter: InMemorySpanExporter) -> list[dict[str, Any]]:
+    return [described(each) for each in exporter.get_finished_spans()]
+
+
+# -- in a worker -------------------------------------------------------------------------------
+
+
+def trace(state: State) -> None:
+    state.kept["exporter"] = InMemorySpanExporter()
+    state.scheme.add_observer(Tracing(provider(state.kept["exporter"])))
+
+
+async def traced(state: State, version: int) -> list[dict[str, Any]]:
+    """The spans of this process, once that version is among them."""
+    await wait_for_version(state, version)
+
+    def found() -> list[dict[str, Any]]:
+        return exported(state.kept["exporter"])
+
+    wanted = "aiosync.weight.version"
+    await until(lambda: any(each["attributes"].get(wanted) == version for each in found()))
+    return found()
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scheme", [aiosync.SharedMemWeightSyncScheme, aiosync.MultiProcessWeightSyncScheme]
+)
+async def test_one_trace_goes_through_the_trainer_and_its_workers(scheme, exporter) -> None:
+    sender, traces = scheme(), provider(exporter)
+    sender.init_on_sender(model=linear(), num_workers=2)
+    async with workers(sender, linear, 2) as crew:
+        for worker in crew:
+            await worker.call(trace)
+        sender.add_observer(Tracing(traces))
+        with traces.get_tracer("trainer").start_as_current_span("a training step"):
+            report = await sender.send()
+        theirs = [await worker.call(traced, report.version) for worker in crew]
+        await until(lambda: len(exporter.get_finished_spans()) == 4)
+    ours = {each["name"]: each for each in exported(exporter)}
+    step, send = ours["a training step"], ours["aiosync.send"]
+    assert send["parent"] == step["id"]
+    assert ours["aiosync.snapshot"]["parent"] == ours["aiosync.wire"]["parent"] == send["id"]
+    for spans in theirs:
+        named = {each["name"]: each for each in spans}
+        receive = named.pop("aiosync.receive")
+        assert receive["parent"] == send["id"]
+        assert receive["attributes"]["aiosync.weight.version"] == report.version
+        assert receive["attributes"]["aiosync.outcome"] == "ok"
+        assert receive["attributes"]["aiosync.pause"] >= 0
+        assert "aiosync.apply" in named
+        assert {each["parent"] for each in named.values()} == {receive["id"]}
+    everyone = [*ours.values(), *(each for spans in theirs for each in spans)]
+    assert {each["trace"] for each in everyone} == {step["trace"]}
+    for each in everyone:
+        started, ended = each["times"]
+        assert started <= ended
+    assert send["attributes"] == {
+        "aiosync.model": "policy",
+        "aiosync.transport": send["attributes"]["aiosync.transport"],
+        "aiosync.weight.version": report.version,
+        "aiosync.weight.epoch": f"{report.epoch:016x}",
+        "aiosync.outcome": "ok",
+    }
+
+
+@pytest.mark.asyncio
+async def test_the_span_of_a_send_that_was_refused_is_an_error(exporter) -> None:
+    async with here(
+        aiosync.MultiProcessWeightSyncScheme(), linear(), sender={"model": linear()}
+    ) as (sender, receiver):
+        for each in (sender, receiver):
+            each.add_observer(Tracing(provider(exporter)))
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send(wide())
+        await until(
+            lambda: (
+                {each["name"] for each in exported(exporter)} >= {"aiosync.send", "aiosync.receive"}
+            )
+        )
+    for name in ("aiosync.send", "aiosync.receive"):
+        [span] = [each for each in exported(exporter) if each["name"] == name]
+        assert span["error"]
+        assert span["attributes"]["aiosync.outcome"] == "refused"
+
+
+def test_spans_of_sends_without_an_end_are_bounded(exporter) -> None:
+    tracing = Tracing(provider(exporter))
+    trace = ""
+    for _ in range(3000):
+        trace = tracing.traceparent(1.0) or ""
+    assert 1000 < len(exporter.get_finished_spans()) < 3000
+    tracing.on_sync(SyncEvent("sender", "policy", "tcp", 1, 7, "ok", started_at=2.0, trace=trace))
+    last = exported(exporter)[-1]
+    assert (last["trace"], last["attributes"]["aiosync.weight.version"]) == (trace[3:35], 7)
+
+
+def test_without_a_provider_nothing_travels() -> None:
+    assert Tracing().traceparent(1.0) is None
+
+
+@pytest.mark.asyncio
+async def test_instruments_say_what_prometheus_is_told() -> None:
+    reader = InMemoryMetricReader()
+    meters = MeterProvider([reader], shutdown_on_exit=False)
+    async with everything() as it:
+        instrument(it.metrics, meters)
+        await it.sender.send()
+        it.metrics.sampled(it.sender, aiosync.VersionSpan(1, 1))
+        async with it.gate.request():
+            pass
+        await until(lambda: it.receiver.stats().finished["ok"] >= SENDS + 1)
+        told = samples(it.metrics)
+        data = reader.get_metrics_data()
+    meters.shutdown()
+    [scope] = data.resource_metrics[0].scope_metrics
+    found = {metric.name: metric for metric in scope.metrics}
+    assert set(found) == {metric.dotted for metric in METRICS.values()}
+    for name, metric in METRICS.items():
+        for point in found[metric.dotted].data.data_points:
+            labels = frozenset(point.attributes.items())
+            assert set(point.attributes) == set(metric.labels)
+            if metric.buckets:
+                assert tuple(point.explicit_bounds) == metric.buckets
+                assert point.count <= told[f"{name}_count", labels]
+            elif "age" not in name:
+                assert point.value == told[name, labels]
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(aiosync.ConfigError, match=r"pip install 'aiosync\[metrics\]'"):
+        Tracing()
+
+
+def test_exporters_make_the_names_of_prometheus_again() -> None:
+    exporters = pytest.importorskip("opentelemetry.exporter.prometheus")
+    client = pytest.importorskip("prometheus_client")
+    metrics, meters = Metrics(), MeterProvider([exporters.PrometheusMetricReader()])
+    try:
+        instrument(metrics, meters)
+        metrics.on_sync(SyncEvent("sender", "policy", "tcp", 1, 1, "ok", {"wire": 1.0}))
+        names = {each.name for each in client.REGISTRY.collect()}
+    finally:
+        meters.shutdown()
+    assert names >= {"aiosync_build_info", "aiosync_sync_seconds"}
