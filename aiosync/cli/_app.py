@@ -19,6 +19,7 @@ from aiosync.cli.pull import pull
 from aiosync.cli.push import push
 from aiosync.cli.serve import serve
 from aiosync.cli.status import status
+from aiosync.cli.top import top
 
 __all__ = ["app", "run_app"]
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (demo, bench, doctor, serve, push, pull, status):
+for command in (demo, bench, doctor, serve, push, pull, status, top):
     app.command()(command)
 
 

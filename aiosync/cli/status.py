@@ -32,7 +32,7 @@ from aiosync.cli._common import (
 )
 from aiosync.errors import RemoteProtocolError
 
-__all__ = ["models_table", "status", "version_line"]
+__all__ = ["make_table", "models_table", "show_seconds", "status", "version_line"]
 
 Values = Mapping[str, Any]
 
@@ -70,7 +70,7 @@ def status(
         Console(highlight=False, width=width).print(shown)
 
 
-def _show_seconds(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
     """Return a time span as people read it."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
@@ -81,13 +81,13 @@ def _show_seconds(seconds: float) -> str:
 
 def models_table(values: Values) -> Table:
     """Return one row for each model of a status, which ``WeightServer.status()`` returned."""
-    table = _table(
+    table = make_table(
         "model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag", "trainer"
     )
     for model in values["models"]:
         newest = ["-"] * 4
         if model["version"]:
-            age = _show_seconds(time.time() - model["updated_at"])
+            age = show_seconds(time.time() - model["updated_at"])
             nbytes, tensors = show_nbytes(model["nbytes"]), _text(model["tensors"])
             newest = [_text(model["version"]), nbytes, tensors, age]
         table.add_row(
@@ -102,7 +102,7 @@ def models_table(values: Values) -> Table:
 
 
 def _workers_table(values: Values) -> Table:
-    table = _table(
+    table = make_table(
         "model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate", ">since"
     )
     for model in values["models"]:
@@ -113,7 +113,7 @@ def _workers_table(values: Values) -> Table:
                 *(_text(worker[name]) for name in ("worker_idx", "name", "pid", "version", "lag")),
                 show_nbytes(sent),
                 f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
-                _show_seconds(seconds),
+                show_seconds(seconds),
             )
     return table
 
@@ -124,7 +124,7 @@ def _tables(values: Values) -> RenderableType:
     parts: list[RenderableType] = [
         Text(
             f"{plain(values['url'])}, aiosync {plain(values['aiosync'])}, up "
-            f"{_show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
+            f"{show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
             f"connections now, {plain(values['accepted'])} in all"
             f"{', with a store' if values['store'] else ''}"
         ),
@@ -159,8 +159,8 @@ def version_line(model: Values) -> str:
     )
 
 
-def _table(*headings: str) -> Table:
-    """A table whose texts are folded where there is no room; half a number would be another one."""
+def make_table(*headings: str) -> Table:
+    """Return a table that folds texts where there is no room, and cuts no number."""
     wide = shutil.get_terminal_size((_WIDTH, 0)).columns >= _WIDE
     table = Table(pad_edge=False, padding=(0, 1 if wide else 0))
     for heading in headings:

@@ -20,7 +20,7 @@ import socket
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,14 @@ from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError
 from aiosync.protocol import validate_seconds
 from aiosync.protocol.indices import as_count
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.transports._fork import close_in_child
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Hello
+from aiosync.wire import Hello, Status
 
 __all__ = [
     "AcceptLoop",
@@ -226,6 +227,7 @@ class StreamListener(AnyListener):
             what it wants.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
+        status: What those are told who proved their identity and ask; by default nothing.
 
     Raises:
         ConfigError: The address cannot be bound, a certificate file cannot be used, or other
@@ -242,6 +244,7 @@ class StreamListener(AnyListener):
         handshake_timeout: float = 10.0,
         keepalive: float | None = 30.0,
         untaken: float | None = None,
+        status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         address = Address.parse(url)
         validate_seconds("handshake_timeout", handshake_timeout)
@@ -259,6 +262,7 @@ class StreamListener(AnyListener):
             timeout=handshake_timeout,
         )
         self._handshake_timeout = handshake_timeout
+        self._status = status
         self._max_connections = as_count("max_connections", max_connections, 1)
         self.counts: ListenerCounts = ListenerCounts()
         self._open: set[TCPTransport] = set()
@@ -286,9 +290,9 @@ class StreamListener(AnyListener):
         """Accept on the running loop.
 
         Args:
-            on_link: Called with each link whose peer proved its identity, and with what it said
-                first; owns it from then on. The link takes no payloads before
-                ``link.channel.allow_payloads()``.
+            on_link: Called with each link whose peer proved its identity and does not ask for the
+                status, and with what it said first; owns it from then on. The link takes no
+                payloads before ``link.channel.allow_payloads()``.
             on_crash: Called if a handshake ends with an error that is no
                 :class:`~aiosync.errors.AiosyncError`: a bug.
             wrap: Makes of the stream what is handed on; ending the stream ends that.
@@ -324,6 +328,11 @@ class StreamListener(AnyListener):
                 undo.callback(stream.abort)
                 link = wrap(stream)
                 hello = await first_word(link, self._handshake_timeout)
+                if hello.role == "status":
+                    self.counts.accepted += 1
+                    await link.send(Status(self._status()), timeout=HANDSHAKE_SECONDS)
+                    await link.aclose()
+                    return
             except (AiosyncError, OSError) as exc:
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
                 self.counts.refused[name] += 1

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import abc
 import socket
+import weakref
 from typing import Any, Literal
 
+from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -24,6 +26,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.types import Limits
+from aiosync.wire import stats_values
 
 __all__ = ["StreamScheme"]
 
@@ -73,7 +76,16 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             return None
         return 2 * self._keepalive
 
+    def _status(self) -> dict[str, Any]:
+        """What those are told who ask, as :meth:`WeightClient.stats` does."""
+        return {
+            "aiosync": __version__,
+            "url": self.address,
+            "stats": stats_values([self.stats()]),
+        }
+
     def _listen(self, address: Address) -> StreamListener:
+        asked = weakref.WeakMethod(self._status)  # who forgets a scheme closes it
         self._listener = listener = StreamListener(
             address,
             credentials=self._credentials,
@@ -82,6 +94,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             handshake_timeout=self.handshake_timeout,
             keepalive=self._keepalive,
             untaken=self._untaken,
+            status=lambda: (asked() or dict)(),
         )
         self._listeners.append(listener)
         return listener

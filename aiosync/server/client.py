@@ -31,9 +31,11 @@ from aiosync.wire import (
     Hello,
     Refuse,
     Status,
+    stats_from,
 )
 
 if TYPE_CHECKING:
+    from aiosync.events import SyncStats
     from aiosync.server.pulling import PulledWeights, PullProgress
 
 __all__ = ["WeightClient"]
@@ -97,6 +99,42 @@ class WeightClient:
         Cancellation:
             Class A.
         """
+        values = await self._ask(timeout)
+        if "models" not in values:
+            raise ConnectError(
+                f"{self._address} is a trainer, not a weight server: `aiosync top` shows it"
+            )
+        return values
+
+    async def stats(self, *, timeout: float | None = 30.0) -> tuple[SyncStats, ...]:
+        """Ask whoever listens there how its syncs stand. One attempt.
+
+        Args:
+            timeout: Seconds for the whole call; ``None`` for as long as it takes.
+
+        Returns:
+            Of a weight server one for each model; of a trainer, or a worker that listens, its own.
+
+        Raises:
+            ConnectError: Nothing listens there, or a release that does not answer this.
+            AuthError: The tokens or certificates do not match.
+            ConfigError: The other side requires TLS.
+            ConnectTimeout: Not in time.
+            RemoteProtocolError: The answer is illegal.
+
+        Cancellation:
+            Class A.
+        """
+        values = await self._ask(timeout)
+        if "stats" not in values:
+            raise ConnectError(
+                f"{self._address} runs an older release, {values.get('aiosync')!s:.20}, which has "
+                "no statistics: update it, or see `aiosync status`"
+            )
+        return stats_from(values["stats"])
+
+    async def _ask(self, timeout: float | None) -> dict[str, Any]:
+        """Ask for the status."""
         validate_timeout(timeout)
         hello = Hello(role="status", model_id="", pid=os.getpid())
         try:
@@ -121,8 +159,8 @@ class WeightClient:
             return dict(answer.values)
         if isinstance(answer, Refuse) and answer.error_type == RemoteProtocolError.__name__:
             raise ConnectError(
-                f"{self._address} is a trainer, not a weight server: only `aiosync serve` reports "
-                "its status"
+                f"{self._address} is a trainer, not a weight server, and of an older release, "
+                "which answers no questions: update it"
             )
         if isinstance(answer, Refuse):
             raise ConnectError(f"{self._address} refused the status request: {answer.error_text}")

@@ -36,7 +36,7 @@ from aiosync.server.store import WeightStore
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Hello, Refuse, Status
+from aiosync.wire import DEFAULT_LIMITS, Hello, Refuse, stats_values
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -110,6 +110,7 @@ class WeightServer:
             limits=limits,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
+            status=lambda: self.status(),  # whoever has wrapped it
         )
         self._models: dict[str, ServedModel] = {}
         self._tasks = TaskOwner(self._on_crash)
@@ -214,10 +215,6 @@ class WeightServer:
         try:
             if self._closed:
                 raise TransportClosed("this server was closed")
-            if hello.role == "status":
-                await link.send(Status(self.status()), timeout=HANDSHAKE_SECONDS)
-                await link.aclose()
-                return
             if hello.role not in ("sender", "receiver"):
                 raise RemoteProtocolError("unknown role in Hello")
             pushes = hello.role == "sender"
@@ -308,4 +305,5 @@ class WeightServer:
             "model_ids": None if self._model_ids is None else sorted(self._model_ids),
             "max_models": self._max_models,
             "models": [model.describe() for _, model in sorted(self._models.items())],
+            "stats": stats_values(self.stats().values()),
         }

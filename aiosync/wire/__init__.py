@@ -68,6 +68,7 @@ from aiosync.wire.messages import (
     encode_header,
     is_traceparent,
 )
+from aiosync.wire.stats import stats_from, stats_values
 from aiosync.wire.values import MAX_DEPTH, MAX_ITEMS, encode_values
 
 __all__ = [
@@ -128,4 +129,6 @@ __all__ = [
     "is_traceparent",
     "plan_manifest",
     "state_checksum",
+    "stats_from",
+    "stats_values",
 ]

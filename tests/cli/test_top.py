@@ -1,0 +1,325 @@
+"""``aiosync top`` and its page: what they ask and show, and what becomes of hostile names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import termios
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from rich.console import Console
+
+import aiosync
+import aiosync.cli
+from aiosync.cli.figures import Look, facts, looks
+from aiosync.cli.top import draw
+from aiosync.events import SyncStats, WorkerStats
+from aiosync.server import WeightClient, WeightServer
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Hello, Refuse, Status
+from tests.cli._serving import (
+    SECRET,
+    command,
+    environment,
+    refused,
+    serving,
+)
+from tests.schemes import _harness as harness
+from tests.schemes._harness import PATIENCE, until
+from tests.schemes._models import linear
+from tests.server._tools import URL, send, trainer, worker
+from tests.support.waiting import free_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.one_loop
+
+HOSTILE = "<img src=x onerror=alert(1)>[red]\x1b[2J&amp;"
+SIXTEEN = SyncStats(
+    *("sender", "policy", "tcp", 5, 1234, 1234, 134, 0.25, 1234, {"ok": 1234}),
+    wire_nbytes=10**9,
+    seconds={"wire": 0.5, "pause": 0.0003},
+    workers=tuple(
+        WorkerStats(idx, 4_000_000 + idx, 1234 - lag, lag, state, float(lag))
+        for idx in range(16)
+        for lag, state in [
+            (134, "lagging") if idx == 5 else (3, "lost") if idx == 11 else (0, "ready")
+        ]
+    ),
+)
+
+
+def drawn(look: Look, width: int = 120, height: int | None = None, **options: Any) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, **options).print(draw("tcp://host:1", look, height))
+    return stream.getvalue()
+
+
+def main(*args: str) -> asyncio.Task[int]:
+    return asyncio.ensure_future(asyncio.to_thread(aiosync.cli.main, args))
+
+
+# -- what is asked ----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("cls", "transport"),
+    [
+        (aiosync.TCPWeightSyncScheme, "tcp"),
+        (aiosync.DistributedWeightSyncScheme, "distributed"),
+    ],
+)
+async def test_a_trainer_that_listens_is_asked(cls: Any, transport: str) -> None:
+    scheme = cls(address=URL, timeout=PATIENCE, token=SECRET)
+    async with harness.here(scheme, linear(), sender={"model": linear()}) as (source, _):
+        client = WeightClient(source.address, token=SECRET)
+        assert (await source.send()).acked == {0}
+        (told,) = await client.stats()
+        assert (told.role, told.model, told.transport) == ("sender", "policy", transport)
+        assert (told.epoch, told.version, told.newest_version) == (source.epoch, 2, 2)
+        (row,) = told.workers
+        assert (row.index, row.pid, row.version, row.state) == (0, os.getpid(), 2, "ready")
+        with pytest.raises(aiosync.AuthError):
+            await WeightClient(source.address, token="wrong").stats()
+        with pytest.raises(aiosync.ConnectError, match="`aiosync top` shows it"):
+            await client.status()
+        assert (await source.send()).acked == {0}  # who only asked is no worker
+        (told,) = await client.stats()
+        assert (told.version, len(told.workers), told.reconnects) == (3, 1, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_listens_is_asked() -> None:
+    address = free_address()
+    receiver = aiosync.TCPWeightSyncScheme(address, dial="sender", timeout=PATIENCE)
+    receiver.init_on_receiver("policy", model=linear())
+    sender = aiosync.TCPWeightSyncScheme(address, dial="sender", timeout=PATIENCE)
+    sender.init_on_sender(model=linear())
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        (told,) = await WeightClient(address).stats()
+        assert (told.role, told.version, told.workers) == ("receiver", 1, ())
+        assert receiver.reconnects == 0
+
+
+@pytest.mark.asyncio
+async def test_whoever_may_pull_from_a_server_may_look() -> None:
+    pull_token = "another secret, for the workers"
+    async with (
+        WeightServer(URL, token=SECRET, pull_token=pull_token) as server,
+        trainer(server, token=SECRET) as source,
+        trainer(server, HOSTILE, token=SECRET),
+        worker(server, token=pull_token, initial=False) as scheme,
+    ):
+        await send(source, 1.0)
+        await scheme.wait_for_version(1)
+        await until(lambda: server.status()["models"][1]["workers"][0]["version"] == 1)
+        told = {
+            each.model: each for each in await WeightClient(server.url, token=pull_token).stats()
+        }
+        assert set(told) == {HOSTILE, "policy"}
+        assert {each.role for each in told.values()} == {"server"}
+        assert (told["policy"].version, told[HOSTILE].version) == (1, 0)
+        (row,) = told["policy"].workers
+        assert (row.version, row.lag, row.state) == (1, 0, "ready")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Status({"aiosync": "0.0.9", "models": []}), "runs an older release, 0.0.9, which has no "),
+        (Refuse("RemoteProtocolError", "expected the Hello of"), "older release, which answers no"),
+        (Status({"stats": [{"role": "sender"}]}), "RemoteProtocolError: illegal statistics"),
+        (Status({"stats": 1}), "RemoteProtocolError: illegal statistics"),
+    ],
+)
+async def test_other_releases_are_one_line(
+    answer: Any, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        asked = asyncio.ensure_future(
+            asyncio.to_thread(refused, capsys, "top", f"tcp://127.0.0.1:{port}")
+        )
+        sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+        async with await TCPTransport.accept(sock) as link:
+            hello = (await link.recv()).message
+            assert isinstance(hello, Hello) and hello.role == "status"
+            await link.send(answer)
+            status, shown = await asked
+    assert (status, text in shown) == (1, True), shown
+
+
+# -- what is shown ----------------------------------------------------------------------------
+
+
+def test_a_stuck_and_a_lost_worker_are_seen_first() -> None:
+    lines = drawn(Look(0.0, [SIXTEEN])).splitlines()
+    assert lines[0] == "tcp://host:1: 16 workers, 14 ready, 1 lagging, 1 lost"
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert rows[0] == ["policy", "1234", "134", "-", "-", "0 s", "0.3 ms"]
+    assert rows[1] == ["11", "LOST", "1231", "3", "3 s", "4000011"]
+    assert rows[2] == ["5", "LAGGING", "1100", "134", "2 min", "4000005"]
+    assert [row[:2] for row in rows[3:]] == [
+        [str(idx), "ready"] for idx in range(16) if idx not in (5, 11)
+    ]
+    colours = drawn(Look(0.0, [SIXTEEN]), force_terminal=True, color_system="standard")
+    for style, text in (("1;31", "LOST"), ("1;33", "LAGGING"), ("32", "ready")):
+        assert re.search(rf"\x1b\[{style}m *{text}", colours), colours
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_narrow_terminal_cuts_no_number(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    other = SyncStats(
+        "server", "a-model-with-a-name-that-is-long", "tcp", 5, 12, workers=SIXTEEN.workers
+    )
+    before = Look(0.0, [SyncStats("sender", "policy", "tcp", 5, 34)])
+    look = Look(10.0, [SIXTEEN, other], before)
+    shown = drawn(look, width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert not re.search("…|\\.\\.\\.", shown)
+    for number in ("1234", "120.0/s", "100.0 MB/s", "0.3 ms", "4000011", "LAGGING"):
+        assert re.search(rf"(^|[│ ]){re.escape(number)} *(│|$)", shown, re.M), (number, shown)
+
+
+def test_a_low_terminal_shows_the_worst_and_counts_the_rest() -> None:
+    lines = drawn(Look(0.0, [SIXTEEN]), height=20).splitlines()
+    assert len(lines) <= 20
+    assert [re.search("LOST|LAGGING|$", line)[0] for line in lines if "5" in line or "11" in line]
+    assert "LOST" in "".join(lines) and "LAGGING" in "".join(lines)
+    assert lines[-1] == "and 9 ready"
+
+
+def test_names_are_text() -> None:
+    hostile = SyncStats("sender", HOSTILE, HOSTILE, workers=SIXTEEN.workers)
+    for number in (1, 2):
+        shown = drawn(Look(0.0, [hostile] * number), force_terminal=True)
+        assert "[red]" in shown
+        assert "\x1b[2J" not in shown
+
+
+def test_rates_are_of_two_answers_of_one_epoch() -> None:
+    old = SyncStats("sender", "policy", "tcp", 5, 1214, wire_nbytes=10**9 - 10**6)
+    look = Look(12.0, [SIXTEEN], Look(2.0, [old]))
+    assert (facts(look, SIXTEEN)["rate"], facts(look, SIXTEEN)["bytes/s"]) == (
+        "2.0/s",
+        "100.0 kB/s",
+    )
+    for other in (
+        SyncStats("sender", "policy", "tcp", 6, 1214),
+        SyncStats("sender", "other", "tcp", 5, 1214),
+        SyncStats("receiver", "policy", "tcp", 5, 1214),
+    ):
+        look = Look(12.0, [SIXTEEN], Look(2.0, [other]))
+        assert facts(look, SIXTEEN)["rate"] == "-"
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_answer_is_asked_again() -> None:
+    answers = iter([aiosync.ConnectError("refused"), [SIXTEEN], aiosync.ConnectError("gone"), []])
+
+    async def ask() -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async with contextlib.aclosing(looks(ask, 0.0)) as seen:
+        first, second, third, fourth = [await anext(seen) for _ in range(4)]
+    assert (first.models, "asking again: refused" in first.trouble) == ((), True)
+    assert (second.models, second.trouble) == ([SIXTEEN], "")
+    assert (third.models, "asking again: gone" in third.trouble) == ([SIXTEEN], True)
+    assert (fourth.models, fourth.trouble) == ([], "")
+    assert fourth.before is not None
+    assert (fourth.before.models, fourth.before.before) == ([SIXTEEN], None)  # no chain of them
+    assert "No answer for 0 s" in drawn(third)
+    assert "No models yet." in drawn(fourth)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_without_a_terminal_it_shows_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        WeightServer(URL) as server,
+        trainer(server) as source,
+        worker(server, initial=False) as scheme,
+    ):
+        await send(source, 1.0)
+        await scheme.wait_for_version(1)
+        await until(lambda: server.status()["models"][0]["workers"][0]["version"] == 1)
+        capsys.readouterr()
+        assert await main("top", server.url, "--interval", "0.1") == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert shown.out.startswith(f"{server.url}: 1 workers, 1 ready\n")
+        assert re.search(r"policy *│ *1 *│ *0 *│ *0\.0/s", shown.out), shown.out
+        assert await main("top", server.url, "--json") == 0
+        (model,) = json.loads(capsys.readouterr().out)
+        assert (model["model"], model["version"], model["role"]) == ("policy", 1, "server")
+        assert model["workers"][0]["state"] == "ready"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_on_a_terminal_it_goes_on_until_ctrl_c(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    shown = bytearray()
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+
+    def read_until(text: str) -> None:
+        del shown[:]
+        give_up = time.monotonic() + PATIENCE
+        while text not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode():
+            assert time.monotonic() < give_up, shown
+            if select.select([mine], [], [], 0.1)[0]:
+                shown.extend(os.read(mine, 65536))
+
+    with open(mine, "rb"), open(theirs, "rb"):
+        args = ("--listen", f"unix://{tmp_path / 'socket'}")
+        with serving(tmp_path / "first", *args) as server:
+            process = subprocess.Popen(
+                command("top", server.url, "--interval", "0.1"),
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                env={
+                    key: value
+                    for key, value in environment(TERM="xterm").items()
+                    if key != "COLUMNS"
+                },
+            )
+            request.addfinalizer(process.wait)
+            request.addfinalizer(process.kill)
+            read_until("0 workers\r\nNo models yet.")
+        read_until("asking again: ")
+        with serving(tmp_path / "second", *args):
+            read_until("0 workers\r\nNo models yet.")
+            process.send_signal(signal.SIGINT)
+            read_until("Stopped by Ctrl-C.")
+            assert process.wait(PATIENCE) == 130
+        assert b"\x1b[?25h" in shown  # the cursor is back
