@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from aiosync import SyncEvent, VersionSpan
 from aiosync._version import __version__
 from aiosync.metrics.table import METRICS, optional
+from aiosync.schemes import WeightSyncScheme
 from aiosync.server.server import WeightServer
 from aiosync.serving import AdmissionGate
+from aiosync.sync import WeightSyncScheme as BlockingScheme
 from aiosync.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
-    from aiosync import WeightSyncScheme
-    from aiosync.sync import WeightSyncScheme as BlockingScheme
-
 __all__ = ["Metrics", "Source"]
 
-Source: TypeAlias = "WeightSyncScheme | BlockingScheme | WeightServer | AdmissionGate"
+Source: TypeAlias = WeightSyncScheme | BlockingScheme | WeightServer | AdmissionGate
 """What there are metrics of: schemes of either API and role, weight servers, gates."""
 
 _Labels: TypeAlias = tuple[str, ...]
@@ -41,6 +40,10 @@ class Metrics:
 
     Args:
         *sources: As for :meth:`add`.
+
+    Threads:
+        Any thread may use it; with a weight server among the sources, only that of its loop may ask
+        for :meth:`values` and :meth:`collect`.
     """
 
     def __init__(self, *sources: Source) -> None:

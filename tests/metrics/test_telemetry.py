@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +19,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import aiosync
+import aiosync.sync
 from aiosync import SyncEvent
 from aiosync.metrics import METRICS, Metrics, Tracing, instrument
 from tests.metrics._tools import SENDS, everything, samples
-from tests.schemes._harness import State, here, until, wait_for_version, workers
+from tests.schemes._harness import (
+    PATIENCE,
+    State,
+    here,
+    twin,
+    until,
+    wait_for_version,
+    workers,
+)
 from tests.schemes._models import linear, wide
 
 if TYPE_CHECKING:
@@ -117,6 +128,31 @@ async def test_one_trace_goes_through_the_trainer_and_its_workers(scheme, export
         "aiosync.weight.epoch": f"{report.epoch:016x}",
         "aiosync.outcome": "ok",
     }
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", None])
+def test_a_send_of_the_blocking_api_is_within_the_callers_span(address, exporter) -> None:
+    """Also where it is not this thread that sends."""
+    made, sync = provider(exporter), aiosync.sync
+    scheme = sync.TCPWeightSyncScheme(address) if address else sync.SharedMemWeightSyncScheme()
+    with scheme:
+        scheme.init_on_sender(model=linear())
+        with twin(scheme) as other, ThreadPoolExecutor(1) as pool:
+            other.init_on_receiver(model=linear())
+            connecting = pool.submit(other.connect)
+            scheme.connect()
+            connecting.result()
+            scheme.wait_for_version(1)
+            scheme.add_observer(Tracing(made))
+            with made.get_tracer("trainer").start_as_current_span("a training step") as step:
+                scheme.send()
+                scheme.send()
+            give_up = time.monotonic() + PATIENCE
+            while len(exporter.get_finished_spans()) < 7:  # the loop tells who observes
+                assert time.monotonic() < give_up
+                time.sleep(0.001)
+    sends = [each for each in exported(exporter) if each["name"] == "aiosync.send"]
+    assert [each["parent"] for each in sends] == [step.get_span_context().span_id] * 2
 
 
 @pytest.mark.asyncio
