@@ -159,7 +159,8 @@ async def test_a_stream_over_an_update_ends_with_its_span() -> None:
             for _ in range(3):
                 for _ in range(await go_on.get()):
                     async with feed.batch():
-                        yield f"{policy.bias[0].item():.0f}\n"
+                        token = policy.bias[0].item()
+                    yield f"{token:.0f}\n"
             yield json.dumps(dataclasses.asdict(admission.span)) + "\n"
 
         return StreamingResponse(lines())
