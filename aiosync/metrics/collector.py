@@ -96,6 +96,8 @@ class Metrics:
         labels, phases = (event.model, event.role, event.transport), event.seconds
         for phase, seconds in phases.items():
             self._observe("aiosync_sync_seconds", (*labels, phase), seconds)
+        if event.outcome != "ok":  # its time is no sync's
+            return
         pause, wire = phases.get("pause"), phases.get("wire")
         # A pause is a part of another phase.
         self._log("perf/weight_sync_s", sum(phases.values()) - (pause or 0.0))

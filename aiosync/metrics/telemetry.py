@@ -97,10 +97,11 @@ class Tracing:
     def on_sync(self, event: SyncEvent) -> None:
         """End the span of a send, or make that of an update that came."""
         at = event.started_at
-        span = self._open.pop(event.trace or "", None)
+        sent = event.role == "sender"
+        span = self._open.pop(event.trace or "", None) if sent else None
         if span is None:
             carrier = {} if event.trace is None else {"traceparent": event.trace}
-            name = "aiosync.send" if event.role == "sender" else "aiosync.receive"
+            name = "aiosync.send" if sent else "aiosync.receive"
             parent = self._propagator.extract(carrier)
             span = self._tracer.start_span(name, parent, start_time=_nanoseconds(at))
         span.set_attributes(

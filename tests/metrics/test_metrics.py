@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -145,6 +146,8 @@ def test_the_log_has_what_happened_since_it_was_asked() -> None:
     metrics.on_sync(_event(snapshot=1.0, wire=2.0))
     metrics.on_sync(_event(snapshot=2.0, wire=3.0))
     assert metrics.as_log() == {"perf/weight_sync_s": 4.0, "perf/weight_sync_transfer_s": 2.5}
+    assert metrics.as_log() == {}
+    metrics.on_sync(dataclasses.replace(_event(wire=9.0), outcome="skipped"))  # is no sync's time
     assert metrics.as_log() == {}
     metrics.on_sync(_event("receiver", stage=1.0, apply=0.5, pause=0.25))
     assert metrics.as_log() == {"perf/weight_sync_s": 1.5, "perf/weight_sync_pause_s": 0.25}

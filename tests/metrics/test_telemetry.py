@@ -160,8 +160,9 @@ async def test_the_span_of_a_send_that_was_refused_is_an_error(exporter) -> None
     async with here(
         aiosync.MultiProcessWeightSyncScheme(), linear(), sender={"model": linear()}
     ) as (sender, receiver):
+        tracing = Tracing(provider(exporter))  # one may serve both sides
         for each in (sender, receiver):
-            each.add_observer(Tracing(provider(exporter)))
+            each.add_observer(tracing)
         with pytest.raises(aiosync.PartialSyncError):
             await sender.send(wide())
         await until(
