@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ from aiosync.cli._common import (
     read_token,
     tls_of,
 )
+from aiosync.cli.dashboard import serve_page
 from aiosync.cli.status import models_table, version_line
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from aiosync.events import SyncStats
     from aiosync.server import WeightServer
 
 __all__ = ["serve"]
 
 _LOOK_SECONDS = 0.25
+_PAGE_SECONDS = 1.0
 
 
 def serve(
@@ -94,6 +97,14 @@ def serve(
             help="Answer GET /metrics, /healthz and /readyz there. Needs the extra 'metrics'.",
         ),
     ] = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Show to whoever reaches it there, on a page, what `aiosync top` shows.",
+        ),
+    ] = None,
 ) -> None:
     """Run a weight server: trainers push to it, workers pull from it.
 
@@ -122,10 +133,12 @@ def serve(
                 max_connections=max_connections,
             )
 
-        raise typer.Exit(aiosync.run(_serve(make, metrics, errors)))
+        raise typer.Exit(aiosync.run(_serve(make, metrics, dashboard, errors)))
 
 
-async def _serve(make: Callable[[], WeightServer], metrics: str | None, errors: Console) -> int:
+async def _serve(
+    make: Callable[[], WeightServer], metrics: str | None, dashboard: str | None, errors: Console
+) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
     Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
@@ -143,6 +156,14 @@ async def _serve(make: Callable[[], WeightServer], metrics: str | None, errors: 
 
                     url = await stack.enter_async_context(serve(Metrics(server), metrics))
                     errors.print(f"Metrics at {url}/metrics", markup=False)
+                if dashboard is not None:
+
+                    async def ask() -> Sequence[SyncStats]:
+                        return list(server.stats().values())
+
+                    page = serve_page(dashboard, server.url, ask, _PAGE_SECONDS)
+                    url = await stack.enter_async_context(page)
+                    errors.print(f"Dashboard at {url}", markup=False)
                 typer.echo(server.url)
                 try:
                     await _watch(server, errors)

@@ -5,6 +5,7 @@ Must not import torch: people look often.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -29,6 +30,7 @@ from aiosync.cli._common import (
     dialling,
     plain,
 )
+from aiosync.cli.dashboard import serve_page
 from aiosync.cli.figures import STATES, Facts, Look, counts, facts, looks, worker_facts, workers
 from aiosync.cli.status import make_table
 
@@ -60,6 +62,12 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was answered as JSON, and end.")
     ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", show_default=False, help="Show it on a page there instead."
+        ),
+    ] = None,
     token_file: TokenFile = None,
     tls: UseTls = False,
     tls_ca: TlsCa = None,
@@ -75,10 +83,12 @@ def top(
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("top", *given) as (server, _, exit_status):
         exit_status[0] = 1
-        run(_top(server, interval, once, as_json))
+        run(_top(server, interval, once, as_json, html))
 
 
-async def _top(server: Connection, interval: float, once: bool, as_json: bool) -> None:
+async def _top(
+    server: Connection, interval: float, once: bool, as_json: bool, html: str | None
+) -> None:
     client = server.client()
 
     async def ask() -> Sequence[SyncStats]:
@@ -87,6 +97,10 @@ async def _top(server: Connection, interval: float, once: bool, as_json: bool) -
     first = await ask()  # what is wrong there ends the command, and later does not
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(each) for each in first], indent=2))
+    elif html is not None:
+        async with serve_page(html, server.url, ask, interval) as page:
+            typer.echo(page)
+            await asyncio.Event().wait()
     else:
         async with contextlib.aclosing(looks(ask, interval)) as seen:
             await _show(server.url, seen, once)

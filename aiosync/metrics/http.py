@@ -1,11 +1,12 @@
-"""``/metrics``, ``/healthz`` and ``/readyz`` on a socket of their own: GET, one request a link."""
+"""Pages on a socket of their own, such as ``/metrics``, ``/healthz`` and ``/readyz``: GET only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiosync.metrics.collector import Metrics
 from aiosync.metrics.table import optional
@@ -15,11 +16,23 @@ from aiosync.transports.address import Address, bind
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["serve"]
+__all__ = ["TEXT", "HttpServer", "Page", "serve"]
+
+Page: TypeAlias = Callable[[Sequence[str]], tuple[HTTPStatus, str, bytes] | AsyncGenerator[bytes]]
+"""Called with the header lines of a request. Returns status, content type and body (without one,
+the status as a line); or the events of a ``text/event-stream``, which ends with its reader."""
+
+TEXT = "text/plain; charset=utf-8"
+"""A content type."""
 
 _MAX_NBYTES = 8192  # of a request
 _MAX_LINKS = 32
-_SECONDS = 10.0  # that a link may be open
+_SECONDS = 10.0  # that a link may be open, if nothing is streamed
+_MAX_UNTAKEN = 2**20  # bytes of events; who takes no more of them is not there
+_EVENTS = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n"
+    b"Connection: close\r\n\r\n"
+)
 
 
 class serve:
@@ -46,23 +59,19 @@ class serve:
     """
 
     def __init__(self, metrics: Metrics, listen: str = "127.0.0.1:9464") -> None:
-        self._metrics, self._listen = metrics, listen
-        self._links: set[asyncio.Transport] = set()
+        self._metrics = metrics
+        self._server = HttpServer(
+            listen,
+            {
+                "/metrics": self._exposed,
+                "/healthz": lambda _: (HTTPStatus.OK, TEXT, b""),
+                "/readyz": self._ready,
+            },
+        )
 
     async def __aenter__(self) -> str:
         self._exposition = optional("prometheus_client.exposition")
-        sock, address = bind(Address.parse(f"tcp://{self._listen}"))
-        loop = asyncio.get_running_loop()
-        # Nothing suspends this before it is known what to close.
-        self._server = await loop.create_server(
-            lambda: _Link(self._answer, self._links), sock=sock, start_serving=False
-        )
-        try:
-            await self._server.start_serving()
-        except BaseException:  # raised again: the caller sees it
-            self.abort()
-            raise
-        return f"http://{str(address).removeprefix('tcp://')}"
+        return await self._server.__aenter__()
 
     async def __aexit__(
         self,
@@ -70,9 +79,7 @@ class serve:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.abort()
-        while self._links:  # noqa: ASYNC110 - they end in the next turns of the loop
-            await asyncio.sleep(0)
+        await self._server.__aexit__(exc_type, exc, traceback)
 
     def __enter__(self) -> str:
         refuse_inside_loop("serve", "async with aiosync.metrics.serve(...)")
@@ -100,35 +107,85 @@ class serve:
 
     def abort(self) -> None:
         """Close every socket now. On the loop that it runs on."""
+        self._server.abort()
+
+    def _exposed(self, fields: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
+        try:
+            encode, kind = self._exposition.choose_encoder(",".join(accepts))
+            return HTTPStatus.OK, kind, encode(self._metrics)
+        except Exception as exc:  # noqa: BLE001 - who asks is told, and asks again
+            text = f"{type(exc).__name__}: {exc}\n".encode()
+            return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text
+
+    def _ready(self, _: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        unready = "".join(f"not ready: {each!r}\n" for each in self._metrics.unready())
+        status = HTTPStatus.SERVICE_UNAVAILABLE if unready else HTTPStatus.OK
+        return status, TEXT, unready.encode()
+
+
+class HttpServer:
+    """``async with HttpServer(...) as url:`` shows pages to whoever asks.
+
+    Takes 32 connections at a time, of one request each, at most 8 KiB and 10 seconds long; events
+    are streamed for longer, to those who take them.
+
+    Args:
+        listen: ``HOST:PORT``; port 0 for any free one.
+        pages: What there is, by path.
+
+    Raises:
+        ConfigError: On entering: the address cannot be bound.
+    """
+
+    def __init__(self, listen: str, pages: Mapping[str, Page]) -> None:
+        self._listen, self._pages = listen, pages
+        self._links: set[asyncio.Transport] = set()
+
+    async def __aenter__(self) -> str:
+        sock, address = bind(Address.parse(f"tcp://{self._listen}"))
+        loop = asyncio.get_running_loop()
+        # Nothing suspends this before it is known what to close.
+        self._server = await loop.create_server(
+            lambda: _Link(self._answer, self._links), sock=sock, start_serving=False
+        )
+        try:
+            await self._server.start_serving()
+        except BaseException:  # raised again: the caller sees it
+            self.abort()
+            raise
+        return f"http://{str(address).removeprefix('tcp://')}"
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+        while self._links:  # noqa: ASYNC110 - they end in the next turns of the loop
+            await asyncio.sleep(0)
+
+    def abort(self) -> None:
+        """Close every socket now. On the loop that it runs on."""
         self._server.close()
         for link in self._links:
             link.abort()
 
-    def _answer(self, request: bytes) -> bytes:
+    def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
         head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
         line, *fields = head.split("\r\n")
-        words, status, body = line.split(" "), HTTPStatus.OK, b""
-        kind = "text/plain; charset=utf-8"
+        words, status, kind, body = line.split(" "), HTTPStatus.NOT_FOUND, TEXT, b""
         path = words[1].partition("?")[0] if len(words) == 3 else ""
         if not (ended and path and words[2].startswith("HTTP/1.")):
             status = HTTPStatus.BAD_REQUEST
         elif words[0] != "GET":
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        elif path == "/metrics":
-            try:
-                accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
-                encode, kind = self._exposition.choose_encoder(",".join(accepts))
-                body = encode(self._metrics)
-            except Exception as exc:  # noqa: BLE001 - who asks is told, and asks again
-                status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8"
-                body = f"{type(exc).__name__}: {exc}\n".encode()
-        elif path == "/readyz":
-            unready = self._metrics.unready()
-            if unready:
-                status = HTTPStatus.SERVICE_UNAVAILABLE
-                body = "".join(f"not ready: {each!r}\n" for each in unready).encode()
-        elif path != "/healthz":
-            status = HTTPStatus.NOT_FOUND
+        elif path in self._pages:
+            found = self._pages[path](fields)
+            if not isinstance(found, tuple):
+                return found
+            status, kind, body = found
         body = body or f"{status.phrase}\n".encode()
         return (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
@@ -139,8 +196,13 @@ class serve:
 class _Link(asyncio.Protocol):
     """One request, and its answer."""
 
-    def __init__(self, answer: Callable[[bytes], bytes], links: set[asyncio.Transport]) -> None:
+    def __init__(
+        self,
+        answer: Callable[[bytes], bytes | AsyncGenerator[bytes]],
+        links: set[asyncio.Transport],
+    ) -> None:
         self._answer, self._links, self._request = answer, links, b""
+        self._streaming: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = link = cast("asyncio.Transport", transport)
@@ -150,11 +212,34 @@ class _Link(asyncio.Protocol):
             link.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._streaming is not None:
+            return
         self._request += data
         if b"\r\n\r\n" in self._request or len(self._request) > _MAX_NBYTES:
-            self._transport.write(self._answer(self._request[:_MAX_NBYTES]))
-            self._transport.close()  # once that has been taken; nothing more is read
+            answer = self._answer(self._request[:_MAX_NBYTES])
+            if isinstance(answer, bytes):
+                self._transport.write(answer)
+                self._transport.close()  # once that has been taken; nothing more is read
+            else:
+                self._timer.cancel()
+                self._streaming = asyncio.ensure_future(self._stream(answer))
+                self._streaming.add_done_callback(self._streamed)  # also where it never ran
+
+    async def _stream(self, events: AsyncGenerator[bytes]) -> None:
+        self._transport.write(_EVENTS)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if self._transport.get_write_buffer_size() > _MAX_UNTAKEN:
+                    return
+                self._transport.write(event)
+
+    def _streamed(self, _: asyncio.Task[None]) -> None:
+        self._transport.abort()
+        self._links.discard(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self._links.discard(self._transport)
+        if self._streaming is not None:
+            self._streaming.cancel()
+        else:
+            self._links.discard(self._transport)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import dataclasses
 import fcntl
+import hashlib
+import html.parser
+import importlib.resources
 import io
 import json
 import os
@@ -17,6 +22,7 @@ import struct
 import subprocess
 import termios
 import time
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +33,8 @@ from rich.console import Console
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.figures import Look, facts, looks
+from aiosync.cli.dashboard import serve_page
+from aiosync.cli.figures import STATES, Look, facts, looks
 from aiosync.cli.top import draw
 from aiosync.events import SyncStats, WorkerStats
 from aiosync.server import WeightClient, WeightServer
@@ -35,10 +42,12 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse, Status
 from tests.cli._serving import (
     SECRET,
+    Command,
     command,
     environment,
     refused,
     serving,
+    wait_for,
 )
 from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE, until
@@ -47,6 +56,7 @@ from tests.server._tools import URL, send, trainer, worker
 from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.one_loop
@@ -92,6 +102,7 @@ async def test_a_trainer_that_listens_is_asked(cls: Any, transport: str) -> None
     async with harness.here(scheme, linear(), sender={"model": linear()}) as (source, _):
         client = WeightClient(source.address, token=SECRET)
         assert (await source.send()).acked == {0}
+        await until(lambda: source.worker_versions == {0: 2})  # through shared memory it takes it
         (told,) = await client.stats()
         assert (told.role, told.model, told.transport) == ("sender", "policy", transport)
         assert (told.epoch, told.version, told.newest_version) == (source.epoch, 2, 2)
@@ -323,3 +334,173 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c(
             read_until("Stopped by Ctrl-C.")
             assert process.wait(PATIENCE) == 130
         assert b"\x1b[?25h" in shown  # the cursor is back
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    """What a page loads, and its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+        self.open: list[str] = []
+        self.policy = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [given[name] or "" for name in ("src", "href", "action") if name in given]
+        assert not any(name.startswith("on") for name in given), "a handler in the markup"
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def test_the_page_is_whole_and_takes_nothing_for_markup() -> None:
+    text = (importlib.resources.files("aiosync.cli") / "dashboard.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.loads == ["data:,"]  # no icon is asked for, and nothing else
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "default-src 'none'; connect-src 'self'; " in page.policy
+    assert f"script-src 'sha256-{digest}'" in page.policy, digest
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "write(", "eval", "Function("):
+        assert sink not in script
+    for state in STATES:
+        assert f".{state} " in text and f'"{state}"' in script
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+
+
+@contextlib.asynccontextmanager
+async def requested(url: str, path: str) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
+    """The head of an answer, and the rest as it comes."""
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: it\r\n\r\n".encode())
+        yield (await reader.readuntil(b"\r\n\r\n")).decode(), reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def event(reader: asyncio.StreamReader) -> Any:
+    text = (await reader.readuntil(b"\n\n")).decode()
+    assert text.startswith("data: ") and text.isascii()
+    return json.loads(text.removeprefix("data: "))
+
+
+@pytest.mark.asyncio
+async def test_the_stream_of_the_page_is_read_by_a_client() -> None:
+    answer = [dataclasses.replace(SIXTEEN, model=HOSTILE)]
+
+    async def ask() -> Any:
+        if not answer:
+            raise aiosync.ConnectError(HOSTILE)
+        return list(answer)
+
+    shown = HOSTILE.replace("\x1b", "\\x1b")  # text for the page to show, and no more
+    async with asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as stack:
+        async with serve_page("127.0.0.1:0", HOSTILE, ask, 0.01) as url:
+            assert url.startswith("http://127.0.0.1:")
+            async with requested(url, "/") as (head, reader):
+                assert "Content-Type: text/html; charset=utf-8\r\n" in head
+                assert Page((await reader.read()).decode()).scripts
+            head, reader = await stack.enter_async_context(requested(url, "/events"))
+            assert head.startswith("HTTP/1.1 200 ")
+            assert "Content-Type: text/event-stream\r\n" in head
+            said = await event(reader)
+            (model,) = said["models"]
+            assert (said["about"], said["trouble"], model["name"]) == (shown, "", shown)
+            assert model["counts"] == [["ready", 14], ["lagging", 1], ["lost", 1]]
+            assert [(each["name"], each["state"]) for each in model["workers"]][:3] == [
+                ("worker 11", "lost"),
+                ("worker 5", "lagging"),
+                ("worker 0", "ready"),
+            ]
+            assert ["lag", "134"] in model["workers"][1]["facts"]
+            del answer[:]
+            while not said["trouble"]:
+                said = await event(reader)
+            assert shown in said["trouble"]
+            assert len(said["models"]) == 1  # what was said last
+            answer.append(SIXTEEN)
+            while said["trouble"]:
+                said = await event(reader)
+            assert said["models"][0]["name"] == "policy"
+            # Strangers are bounded, and disturb nobody.
+            with contextlib.ExitStack() as strangers:
+                port = int(url.rstrip("/").rpartition(":")[2])
+                for _ in range(40):
+                    strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+                await event(reader)
+        with contextlib.suppress(ConnectionError):  # the server ends it, and waits for that
+            await reader.read()
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_nobody_takes_ends() -> None:
+    many = [dataclasses.replace(SIXTEEN, workers=SIXTEEN.workers * 200)] * 4
+    asked = 0
+
+    async def ask() -> Any:
+        nonlocal asked
+        asked += 1
+        return many
+
+    async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 0.0) as url:
+        host, port = "127.0.0.1", int(url.rstrip("/").rpartition(":")[2])
+        with socket.create_connection((host, port)) as sock:
+            sock.send(b"GET /events HTTP/1.1\r\n\r\n")
+            while asked < 3:
+                await asyncio.sleep(0.001)
+            before = -1
+            while asked != before:  # until nobody asks any more: it is known who does not read
+                before = asked
+                await asyncio.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_server_and_top_show_the_page(tmp_path: Path) -> None:
+    args = ("--listen", "tcp://127.0.0.1:0", "--dashboard", "127.0.0.1:0")
+    with serving(tmp_path / "server", *args) as server:
+        wait_for(lambda: "Dashboard at http://127.0.0.1:" in server.log.read_text())
+        pages = [server.log.read_text().partition(" at ")[2].strip()]
+        top = Command(tmp_path / "top", "top", server.url, "--html", "127.0.0.1:0")
+        with contextlib.closing(top):
+            pages.append(top.url)
+            for url in pages:
+                with urllib.request.urlopen(url, timeout=PATIENCE) as page:
+                    assert Page(page.read().decode()).policy
+                with urllib.request.urlopen(f"{url}events", timeout=PATIENCE) as stream:
+                    said = json.loads(stream.readline().removeprefix(b"data: "))
+                    assert said == {"about": server.url, "trouble": "", "models": []}
+            top.send_signal(signal.SIGINT)
+            assert top.wait() == 130
+            assert top.log.read_text() == "Stopped by Ctrl-C.\n"
+        assert server.end(signal.SIGTERM)[0] == 0
+
+
+def test_where_the_page_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        there = f"127.0.0.1:{busy.getsockname()[1]}"
+        args = ("--listen", "tcp://127.0.0.1:0", "--dashboard")
+        for listen, text in ((there, "listens there"), ("nonsense", "not an address")):
+            status, shown = refused(capsys, "serve", *args, listen)
+            assert (status, text in shown) == (2, True), shown
