@@ -409,6 +409,27 @@ MUTANTS = [
         "self.check()",
         conformance("cancel"),
     ),
+    Mutant(
+        "a worker's span has no parent",
+        "metrics/telemetry.py",
+        '{} if event.trace is None else {"traceparent": event.trace}',
+        "{}",
+        "tests/metrics/test_telemetry.py",
+    ),
+    Mutant(
+        "of several receivers the newest version is shown",
+        "metrics/table.py",
+        "join=min",
+        "join=max",
+        "tests/metrics/test_metrics.py",
+    ),
+    Mutant(
+        "links to the metrics outlive them",
+        "metrics/http.py",
+        "            link.abort()\n\n    def _answer",
+        "            pass\n\n    def _answer",
+        "tests/metrics/test_http.py",
+    ),
 ]
 
 
