@@ -40,7 +40,9 @@ class Meter:
         model: Name of the model.
         transport: Short name of the scheme.
         finished: How many ended in which way.
+        nbytes: Of those that ended well.
         observers: Who wants to know.
+        mark_due: When :meth:`mark` is next to be called, on ``time.perf_counter()``'s clock.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Meter:
         self.transport: str = transport
         self.finished: dict[SyncOutcome, int] = dict.fromkeys(_OUTCOMES, 0)
         self.observers: tuple[Observer, ...] = ()
-        self._nbytes = self._wire_nbytes = 0
+        self.nbytes: int = 0
+        self.mark_due: float = 0.0
+        self._wire_nbytes = 0
         self._marks: dict[int, tuple[int, float]] = {}  # versions, and when they were sent
         self._num_marks = 0
-        self._mark_due = 0.0
         self._last = _NONE
         self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,17 +70,16 @@ class Meter:
     # -- numbers -------------------------------------------------------------------------------
 
     def mark(self, version: int, at: float) -> None:
-        """Note when a version is sent, on ``time.perf_counter()``'s clock; not of each."""
-        if at >= self._mark_due:
-            self._mark_due = at + _MARK_SECONDS
-            if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
-                self._marks.clear()  # another trainer's begin anew
-            self._num_marks = number = self._num_marks + 1
-            self._marks[number] = version, at
-            for bit in range(number.bit_length()):  # the older they are, the fewer stay
-                old = number - (_MARKS_KEPT << bit)
-                if old & -old == 1 << bit:
-                    self._marks.pop(old, None)
+        """Note when a version is sent."""
+        self.mark_due = at + _MARK_SECONDS
+        if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
+            self._marks.clear()  # another trainer's begin anew
+        self._num_marks = number = self._num_marks + 1
+        self._marks[number] = version, at
+        for bit in range(number.bit_length()):  # the older they are, the fewer stay
+            old = number - (_MARKS_KEPT << bit)
+            if old & -old == 1 << bit:
+                self._marks.pop(old, None)
 
     def age(self, version: int) -> float:
         """About how many seconds ago a version was sent; 0.0 if nobody knows."""
@@ -98,7 +100,7 @@ class Meter:
         known: dict[str, Any] = {
             "started": sum(finished.values()) + under_way,
             "finished": finished,
-            "nbytes": self._nbytes,
+            "nbytes": self.nbytes,
             "wire_nbytes": self._wire_nbytes,
             "skipped": finished["skipped"],
             "refused": finished["refused"],
@@ -156,24 +158,37 @@ class Meter:
         wire_nbytes: int = 0,
         trace: str | None = None,
     ) -> None:
-        """Count a sync, and have the loop tell observers. On any thread, of one at a time.
+        """Count a sync, and :meth:`tell`, which has these arguments. Of one thread at a time."""
+        self.finished[outcome] += 1
+        if outcome == "ok":
+            self.nbytes += nbytes
+            self._wire_nbytes += wire_nbytes
+        if self.observers:
+            self.tell(outcome, epoch, version, started, seconds, nbytes, wire_nbytes, trace)
+
+    def tell(
+        self,
+        outcome: SyncOutcome,
+        epoch: int,
+        version: int,
+        started: float,
+        seconds: Mapping[str, float],
+        nbytes: int,
+        wire_nbytes: int,
+        trace: str | None,
+    ) -> None:
+        """Have the loop tell observers of a sync. On any thread.
 
         Args:
             outcome: How it ended.
             epoch: Of its version.
             version: Its version.
             started: When it began, on ``time.perf_counter()``'s clock.
-            seconds: Its phases, where anybody listens.
+            seconds: Its phases.
             nbytes: Its bytes.
             wire_nbytes: Those that travelled.
             trace: The trainer's span.
         """
-        self.finished[outcome] += 1
-        if outcome == "ok":
-            self._nbytes += nbytes
-            self._wire_nbytes += wire_nbytes
-        if not self.observers:
-            return
         self._last, at = seconds, _wall_time(started)
         named = self.role, self.model, self.transport, epoch, version, outcome
         self._events.append(SyncEvent(*named, seconds, nbytes, wire_nbytes, at, trace))

@@ -103,6 +103,27 @@ MUTANTS = [
         contract("spans_over_a_restart"),
     ),
     Mutant(
+        "an observer that raises is told again",
+        "_meter.py",
+        "        self.remove(observer)\n        text",
+        "        text",
+        contract("observer_raises"),
+    ),
+    Mutant(
+        "workers that take slots are never behind",
+        "sender/worker_link.py",
+        "behind = self.is_behind or not self.outbox.is_idle",
+        "behind = not self.outbox.is_idle",
+        contract("bounded_lag"),
+    ),
+    Mutant(
+        "the trace stays where the slot is written",
+        "transports/shared_memory/slots.py",
+        "                ids = bytes.fromhex(trace[3:35] + trace[36:52])\n",
+        "",
+        contract("observers"),
+    ),
+    Mutant(
         "a refused version counts as applied",
         "receiver/applier.py",
         "        if taken:\n            if self.current is not staged:",

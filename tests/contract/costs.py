@@ -193,7 +193,7 @@ async def check_observer_raises(bench: Bench) -> None:
     assert all("is removed" in each.getMessage() for each in told)
 
 
-async def check_lag(bench: Bench) -> None:
+async def check_bounded_lag(bench: Bench) -> None:
     """wait_lag_below() waits for slow workers, on both sides, and send(max_lag=) does first."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         sender, worker = crew.sender, crew.workers[0].scheme
@@ -263,7 +263,7 @@ CHECKS = (
     check_observers,
     check_observed_refusals,
     check_observer_raises,
-    check_lag,
+    check_bounded_lag,
     check_lag_by_hand,
     check_lag_of_the_dead,
 )

@@ -58,6 +58,7 @@ SLOW = (
     "cancel_send",
     "changed_source",
     "killed_worker",
+    "lag_of_the_dead",
     "memory_stays",
     "nothing_is_aliased",
     "several_workers",
