@@ -43,15 +43,11 @@ class Reading:
 
     Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
     inside the block; the latter also lets an update that waits go first. Both may be nested.
-
-    Attributes:
-        span: The version that was used, for whoever learns from what was computed; ``None`` before
-            the end of the block. Of several blocks of one object, that of the one that ended last.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self.span: VersionSpan | None = None
+        self._held: tuple[int, int] | None = None  # epoch and version of the last one
         # Where and by which task it was entered: a generator may end elsewhere.
         self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
 
@@ -59,6 +55,18 @@ class Reading:
     def version(self) -> int:
         """Inside: the version that is used. 0 for weights that have none, and outside."""
         return self._guard.held[1] if self._entered else 0
+
+    @property
+    def span(self) -> VersionSpan | None:
+        """The version that was used, for whoever learns from what was computed.
+
+        ``None`` before the end of the block. Of several blocks of one object, that of the one that
+        ended last.
+        """
+        if self._held is None:
+            return None
+        epoch, version = self._held
+        return VersionSpan(version, version, epoch_text(epoch))
 
     def __enter__(self) -> Self:
         task = current_task()
@@ -76,11 +84,8 @@ class Reading:
         if found not in self._entered:
             found = self._entered[-1]
         self._entered.remove(found)
-        epoch, version = self._guard.held  # now: leave() may apply something newer
-        try:
-            self._guard.leave(found[1], thread=found[0])
-        finally:
-            self.span = VersionSpan(version, version, epoch_text(epoch))
+        self._held = self._guard.held  # now: leave() may apply something newer
+        self._guard.leave(found[1], thread=found[0])
 
     async def __aenter__(self) -> Self:
         guard = self._guard

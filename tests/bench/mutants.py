@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "a block has the version that waited for its end",
         "receiver/reading.py",
-        "        finally:\n            self.span",
-        "        finally:\n            epoch, version = self._guard.held\n            self.span",
+        "self._guard.leave(found[1], thread=found[0])\n",
+        "self._guard.leave(found[1], thread=found[0])\n        self._held = self._guard.held\n",
         contract("version_of_a_block"),
     ),
     Mutant(

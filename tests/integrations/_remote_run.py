@@ -62,6 +62,12 @@ def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
     )
 
 
+def stamps_of(data: Any, version: int) -> list[int]:
+    """By how much the versions of the scheme in the frames are behind the newest, each once."""
+    stamps = data.get(("collector", "policy_version"), None)
+    return [] if stamps is None else sorted({version - each for each in stamps.flatten().tolist()})
+
+
 def values_of(data: Any) -> list[list[float]]:
     """Pairs of the value of an action and its label, each once."""
     labels = data["next", "policy_version"].reshape(-1).tolist()
@@ -90,7 +96,9 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
         begun = time.perf_counter()
         collector.update_policy_weights_(policy if "factory" in modes else None)
         times.append(time.perf_counter() - begun)
-        seen["batches"].append(values_of(next(batches)))
+        data = next(batches)
+        seen["batches"].append(values_of(data))
+        seen["stamps"] = stamps_of(data, scheme.version)
     if "one" in modes:
         set_value(policy, 50.0)
         collector.update_policy_weights_(worker_ids=[1])

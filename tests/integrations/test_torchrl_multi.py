@@ -23,9 +23,12 @@ import aiosync.sync
 pytest.importorskip("torchrl")
 
 
+from torchrl.data import LazyMemmapStorage, ReplayBuffer
+
 from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
 from tests.integrations._multi_workers import (
+    FRAMES,
     PIPE,
     SCHEMES,
     SHM,
@@ -230,6 +233,8 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
                 label = data["next", "policy_version"].flatten().to(torch.float32)
                 values = worlds.actions(data)
                 assert torch.equal(values, label)
+                # In each frame the scheme's own version, from 1 on, as the collector's data.
+                assert torch.equal(data["collector", "policy_version"].flatten(), label.long() + 1)
                 labels.update(values.tolist())
                 frames += data.numel()
                 if frames >= 1000:
@@ -241,6 +246,46 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
         assert not thread.is_alive()
     assert len(labels) > 20  # or nothing was shown
     assert max(labels) <= sent
+
+
+def test_frames_have_the_version_of_the_scheme() -> None:
+    """Those of random actions have none, and a trainer that resumes goes on counting."""
+    policy, scheme = worlds.make_policy(1.0), SHM(first_version=101)
+    with collecting(scheme, policy, init_random_frames=FRAMES) as collector:
+        batches = iter(collector)
+
+        def stamps() -> set[int]:
+            data = next(batches)
+            assert data["collector", "policy_version"].shape == data.shape
+            return set(data["collector", "policy_version"].flatten().tolist())
+
+        assert stamps() == {0}
+        assert stamps() == {101}
+        collector.update_policy_weights_()
+        collector.update_policy_weights_()
+        assert stamps() == {scheme.version} == {103}
+    with collecting(SHM(), policy, track_policy_version=False) as collector:
+        assert ("collector", "policy_version") not in next(iter(collector)).keys(True)
+
+
+@pytest.mark.parametrize("shared_init", [True, False])
+def test_frames_in_a_replay_buffer(shared_init: bool) -> None:
+    """Storage that the workers' first data makes has a place for versions."""
+    storage = LazyMemmapStorage(1000, shared_init=shared_init)
+    buffer = ReplayBuffer(storage=storage, batch_size=8, shared=True)
+    policy = worlds.make_policy(1.0)
+    with collecting(SHM(), policy, cat_results=None, replay_buffer=buffer) as collector:
+        batches = iter(collector)
+        for version in (1, 2, 3):
+            next(batches)
+            worlds.set_value(policy, version + 1.0)
+            collector.update_policy_weights_()
+        data = buffer[:]
+        stamps = data.get(("collector", "policy_version"), None)
+        assert (stamps is not None) == shared_init
+        if stamps is not None:
+            assert torch.equal(stamps.flatten(), worlds.actions(data).long())
+            assert set(stamps.flatten().tolist()) == {1, 2, 3}
 
 
 # -- collectors of other kinds ----------------------------------------------------------------

@@ -164,6 +164,27 @@ def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
         assert module.value.all()
 
 
+def test_frames_have_the_version_of_the_scheme() -> None:
+    """In turns, and while a thread collects."""
+    scheme = SHM(timeout=workers.PATIENCE)
+    key = ("collector", "policy_version")
+    with alone(worlds.make_policy(1.0), scheme, track_policy_version=True) as collector:
+        batches = iter(collector)
+        for version in (1, 2, 3):
+            data = next(batches)
+            assert data[key].tolist() == worlds.actions(data).tolist() == [version] * 4
+            collector.update_policy_weights_(worlds.make_policy(version + 1.0))
+    buffer = make_buffer()
+    with alone(make_slow(1.0), replay_buffer=buffer, track_policy_version=True) as collector:
+        collector.start()
+        for version in range(2, 52):
+            collector.update_policy_weights_(make_slow(float(version)))
+            time.sleep(0.005)
+    data = buffer[:]
+    assert torch.equal(data[key].flatten(), worlds.actions(data).long())
+    assert len(data[key].unique()) > 5  # or nothing was shown
+
+
 def test_the_policy_itself_has_no_hooks() -> None:
     """It is the trainer's: it is compiled, exported, scripted and pickled there."""
     policy = worlds.make_policy(1.0)

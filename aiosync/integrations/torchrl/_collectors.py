@@ -26,6 +26,7 @@ from aiosync.integrations.torchrl._policies import (
     find_model,
     from_factories,
     guard_forwards,
+    note_version,
     refuse_missing_buffers,
     refuse_no_module,
     send_to_itself,
@@ -80,6 +81,7 @@ class CollectorOwner:
         self._scheme = weakref.ref(scheme)
         self._cascade: Cascade | None = None
         self._connecting: threading.Thread | None = None
+        self._stamps = True  # who gets the data takes more than what it finds without a scheme
         self._made = False  # by factories: what the workers began with
         self._counted = scheme.version  # what the trainer's tracker stands for
         self._lock = threading.Lock()
@@ -182,6 +184,8 @@ class CollectorOwner:
                 raise
         finally:
             self._counted = scheme.version
+            if acts_itself(scheme, collector):
+                note_version(scheme, scheme.version)
             core = core_of(scheme)
             sender = sender_of(core)
             if sender is not None:
@@ -225,7 +229,7 @@ class CollectorOwner:
             return
         if isinstance(getattr(tracker, "version", None), int):
             with self._lock:
-                now, counted = scheme.version, self._counted
+                now, counted = scheme.version, self._counted or scheme.first_version - 1
                 if now > counted:
                     self._counted = now
                     tracker.version += now - counted
@@ -242,6 +246,7 @@ class CollectorOwner:
         rank = given.get("worker_idx")
         if rank and _own_idx(collector) is None:
             given["worker_idx"] = rank - 1  # a collector without an index: this is a rank, from 1
+            self._stamps = False
         model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
         if has_workers(collector) and model is None and given.get("model") is None:
@@ -266,6 +271,7 @@ class CollectorOwner:
                 guard_of(core),
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
+                stamps=self._stamps,
             )
             change_hooks(core, applied=labels.flipped)
 

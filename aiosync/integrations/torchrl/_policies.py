@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
+from aiosync.integrations.torchrl._stamps import guard_policy, is_stamped, stamp
 from aiosync.protocol.indices import as_index, as_indices
-from aiosync.receiver.guard import Guard
-from aiosync.schemes.inside import check_open, guard_of, is_closed
+from aiosync.schemes.inside import check_open, guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._schemes import core_of
@@ -28,6 +27,7 @@ __all__ = [
     "find_model",
     "from_factories",
     "guard_forwards",
+    "note_version",
     "refuse_missing_buffers",
     "refuse_no_module",
     "send_to_itself",
@@ -167,7 +167,9 @@ def send_to_itself(
 
 def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: float | None) -> None:
     model = find_model(collector, scheme.model_id or "policy")
+    coming = scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
+        note_version(scheme, coming)
         return  # the model is the source
     if not isinstance(model, nn.Module):
         return
@@ -182,6 +184,7 @@ def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: floa
 
     def apply() -> None:
         scheme.strategy.apply_weights(model, given, strict=scheme.strict and "warn")
+        note_version(scheme, coming)
 
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
         raise SyncTimeout(
@@ -195,46 +198,14 @@ def guard_forwards(scheme: WeightSyncScheme, collector: Any) -> None:
     """Have the forward passes of the collector's policy be reads of the scheme's guard.
 
     ``Collector.start()`` collects in a thread of its own, and the trainer updates in another.
-    The policy itself gets no hooks: it is the trainer's, who may compile, export or script it.
     """
     core = core_of(scheme)
-    if (scheme.model_id or "policy") != "policy" or core.guard != "forward":
-        return
-    policy = getattr(collector, "_wrapped_policy", None)
-    if not callable(policy) or isinstance(policy, _Guarded):
-        return
-    if getattr(collector, "_wrapped_policy_maybe_compiled", None) is policy:
-        collector._wrapped_policy_maybe_compiled = _Guarded(policy, scheme)
+    if (scheme.model_id or "policy") == "policy" and core.guard == "forward":
+        guard_policy(guard_of(core), collector)
+        if is_stamped(collector):
+            stamp(collector)
 
 
-class _Guarded:
-    """A policy as its collector calls it. Calls it as it is once the scheme is closed."""
-
-    def __init__(self, policy: Any, scheme: WeightSyncScheme) -> None:
-        self._policy = policy
-        self._scheme = weakref.ref(core_of(scheme))
-        self._guard: Guard = guard_of(core_of(scheme))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        core = self._scheme()
-        if core is None or is_closed(core):
-            return self._policy(*args, **kwargs)
-        guard = self._guard
-        frame = sys._getframe()
-        guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
-        try:
-            return self._policy(*args, **kwargs)
-        finally:
-            guard.leave(frame)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_policy" not in self.__dict__:  # a copy asks before it is set
-            raise AttributeError(name)
-        return getattr(self._policy, name)
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (self._policy,)  # a copied or pickled collector has no guard
-
-
-def _itself(policy: Any) -> Any:
-    return policy
+def note_version(scheme: WeightSyncScheme, version: int) -> None:
+    """The collector's own policy has a version, which may be about to be drawn."""
+    guard_of(core_of(scheme)).held = scheme.epoch, version

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from aiosync.integrations.torchrl._stamps import guard_policy, is_stamped, stamp
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import in_thread
+from aiosync.schemes.inside import sender_of
 from aiosync.sync import WeightSyncScheme
+from aiosync.sync._schemes import core_of
 
 __all__ = ["Cascade", "Labels", "has_workers"]
 
@@ -40,15 +43,18 @@ class Labels:
         version: Version that the policy has already; 0 if the initial weights are to come.
         sees_forwards: Whether forward passes are reads of the guard. If not, the tracker grows at
             once, and an action's label may be newer than the action.
+        stamps: Whether frames get the scheme's version, too, as far as forward passes are seen.
     """
 
-    def __init__(self, collector: Any, guard: Guard, version: int, *, sees_forwards: bool) -> None:
+    def __init__(
+        self, collector: Any, guard: Guard, version: int, *, sees_forwards: bool, stamps: bool
+    ) -> None:
         self._collector = weakref.ref(collector)
         self._guard = guard
         self._epoch: int | None = None
         self._version = version
         self._grown = 0  # by how much the tracker is behind
-        self._sees_forwards = sees_forwards
+        self._stamps = stamps
         self._lock = threading.Lock()
         self._rollouts = 0  # under way, in any thread
         if sees_forwards:
@@ -105,12 +111,18 @@ class Labels:
                 setattr(collector, name, self._watched(rollout, weakref.ref(collector)))
 
     def _watched(self, rollout: Any, of: weakref.ref[Any]) -> Callable[..., Any]:
+        stamps = self._stamps and rollout.__name__ == "rollout"  # others call the policy themselves
+
         @functools.wraps(rollout)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            collector = of()
             with self._lock:
                 self._rollouts += 1
             try:
-                return rollout(of(), *args, **kwargs)
+                if stamps and is_stamped(collector):
+                    guard_policy(self._guard, collector)  # it may be compiled by now
+                    stamp(collector)
+                return rollout(collector, *args, **kwargs)
             finally:
                 with self._lock:
                     self._rollouts -= 1
@@ -162,11 +174,19 @@ class Cascade:
             if before is not None and _equal(before, now):
                 self._looks = 0  # what comes next is an update
                 return
+            self._count_on(collector, scheme)
             collector.update_policy_weights_(
                 policy_or_weights=scheme.weights, model_id=scheme.model_id
             )
             if self._looks:
                 self._known = now  # not before: it may have failed
+
+    def _count_on(self, collector: Any, scheme: WeightSyncScheme) -> None:
+        """Have the version that comes below be that of here, as frames show it."""
+        below = collector._weight_sync_schemes.get(scheme.model_id)
+        sender = sender_of(core_of(below)) if isinstance(below, WeightSyncScheme) else None
+        if sender is not None:
+            sender.clock.current = max(sender.clock.current, scheme.version - 1)
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
