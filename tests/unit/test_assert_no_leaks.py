@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -36,41 +33,14 @@ def descriptor() -> Iterator[None]:
     os.close(fd)
 
 
-def process() -> Iterator[None]:
-    script = f"print(); input('{NAME}')"
-    child = subprocess.Popen([sys.executable, "-uc", script], stdin=-1, stdout=-1)
-    assert child.stdout.read(1)  # else the system may not tell its command yet
-    yield
-    child.communicate(b"\n")
-
-
-def shared_memory_entry() -> Iterator[None]:
-    path = Path("/dev/shm", NAME)
-    path.touch()
-    yield
-    path.unlink()
-
-
-def mapping_without_descriptor() -> Iterator[None]:
-    fd = os.memfd_create(NAME)
-    os.truncate(fd, 4096)
-    left = mmap.mmap(fd, 4096)  # before Python 3.13 it keeps a descriptor of its own as well
-    os.close(fd)
-    yield
-    left.close()
-
-
 @linux
 @pytest.mark.parametrize(
     ("leave", "kind", "named"),
     [
-        (thread, "threads", NAME),
+        (thread, "threads", NAME),  # tests/test_leak_checks.py has the other kinds
         (descriptor, "fds", os.devnull),
-        (process, "processes", NAME),
-        (shared_memory_entry, "shm", NAME),
-        (mapping_without_descriptor, "mappings", NAME),
     ],
-    ids=["thread", "descriptor", "process", "entry", "mapping"],
+    ids=["thread", "descriptor"],
 )
 def test_what_is_left_is_seen_and_only_where_it_is_looked_for(leave, kind, named) -> None:
     steps = leave()
