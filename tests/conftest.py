@@ -11,6 +11,7 @@ saw.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -176,6 +177,15 @@ def _warm_up() -> None:
         import uvloop
 
         uvloop.new_event_loop().close()  # libuv keeps one pipe for signals
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Any]:
+    """Runs scripts in forks of an interpreter that has nothing but torch, which takes seconds."""
+    from tests.sync._tools import Fresh
+
+    with contextlib.closing(Fresh()) as interpreter:
+        yield interpreter
 
 
 @pytest.fixture(autouse=True)

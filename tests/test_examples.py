@@ -98,13 +98,6 @@ def test_a_trainer_in_a_cluster(name: str, workers: int) -> None:
     assert len({total for _, total in seen}) == 1  # the same weights in all of them
 
 
-@pytest.mark.heavy  # tests/schemes/test_ray.py runs the same on a cluster that is up already
-def test_a_trainer_of_ray_actors() -> None:
-    out = run("ray_trainer.py", quiet=False)  # Ray says where it runs
-    versions = re.findall(r"^version (\d): workers have \[(\d), (\d)\]$", out, re.MULTILINE)
-    assert versions == [(n, n, n) for n in "234"]
-
-
 # -- a trainer and workers that know nothing of each other but an address and a token ---------
 
 
@@ -181,20 +174,6 @@ def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
             trainers.add(matches[0][1])
         assert len(trainers) == 2
         assert one.poll() is None and two.poll() is None
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(120)
-def test_a_tcp_worker_says_what_is_wrong_with_its_token() -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    with (
-        started("tcp_trainer.py", "--listen", url, token="one token"),
-        started("tcp_worker.py", url, token="another token") as worker,  # dials until it listens
-    ):
-        out, err = worker.communicate(timeout=100)
-    assert out == ""
-    assert worker.returncode == 1
-    assert "AuthError: the listener refused the dialer: their tokens are not the same" in err
 
 
 @pytest.mark.slow

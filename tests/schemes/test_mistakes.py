@@ -6,9 +6,8 @@ import asyncio
 import copy
 import math
 import multiprocessing
-import subprocess
-import sys
 import textwrap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,9 +171,10 @@ async def test_a_scripted_model_takes_no_forward_hooks(make) -> None:
 
 
 @pytest.mark.slow
-def test_without_uvloop() -> None:
+def test_without_uvloop(fresh: Any) -> None:
     script = """
-    import sys
+    import sys, warnings
+    warnings.simplefilter("error")
     sys.modules["uvloop"] = None  # as if it were not installed
     import importlib.util
     find_spec = importlib.util.find_spec
@@ -191,10 +191,5 @@ def test_without_uvloop() -> None:
         scheme.send()
     print("good")
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = fresh.script(textwrap.dedent(script))
     assert done.stdout == "good\n", done.stderr

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import io
-import pickle
 import random
 import threading
 import time
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import aiosync
 from aiosync.schemes import Guard, Reading
 from tests.sync import _tools as tools
 
@@ -191,73 +187,3 @@ async def test_a_cancelled_reader_leaves_nothing() -> None:
         await task
     guard.leave()
     assert apply.runs == 1
-
-
-# -- copies and compilation -------------------------------------------------------------------
-
-
-def _is_guarded(module: torch.nn.Module, guard: Guard) -> bool:
-    seen = []
-    first = next(child for child in module.modules() if isinstance(child, torch.nn.Linear))
-    handle = first.register_forward_hook(lambda *_: seen.append(guard.reading_here))
-    module(torch.zeros(1, 4))
-    handle.remove()
-    return seen.pop()
-
-
-def _saved(value: Any, **options: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)
-
-
-def test_copies_work_and_are_not_guarded() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    guard = _guarded(module)
-    assert _is_guarded(module, guard)
-    copies = (
-        copy.deepcopy,
-        lambda module: pickle.loads(pickle.dumps(module)),
-        lambda module: _saved(module, weights_only=False),
-    )
-    for make in copies:
-        twin = make(module)
-        assert not _is_guarded(twin, guard)
-        for again in copies:  # copies of copies
-            torch.testing.assert_close(again(twin)(torch.ones(1, 4)), module(torch.ones(1, 4)))
-    assert _saved(module.state_dict()).keys() == module.state_dict().keys()
-    guard.uninstall()
-    assert not _is_guarded(module, guard)
-
-
-@pytest.mark.parametrize("kind", ["reading", "forward"])
-def test_nobody_waits_for_an_update_that_its_own_thread_holds_back(kind: str) -> None:
-    source, target = Probe(), Probe()
-    for module in (source, target):
-        module.weight = torch.nn.Parameter(torch.ones(1))
-    with tools.pair(tools.SHM, source, target) as (sender, receiver):
-
-        def inside() -> None:
-            sender.send_async()
-            assert receiver.receive(timeout=0) is None
-            assert receiver.wait_for_version(1) == 1
-            assert receiver.wait_staged(2) == 2
-            for call in (
-                receiver.receive,
-                lambda: receiver.wait_for_version(2),
-                lambda: receiver.pull(min_version=2),
-                receiver.pull,
-                lambda: receiver.apply_weights({"weight": torch.zeros(1)}),
-            ):
-                with pytest.raises(aiosync.LocalProtocolError):
-                    call()
-
-        if kind == "forward":
-            target.inside = inside
-            target()
-        else:
-            with receiver.reading():
-                inside()
-        sender.wait_async()
-        assert receiver.receive().version == 2

@@ -7,7 +7,6 @@ import copy
 import gc
 import sys
 import threading
-import traceback
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -37,26 +36,6 @@ def test_the_thread_is_there_from_connect_to_shutdown_and_shared() -> None:
         assert thread.is_alive()
         first.shutdown()
         assert not thread.is_alive()
-    assert tools.portal_threads() == []
-
-
-def test_a_call_that_fails_keeps_its_cause_and_leaves_nothing() -> None:
-    sender = tools.SHM()
-    receiver = copy.copy(sender)
-    sender.init_on_sender(model=tools.filled(1.0), num_workers=2)
-    receiver.init_on_receiver(model=tools.filled(0.0))
-    with pytest.raises(aiosync.ConnectTimeout, match=r"\[0, 1\]"):
-        sender.connect(timeout=0.05)
-    assert tools.portal_threads() == []
-    with pytest.raises(aiosync.TransportClosed):
-        sender.send()
-    with pytest.raises(aiosync.ConnectTimeout) as caught:
-        receiver.connect(timeout=0.05)
-    last = caught.value.__cause__  # of the last attempt
-    assert isinstance(last, aiosync.ConnectError)
-    assert isinstance(last.__cause__, OSError)
-    first = traceback.extract_tb(caught.value.__traceback__)[0]
-    assert first.name == "test_a_call_that_fails_keeps_its_cause_and_leaves_nothing"
     assert tools.portal_threads() == []
 
 
@@ -251,3 +230,50 @@ waiting = tools.in_thread(wait)
 tools.until(lambda: tools.is_asleep(waiting))
 """
     _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
+
+
+# -- a process that has hardly any descriptors left gets an error, whatever the API ----------------
+
+_FEW_DESCRIPTORS = """
+import os, resource
+import torch
+import aiosync, aiosync.sync
+
+async def main():
+    await aiosync.SharedMemWeightSyncScheme().aclose()
+
+def blocking():
+    with aiosync.sync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=torch.nn.Linear(2, 2), num_workers=None)
+        scheme.connect(timeout=5.0)
+        scheme.send()
+
+def attempt(what, left):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for _ in range(left):
+        os.close(held.pop())
+    try:
+        what()
+    except (OSError, aiosync.AiosyncError):
+        pass
+
+for what in (lambda: aiosync.run(main), blocking):
+    for left in range(12):
+        if not (child := os.fork()):
+            attempt(what, left)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, (what, left, status)
+"""
+
+
+def test_hardly_any_descriptors_left(fresh: tools.Fresh) -> None:
+    ended = fresh.script(_FEW_DESCRIPTORS)
+    lines = [line for line in ended.stderr.splitlines() if "cpuinfo" not in line]
+    assert (ended.returncode, lines) == (0, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from typing import Any
@@ -116,3 +117,24 @@ def test_the_lag_is_bounded_and_told(make: Any) -> None:
         assert {each[2] for each in listener.told} == {"aiosync-portal"}
         assert sender.stats().finished["ok"] + sender.stats().finished["skipped"] == 3
         sender.wait_async()
+
+
+def test_ready_blocks_until_there_is_a_version() -> None:
+    source = tools.filled(1.0)
+    sender, receiver = tools.roles(aiosync.sync.TCPWeightSyncScheme, None, tools.filled(-1.0))
+    fresh = copy.copy(sender)
+    assert not fresh.ready
+    with pytest.raises(aiosync.LocalProtocolError):
+        fresh.ready.wait(timeout=1)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        for scheme in (sender, receiver):
+            assert not scheme.ready.is_set()
+            with pytest.raises(aiosync.RecvTimeout):
+                scheme.ready.wait(timeout=0.02)
+        with tools.threads(receiver.ready.wait):
+            sender.send(source)
+        sender.ready.wait()
+        told = (receiver.ready.is_set(), bool(sender.ready), repr(receiver.ready))
+        assert told == (True, True, "<ready>")
+        assert tools.value_at(receiver) == 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -292,10 +290,10 @@ def test_what_cannot_be_gathered(source: Any) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_of_torch_distributed_is_loaded_for_it() -> None:
-    code = (
+def test_nothing_of_torch_distributed_is_loaded_for_it(fresh: Any) -> None:
+    done = fresh.script(
         "import sys, torch; from aiosync.tensors import *; "
         "gather_weights(torch.nn.Linear(2, 2)); sharded_names(torch.nn.Linear(2, 2)); "
         "assert 'torch.distributed.tensor' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert done.returncode == 0, done.stderr

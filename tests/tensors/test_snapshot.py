@@ -248,14 +248,6 @@ def test_values_are_taken_when_prepared() -> None:
         flattener.prepare(model)
 
 
-def test_a_model_that_moves_to_meta_is_refused() -> None:
-    model, flattener = nn.Linear(2, 2), Flattener()
-    flattener.prepare(model)
-    model.to("meta")
-    with pytest.raises(ConfigError, match="'weight' is a Parameter on the meta device"):
-        flattener.prepare(model)
-
-
 def test_the_source_is_not_kept_alive_and_a_snapshot_is_independent_of_it() -> None:
     flattener, model = Flattener(), Everything(1.0)
     gone = weakref.ref(model)
