@@ -73,14 +73,17 @@ async def check_cancelled_send_goes_on(bench: Bench) -> None:
 
 
 async def check_cancel_receive(bench: Bench) -> None:
-    """receive() and wait_for_version() may be cancelled at every await: no update is lost."""
-    for call in ("receive", "wait_for_version"):
+    """receive(), wait_for_version(), pull(): cancelled at any await, they lose no update."""
+    for call, args in (
+        ("receive", {}),
+        ("wait_for_version", {"version": 2}),
+        ("pull", {"min_version": 2}),
+    ):
         stage = Stage(bench)
 
-        async def receive(stage: Stage = stage, call: str = call) -> Any:
+        async def receive(stage: Stage = stage, call: str = call, args: Any = args) -> Any:
             handle = stage.crew.send_nowait(2.0)
-            worker = stage.crew.workers[0].scheme
-            result = await (worker.receive() if call == "receive" else worker.wait_for_version(2))
+            result = await getattr(stage.crew.workers[0].scheme, call)(**args)
             await handle
             return result
 

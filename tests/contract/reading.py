@@ -199,8 +199,16 @@ async def check_waiting_inside_a_read(bench: Bench) -> None:
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
         async with worker.reading():
-            await raises(aiosync.LocalProtocolError, worker.wait_for_version(2))
+            for waiting in (
+                worker.wait_for_version(2),
+                worker.receive(),
+                worker.pull(min_version=2),
+            ):
+                await raises(aiosync.LocalProtocolError, waiting)
             assert await worker.wait_for_version(1) == 1
+            assert await worker.receive(timeout=0) is None
+            weights = small(7.0).state_dict()
+            refuses(aiosync.LocalProtocolError, lambda: worker.apply_weights(weights))
         assert (await crew.send(2.0)).acked == {0}
 
 

@@ -41,21 +41,6 @@ async def test_a_write_that_ends_after_its_version_was_left_is_gone_with_the_nex
 
 
 @both
-@modes
-async def test_a_worker_may_train_its_copy(make, apply_copy) -> None:
-    source, target = models.linear(), models.linear()
-    scheme = make(apply_copy=apply_copy)
-    async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
-        optimizer = torch.optim.Adam(target.parameters(), lr=0.1)
-        for value in range(8):
-            await harness.deliver(sender, receiver, float(value))
-            target(torch.ones(4)).sum().backward()
-            optimizer.step()
-            assert not models.holds(receiver, float(value))
-            assert models.filled(source, float(value))
-
-
-@both
 async def test_what_a_worker_keeps_of_a_version_stays_as_it_was(make) -> None:
     target, kept = models.linear(), []
     async with harness.here(make(), target, sender={"model": models.linear()}) as ends:
@@ -127,19 +112,6 @@ def child(look: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
         os.waitpid(pid, 0)
         mine.close()
         its.close()
-
-
-@both
-@modes
-async def test_a_forked_child_keeps_the_version_of_the_fork(make, apply_copy) -> None:
-    target, options = models.medium(), {"model": models.medium()}
-    async with harness.here(make(apply_copy=apply_copy), target, sender=options) as ends:
-        for value in range(3):
-            await harness.deliver(*ends, float(value))
-        with child(lambda: set(target.block.flatten().tolist())) as ask:
-            for value in range(3, 10):
-                await harness.deliver(*ends, float(value))
-            assert ask() == {2.0}
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -6,30 +6,22 @@ Workers of the scheme of RPC know the address here, so RPC only has to seem to b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import rpc
 
 import aiosync
 from aiosync.sender import Snapshot, SnapshotCopier
-from aiosync.tensors import Flattener, LiveBytes
-from aiosync.testing import FaultProxy
-from aiosync.transports import SharedMemTransport
+from aiosync.tensors import LiveBytes
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
-if TYPE_CHECKING:
-    from typing import Self
-
 PATIENCE = harness.PATIENCE
-TOKEN = "a secret of the test"
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
@@ -37,63 +29,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 def large() -> nn.Module:
     """16 MiB: copied in a thread, and more than sockets hold."""
     return nn.ParameterDict({f"w{i}": nn.Parameter(torch.full((2**20,), -1.0)) for i in range(4)})
-
-
-class Stage(contextlib.AsyncExitStack):
-    """A sender in the middle of its first send, to a worker elsewhere, whose link takes no more."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        monkeypatch.setattr(rpc, "get_worker_info", lambda: None)
-
-    async def __aenter__(self) -> Self:
-        self.source = large()
-        self.sender = aiosync.RPCWeightSyncScheme(timeout=PATIENCE, token=TOKEN)
-        self.sender.init_on_sender(model_id="policy")
-        await self.enter_async_context(self.sender)
-        await self.sender.connect()
-        self.proxy = await self.enter_async_context(FaultProxy(self.sender.address))
-        self.far = await self.worker(shared_memory=False, address=self.proxy.url)
-        await self.far.connect()
-        self.proxy.stall()
-        models.fill(self.source, 1.0)
-        self.sending = asyncio.ensure_future(self.sender.send(self.source))
-        await harness.until(lambda: self.sender.version == 1)
-        return self
-
-    async def worker(self, **options: Any) -> Any:
-        options = {"address": self.sender.address, "timeout": PATIENCE, "token": TOKEN, **options}
-        worker = aiosync.RPCWeightSyncScheme(**options)
-        worker.init_on_receiver(model_id="policy", model=large())
-        return await self.enter_async_context(worker)
-
-    async def end_send(self) -> None:
-        """Have the call return; the weights are the caller's again then."""
-        self.sending.cancel()
-        await asyncio.wait({self.sending})
-        models.fill(self.source, -9.0)
-
-    async def everybody_has(self, near: list[Any], version: int = 1) -> None:
-        self.proxy.resume()
-        await self.far.wait_for_version(version)
-        assert self.far.reconnects == 0  # although the rest of a chunk was still to come
-        assert [type(each.receiver_transport) for each in near] == [SharedMemTransport] * len(near)
-        assert all(models.holds(each, float(version)) for each in (self.far, *near))
-
-
-@pytest.mark.parametrize("ended", [False, True])
-async def test_who_comes_gets_what_was_sent(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the copy that was sent serves all."""
-    copies: list[Any] = []
-    async with Stage(monkeypatch) as stage:
-        monkeypatch.setattr(Flattener, "copy_into", lambda *args, **_: copies.append(args))
-        if ended:
-            await stage.end_send()
-        near = [await stage.worker() for _ in range(2)]
-        await asyncio.gather(*(each.connect() for each in near))
-        await stage.end_send()
-        assert not copies
-        await stage.everybody_has(near)
 
 
 # -- what was left in the tensors, as over Ray --------------------------------------------------

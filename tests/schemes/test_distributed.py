@@ -202,11 +202,6 @@ async def test_a_copy_made_too_early_says_so() -> None:
 
 RUNS: dict[str, tuple[str, ...]] = {
     "_group_trainer": (
-        "worker 0 has the weights of step 3",
-        "worker 1 has the weights of step 3",
-        "both ranks hold the same weights",
-    ),
-    "_group_trainer given": (
         "rank 1 has version 3",
         "rank 2 has version 3",
         "the group still works",
@@ -227,7 +222,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "program",
     [
         pytest.param("_group_trainer", marks=pytest.mark.apart),
-        pytest.param("_group_trainer given", marks=pytest.mark.heavy),
         "_fsdp_trainer",
     ],
 )

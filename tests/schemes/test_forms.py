@@ -17,7 +17,6 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.sync import _tools as tools
 
 pytestmark = pytest.mark.one_loop
 both = pytest.mark.parametrize("make", harness.SCHEMES)
@@ -253,10 +252,6 @@ class OwnScheme(aiosync.WeightSyncScheme):
         return aiosync.MPTransport(pipe_or_context)
 
 
-class OwnBlockingScheme(aiosync.sync.WeightSyncScheme, twin_of=OwnScheme):
-    """Its twin."""
-
-
 @pytest.mark.asyncio
 async def test_a_scheme_of_ones_own_needs_nothing_but_its_transport() -> None:
     ours, theirs = multiprocessing.Pipe()
@@ -267,15 +262,3 @@ async def test_a_scheme_of_ones_own_needs_nothing_but_its_transport() -> None:
         lonely.init_on_receiver(model=models.linear())
         with pytest.raises(aiosync.ConfigError, match="OwnScheme dials nobody: pass pipe="):
             await lonely.connect()
-
-
-def test_and_so_has_its_blocking_twin() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    with OwnBlockingScheme(timeout=harness.PATIENCE) as sender, OwnBlockingScheme() as receiver:
-        sender.init_on_sender(model=models.linear(), pipes=[ours])
-        receiver.init_on_receiver(model=models.linear(), pipe=theirs)
-        with tools.threads(receiver.connect):
-            sender.connect()
-        models.fill(sender.model, 3.0)
-        assert sender.send().acked == {0}
-        assert models.holds(receiver, 3.0)

@@ -100,28 +100,6 @@ def test_what_generates_inside_of_a_wrapper_is_guarded(kind: str) -> None:
     assert (model.guarded[0], model.guarded[-1]) == (True, False)
 
 
-@pytest.mark.parametrize("kind", ["reading", "forward"])
-@pytest.mark.asyncio
-async def test_weights_are_not_changed_by_hand_inside_a_read(kind) -> None:
-    scheme, target = aiosync.SharedMemWeightSyncScheme(), models.linear()
-    async with harness.here(scheme, target, sender={"model": models.linear()}) as (_, receiver):
-
-        def change(*_: Any) -> None:
-            for inplace in (True, False):
-                with pytest.raises(aiosync.LocalProtocolError, match="between two of them"):
-                    receiver.apply_weights(models.linear(7.0).state_dict(), inplace=inplace)
-            assert models.filled(target, -1.0)
-
-        if kind == "forward":
-            with target.register_forward_pre_hook(change):
-                target(torch.zeros(4))
-        else:
-            with receiver.reading():
-                change()
-        receiver.apply_weights(models.linear(7.0).state_dict())
-        assert models.filled(target, 7.0)
-
-
 # -- other tensors in a model, and transforms around it -------------------------------------------
 
 
@@ -205,18 +183,6 @@ async def test_updates_wait_for_the_end_of_a_transform(make, apply_copy, transfo
             handle = await harness.stage(sender, receiver)
             transform(target)
         assert (await handle).acked == {0}
-
-
-@pytest.mark.asyncio
-@both
-async def test_parts_of_a_container_are_guarded(make) -> None:
-    source, target = (nn.ModuleDict({"actor": Slow(), "critic": Slow()}) for _ in range(2))
-    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
-        actor = target["actor"]
-        models.fill(source, 7.0)
-        result = await _arrive(sender, receiver, actor, lambda: actor(torch.ones(3)))
-        assert result.tolist() == [2.0] * 3  # the old weights, all of them
-        assert actor(torch.ones(3)).tolist() == [14.0] * 3
 
 
 class _Generator(nn.Module):

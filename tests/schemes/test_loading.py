@@ -112,21 +112,6 @@ async def test_waiting_for_what_a_worker_refuses_or_takes_to_its_grave(make) -> 
                 await ended
 
 
-@every
-@pytest.mark.asyncio
-async def test_what_was_transformed_shares_no_memory_with_what_comes(make) -> None:
-    source, target = models.linear(), models.linear()
-    init = {"model": target, "transform": lambda weights: weights}
-    async with here(make(), source, init) as (sender, _):
-        kept = []
-        for value in range(6):
-            models.fill(source, float(value))
-            await sender.send()
-            kept.append((value, target.weight.data))
-        assert all((tensor == value).all() for value, tensor in kept)
-        kept.clear()
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -156,37 +141,6 @@ async def test_results_that_are_no_weights_and_whatever_is_raised(result, text) 
             await sender.send()
         bad.clear()
         assert (await harness.deliver(sender, receiver, 3.0)).version == 3
-
-
-@pytest.mark.asyncio
-async def test_the_loop_goes_on_while_a_transform_works_and_the_newest_wins() -> None:
-    source, target = models.linear(), models.linear()
-    started, go_on = threading.Event(), threading.Event()
-    seen: list[float] = []
-
-    def slow(weights):
-        found = dict(weights)
-        seen.append(float(found["bias"][0]))
-        if len(seen) > 1:
-            started.set()
-            assert go_on.wait(30)
-        return found.items()
-
-    init = {"model": target, "transform": slow}
-    async with here(aiosync.SharedMemWeightSyncScheme(), source, init) as (sender, receiver):
-        handles = []
-        for value in (1.0, 2.0, 3.0):
-            models.fill(source, value)
-            handles.append(sender.send_nowait())
-        await asyncio.to_thread(started.wait, 30)
-        async with asyncio.timeout(30):
-            for _ in range(100):  # the loop is free
-                await asyncio.sleep(0)
-        assert (receiver.version, receiver.staged_version) == (1, 0)
-        go_on.set()
-        assert (await handles[-1]).version == 4
-        assert models.holds(receiver, 3.0)
-        assert seen[-1] == 3.0
 
 
 class Stated(nn.Linear):

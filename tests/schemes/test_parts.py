@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from typing import Any
 
 import pytest
@@ -33,25 +32,6 @@ def held(scheme: Any) -> tuple[float, ...]:
         weights = [scheme.model[name].weight for name in ("base", "adapter")]
         assert all((weight == weight[0, 0]).all() for weight in weights)
         return tuple(weight[0, 0].item() for weight in weights)
-
-
-@both
-async def test_each_name_has_its_newest_value_in_the_end(make: Any) -> None:
-    names = [f"{idx}.weight" for idx in range(8)]
-    target = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in names)
-    choose, newest, handles = random.Random(0), dict[str, float](), []
-    scheme = make(strict=False)
-    async with harness.here(scheme, target, sender={"model": target}) as (sender, receiver):
-        async with receiver.reading():
-            for value in range(300):
-                some = dict.fromkeys(choose.sample(names, 3), float(value))
-                newest |= some
-                weights = {name: torch.full((1, 1), each) for name, each in some.items()}
-                handles.append(sender.send_nowait(weights))
-        reports = [await handle for handle in handles]
-        assert sum(0 in report.acked for report in reports) <= len(names) + 1  # so many waited
-        with receiver.reading():
-            assert {name: value.item() for name, value in target.state_dict().items()} == newest
 
 
 @both
@@ -131,17 +111,3 @@ async def again(sender: Any, gone: Any, target: nn.Module, **options: Any) -> An
     yield late
     late.init_on_receiver(model_id="policy", model=target, worker_idx=1)
     await late.connect(timeout=harness.PATIENCE)
-
-
-@everywhere
-async def test_what_others_got_is_not_for_who_comes_again(make: Any) -> None:
-    scheme = make(strict=False, per_worker_weights=True)
-    async with harness.crowd(scheme, [build(), build()], sender={"model": build()}) as pair:
-        sender, (_, second) = pair
-        await sender.send({0: part(base=1.0), 1: part(base=2.0, adapter=3.0)})
-        await sender.send({0: part(adapter=9.0)})
-        await sender.send(part(adapter=4.0), worker_ids=1)
-        async with again(sender, second, build()) as late:
-            await sender.send(part(base=8.0), worker_ids=0)
-        async with late:
-            assert held(late) == (2.0, 4.0)

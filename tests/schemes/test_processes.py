@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import re
 import time
 from pathlib import Path
@@ -12,7 +14,6 @@ import pytest
 import torch
 
 import aiosync
-import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -150,7 +151,7 @@ async def test_one_that_ended_is_noticed_whatever_index_the_others_have(make) ->
 # -- what a receiver costs: nothing while idle, and no long pause of its loop ---------------------
 
 
-IDLE_SECONDS = 6.0
+IDLE_SECONDS = 3.0
 MAX_LATE_SECONDS = 0.02
 
 
@@ -163,45 +164,27 @@ def _wake_ups(pid: int) -> dict[str, int]:
     return found
 
 
-def _join_blocking(state: harness.State) -> Any:
-    """Run a blocking receiver in the worker process."""
-    state.kept["facade"] = facade = state.scheme
-    state.scheme = aiosync.NoWeightSyncScheme()  # closed at the end instead
-    facade.init_on_receiver(model=models.linear())
-    return asyncio.to_thread(facade.connect)
-
-
-def _close_blocking(state: harness.State) -> Any:
-    return asyncio.to_thread(state.kept["facade"].shutdown)
-
-
 @pytest.mark.slow
 def test_idle_receivers_never_wake_up() -> None:
-    """Both schemes on both loops, and the facade of both, at the same time."""
+    """Each scheme on each loop, at the same time."""
     harness.run("asyncio", _count_wake_ups())
 
 
 async def _count_wake_ups() -> None:
-    crew: dict[str, harness.Worker] = {}
-    loops = ["asyncio", "uvloop"]
-    schemes = [(make(), loop) for make in harness.SCHEMES for loop in loops]
-    facades = [getattr(aiosync.sync, make.__name__)() for make in harness.SCHEMES]
-    try:
-        for scheme, loop in schemes:
+    async with contextlib.AsyncExitStack() as stack:
+        crew = dict[str, harness.Worker]()
+        for make, loop in itertools.product(harness.SCHEMES, ("asyncio", "uvloop")):
+            scheme = make()
             scheme.init_on_sender(model=models.linear(), num_workers=1)
-            worker = harness.start(scheme, models.linear, loop=loop)
-            crew[f"{type(scheme).__name__} on {loop}"] = worker
+            worker = crew[f"{make.__name__} on {loop}"] = harness.start(
+                scheme, models.linear, loop=loop
+            )
+            stack.callback(worker.end)
+            await stack.enter_async_context(scheme)
             worker.post(harness.join)
             await scheme.connect()
             await worker.answer()
             await scheme.send()
-        for facade in facades:
-            facade.init_on_sender(model=models.linear(), num_workers=1)
-            worker = crew[f"sync.{type(facade).__name__}"] = harness.start(facade)
-            worker.post(_join_blocking)
-            await asyncio.to_thread(facade.connect)
-            await worker.answer()
-            await asyncio.to_thread(facade.send)
         await asyncio.sleep(0.5)  # the last acknowledgements and releases
         before = {name: _wake_ups(worker.pid) for name, worker in crew.items()}
         await asyncio.sleep(IDLE_SECONDS)
@@ -209,16 +192,7 @@ async def _count_wake_ups() -> None:
             after = _wake_ups(worker.pid)
             assert after.keys() == before[name].keys(), name
             woken = {thread: after[thread] - count for thread, count in before[name].items()}
-            assert sum(woken.values()) <= 2, f"{name}: {woken}"
-    finally:
-        for scheme, _ in schemes:
-            await scheme.aclose()
-        for facade in facades:
-            await asyncio.to_thread(facade.shutdown)
-        for name, worker in crew.items():
-            if name.startswith("sync."):
-                await worker.call(_close_blocking)
-            worker.end()
+            assert sum(woken.values()) <= 1, f"{name}: {woken}"
 
 
 def _huge() -> torch.nn.Module:

@@ -210,38 +210,6 @@ async def test_workers_whose_reads_overlap_answer() -> None:
         assert receiver.version == handle.version
 
 
-async def test_whoever_reads_for_long_keeps_nobody_waiting() -> None:
-    """Each is in a read of another version, and keeps its slot."""
-    source, targets = models.medium(), [models.medium() for _ in range(6)]
-    ends = harness.crowd(SHM(timeout=harness.PATIENCE), targets, sender={"model": source})
-    async with ends as (sender, others):
-        entered, leave, found = [], threading.Event(), list[tuple[bool, bool]]()
-
-        def read(receiver: Any, value: float) -> None:
-            with receiver.reading():
-                before = models.filled(receiver.model, value)
-                entered.append(receiver)
-                leave.wait(harness.PATIENCE)
-                found.append((before, models.filled(receiver.model, value)))
-
-        reading = []
-        try:
-            for number, other in enumerate(others):
-                models.fill(source, float(number))
-                assert len((await sender.send(timeout=harness.PATIENCE)).acked) == 6
-                there = asyncio.to_thread(read, other, float(number))
-                reading.append(asyncio.ensure_future(there))
-                await harness.until(lambda number=number: len(entered) == number + 1)
-            for value in range(10, 20):
-                models.fill(source, float(value))
-                assert len((await sender.send(timeout=harness.PATIENCE)).acked) == 6
-        finally:
-            leave.set()
-        await asyncio.gather(*reading)
-        assert found == [(True, True)] * 6
-        assert all(models.holds(other, 19.0) for other in others)
-
-
 class Stateful(nn.Linear):
     """With an extra state where it is given one: such updates come by message."""
 

@@ -20,35 +20,6 @@ both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
 @both
-async def test_the_model_may_change_in_every_way_between_updates(make: Any) -> None:
-    """Also where slots and layouts have been used before, and only the version is new."""
-    source, target = models.batch_norm(), models.batch_norm()
-
-    def another_parameter() -> None:
-        target[0].weight = nn.Parameter(torch.zeros(3, 4))
-        target[1] = nn.BatchNorm1d(3)
-
-    ends = harness.here(make(strict=False), target, sender={"model": source})
-    async with ends as (sender, receiver):
-        for _ in range(6):
-            await sender.send()
-        for change in (another_parameter, target.double, target.share_memory, target.float):
-            change()
-            dtype = target[0].weight.dtype
-            await harness.deliver(sender, receiver, 2.0)
-            assert target[0].weight.dtype == dtype
-
-
-@both
-async def test_a_meta_model_gets_memory(make: Any) -> None:
-    target, options = models.meta(), {"model": models.linear()}
-    async with harness.here(make(), target, sender=options) as (sender, receiver):
-        for value in (2.0, 3.0):
-            await harness.deliver(sender, receiver, value)
-        assert all(parameter.requires_grad for parameter in target.parameters())
-
-
-@both
 async def test_apply_weights_by_hand(make: Any) -> None:
     options = {"model": models.linear()}
     async with harness.here(make(), models.linear(), sender=options) as (sender, receiver):
@@ -207,20 +178,6 @@ async def test_while_a_forward_runs_in_another_thread(make: Any, apply: Any) -> 
         assert receiver.version == 3
         assert models.holds(receiver, 3.0)
         assert models.filled(old, 2.0)
-
-
-@both
-async def test_closed_or_taken_back_before_the_forward_ended(make: Any) -> None:
-    source, old, new = models.linear(), models.linear(), models.linear()
-    async with harness.here(make(), old, sender={"model": source}) as (sender, receiver):
-        with harness.read_elsewhere(receiver):
-            receiver.model = new
-            receiver.model = old
-        await harness.deliver(sender, receiver, 2.0)
-        with harness.read_elsewhere(receiver):
-            receiver.model = new
-            receiver.abort()
-        assert (models.filled(old, 2.0), models.filled(new, -1.0)) == (True, True)
 
 
 @both

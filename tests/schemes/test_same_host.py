@@ -7,36 +7,26 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 import sys
 import threading
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import pytest
 
 import aiosync
 from aiosync.errors import PartialSyncError
-from aiosync.tensors import LiveBytes
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.wire import (
     Challenge,
-    DialerAuth,
     Hello,
     Refuse,
-    Setup,
-    Status,
-    Update,
-    Welcome,
-    encode_header,
 )
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_address, mapped_nbytes
+from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
     from torch import nn
@@ -184,44 +174,6 @@ async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadli
 
 
 @pytest.mark.asyncio
-@pytest.mark.slow
-async def test_a_worker_that_dies_while_the_weights_are_copied_keeps_no_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scheme, source = sending(models.big)
-    far = receiving(scheme, models.big, shared_memory=False)
-    views, begun, going = LiveBytes.views, threading.Event(), threading.Event()
-
-    def slowly(*args: Any) -> Any:
-        begun.set()
-        assert going.wait(PATIENCE)
-        return views(*args)
-
-    async with scheme, far:
-        await asyncio.gather(scheme.connect(), far.connect())
-        for number in range(2, 7):
-            begun.clear()
-            going.clear()
-            near = harness.start(scheme, models.big)
-            try:
-                await near.call(harness.join)
-                models.fill(source, float(number))
-                with monkeypatch.context() as patch:
-                    patch.setattr(LiveBytes, "views", slowly)
-                    sent = asyncio.ensure_future(scheme.send(timeout=PATIENCE))
-                    await asyncio.to_thread(begun.wait, PATIENCE)
-                near.kill()
-                await harness.until(lambda: len(scheme.sender_transports) == 1)
-                going.set()
-                with pytest.raises(PartialSyncError):
-                    await sent
-            finally:
-                near.end()
-            assert models.holds(far, float(number))
-        assert mapped_nbytes("/memfd:aiosync") <= 3.5 * source.block.nbytes
-
-
-@pytest.mark.asyncio
 async def test_a_trainer_without_descriptors_lets_workers_in_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -275,56 +227,6 @@ async def test_weights_are_for_those_who_have_the_token() -> None:
                         message = (await thief.recv(timeout=PATIENCE)).message
                         assert isinstance(message, Challenge | Refuse)
         assert not scheme.sender_transports
-
-
-@pytest.mark.parametrize("name", ["hello", "status", "update"])
-@pytest.mark.asyncio
-async def test_a_header_of_many_lists_holds_nobody_up(name: str) -> None:
-    """A worker has little to say: nobody looks further than at the size of what it announces."""
-    lists: list[Any] = [[]] * 60_000
-    frames = {
-        "hello": bytes([3]) + msgpack.packb({"role": lists}),
-        "status": encode_header(Status({"a": lists})),
-        "update": encode_header(Update(1, 1, bytes(16), values={"a": lists})),
-    }
-    frame = struct.pack("<4sBBHIIQ", *frame_of(frames[name]), 0) + frames[name]
-    before = names()
-    scheme, _ = sending(token=TOKEN)
-    [where] = names() - before
-    async with scheme:
-        await scheme.connect()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.connect(where)
-            async with SharedMemTransport(sock.dup()) as worker:
-                auth = DialerAuth(TOKEN.encode())
-                await worker.send(Challenge(bytes(32)))
-                await worker.send(auth.answer((await worker.recv(timeout=PATIENCE)).message))
-                auth.verify((await worker.recv(timeout=PATIENCE)).message)
-                await worker.send(Setup("here", "called", b""))
-                if name != "hello":
-                    await worker.send(Hello("receiver", "policy", os.getpid()))
-                    assert isinstance((await worker.recv(timeout=PATIENCE)).message, Welcome)
-                await asyncio.sleep(0.1)  # what follows an admission is over
-                longest = 0.0
-                ending = asyncio.ensure_future(ended(worker))
-                await asyncio.get_running_loop().sock_sendall(sock, frame)
-                while not ending.done():
-                    since = time.thread_time()
-                    await asyncio.sleep(0)
-                    longest = max(longest, time.thread_time() - since)
-                await ending
-        assert longest < 0.05
-
-
-def frame_of(header: bytes) -> tuple[bytes, int, int, int, int, int]:
-    return b"AIOS", 2, 0, 0, len(header), zlib.crc32(header)
-
-
-async def ended(link: SharedMemTransport) -> None:
-    """Wait until the other end has closed a link."""
-    with pytest.raises(aiosync.TransportError):
-        while True:
-            await link.recv(timeout=PATIENCE)
 
 
 @pytest.mark.asyncio

@@ -57,26 +57,6 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
 
 
 @both
-async def test_the_source_and_its_layout_may_change_in_every_way(make: Any) -> None:
-    source = models.batch_norm()
-    ends = harness.here(make(strict=False), models.batch_norm(), sender={"model": source})
-    async with ends as (sender, receiver):
-
-        def not_contiguous() -> None:
-            source[0].weight.data = torch.zeros(4, 3).t()
-
-        for value, change in enumerate((source.double, source.half, source.float, not_contiguous)):
-            change()
-            await harness.deliver(sender, receiver, float(value))
-        assert receiver.model[0].weight.dtype is torch.float32
-        for build in (models.wide, models.medium, models.linear, models.batch_norm):
-            receiver.model = None
-            receiver.model, other = build(), build()
-            models.fill(other, 2.0)
-            await harness.deliver(sender, receiver, 2.0, other)
-
-
-@both
 async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
     """It gets tensors and no model, which ``.to()`` would change in place."""
     source, kinds = models.linear(1.0), set()
@@ -129,36 +109,3 @@ async def test_the_fallback_policy_of_a_context_is_sent() -> None:
         assert models.holds(receiver, 3.0)
         assert (sender.prepare_weights(None)["weight"] == 3.0).all()
         assert sender.prepare_weights(None, "other") is None
-
-
-async def test_a_trainer_that_only_sends_lets_workers_come() -> None:
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    other = harness.twin(scheme)
-    scheme.init_on_sender(model=models.linear())
-    other.init_on_receiver(model=models.linear())
-    async with scheme, other:
-        await scheme.connect()
-        joining = asyncio.ensure_future(other.connect())
-        async with asyncio.timeout(harness.PATIENCE):
-            while not joining.done():
-                await scheme.send()
-        await joining
-
-
-async def test_workers_under_new_indices_do_not_add_up() -> None:
-    """A trainer whose workers come and go for weeks names the last ones that went."""
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    init = {"model": models.linear(1.0), "num_workers": None}
-    async with harness.here(scheme, models.linear(), sender=init) as (sender, _):
-        for idx in range(1, 101):
-            async with harness.twin(sender) as worker:
-                worker.init_on_receiver(model_id="policy", model=models.linear(), worker_idx=idx)
-                await worker.connect(timeout=harness.PATIENCE)
-                worker.abort()
-            await harness.until(lambda: len(sender.worker_versions) == 1)
-            with pytest.raises(aiosync.PartialSyncError):
-                await sender.send()
-        report = await sender.send()
-        assert report.acked == {0}
-        assert {97, 98, 99, 100} <= report.lost.keys()
-        assert len(report.lost) < 80

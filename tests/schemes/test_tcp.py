@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import aiosync
-from aiosync.testing import FaultProxy, Faults, Plan, assert_no_leaks, cancel_at_every_await
+from aiosync.testing import FaultProxy, Faults, Plan
 from aiosync.wire import Challenge, Message, Proof, Refuse, encode_frame
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -56,11 +56,6 @@ def mebibyte() -> nn.Module:
     model = nn.Module()
     model.block = nn.Parameter(torch.zeros(2**18))
     return model
-
-
-def large() -> nn.Module:
-    """16 MiB, which go out from the tensors themselves."""
-    return nn.ParameterDict({f"w{i}": nn.Parameter(torch.zeros(2**20)) for i in range(4)})
 
 
 class Stage:
@@ -292,27 +287,6 @@ async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, ne
         assert same(receiver, weights)
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_cancelled_send_of_several_weights_borrows_none_of_them_any_more() -> None:
-    async with Stage(TCP, large, per_worker_weights=True) as stage:
-        receivers = [await stage.add(idx, through=True) for idx in range(2)]
-        await stage.sender.wait_for_version(1)
-        stage.proxy.stall()
-        sources = {idx: large() for idx in range(2)}
-        sending = asyncio.create_task(stage.sender.send(sources))
-        await harness.until(lambda: stage.sender.version == 2)
-        while not sending.done():  # the first cancels the wait, the others the copies
-            sending.cancel()
-            await asyncio.sleep(0)
-        for source in sources.values():
-            models.fill(source, 9.0)
-        stage.proxy.resume()
-        for receiver in receivers:
-            await receiver.wait_for_version(2, timeout=PATIENCE)
-            assert models.holds(receiver, 0.0)
-
-
 # -- asking --------------------------------------------------------------------------------------
 
 
@@ -362,25 +336,6 @@ async def test_pull_of_a_version_that_the_model_refused_says_so(url: str) -> Non
         assert await receiver.pull() == await puller.pull() == 3
 
 
-@pytest.mark.asyncio
-async def test_a_puller_that_leaves_fails_no_send(url: str) -> None:
-    async with Stage(url) as stage:
-        puller, receiver = await stage.add(subscribe=False), await stage.add()
-        assert await puller.pull() == 1
-        assert (await stage.send(2.0, worker_ids=[0])).acked == {0}  # by name it gets it unasked
-        await puller.aclose()
-        await stage.gone(0)
-        assert (await stage.send(2.0)).acked == {1}
-        await receiver.aclose()
-        await stage.gone(1)
-        report = await stage.send(3.0)
-        assert (report.acked, report.left, report.failed) == (set(), {1}, {})
-    async with Stage(url) as stage:
-        await (await stage.add(subscribe=False)).aclose()
-        await stage.gone()
-        assert (await stage.send(2.0)).acked == set()  # nobody but a puller that left
-
-
 # -- options -------------------------------------------------------------------------------------
 
 
@@ -396,52 +351,3 @@ async def test_a_puller_that_leaves_fails_no_send(url: str) -> None:
 def test_addresses_are_checked(options: Any, text: str) -> None:
     with pytest.raises(aiosync.ConfigError, match=text):
         aiosync.TCPWeightSyncScheme(**options)
-
-
-# -- cancelling, and closing ---------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-@pytest.mark.parametrize("subscribe", [True, False])
-async def test_cancel_pull(subscribe: bool) -> None:
-    @contextlib.asynccontextmanager
-    async def connected() -> AsyncIterator[None]:
-        nonlocal stage, receiver
-        async with assert_no_leaks(kinds=("tasks", "fds")), Stage() as stage:
-            receiver = await stage.add(subscribe=subscribe)
-            yield
-
-    async def pull() -> int:
-        stage.sender.send_nowait()
-        return await receiver.pull(min_version=2)
-
-    async def check(outcome: Any) -> None:
-        assert outcome.finished or outcome.cancelled, outcome.error
-        report = await stage.send(123.0)
-        assert await receiver.pull(min_version=report.version) == report.version
-        assert models.holds(receiver, 123.0)
-
-    stage = receiver = None
-    await cancel_at_every_await(pull, check, around=connected)
-
-
-@pytest.mark.asyncio
-async def test_closing_in_the_middle_of_a_transfer_leaves_nothing(url: str) -> None:
-    async with assert_no_leaks(kinds=("tasks", "fds", "threads")):
-        async with Stage(url, large, chunk_nbytes=2**16) as stage:
-            receiver = await stage.add(through=True)
-            stage.proxy.stall()
-            before, handle = stage.proxy.bytes_back, stage.send_nowait(2.0)
-            await harness.until(lambda: stage.sender.version == 2)
-            stage.proxy.resume()
-            await harness.until(lambda: stage.proxy.bytes_back > before)
-            await receiver.aclose()
-            stage.proxy.cut()  # and perhaps what it said last
-            [outcome] = await asyncio.gather(handle, return_exceptions=True)
-            assert isinstance(outcome, aiosync.PartialSyncError) or outcome.left == {0}
-            second = await stage.add(0, through=True)
-            assert second.version == 2 and models.holds(second, 2.0)
-            async with stage.away():
-                await stage.sender.aclose()  # the worker is looking for it now
-                await second.aclose()

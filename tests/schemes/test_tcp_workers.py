@@ -115,7 +115,3 @@ async def test_a_forked_worker_does_not_take_the_socket_of_the_sender_with_it(ur
         await other.aclose()
     else:
         assert os.listdir(os.path.dirname(url.removeprefix("unix://"))) == []
-
-
-def reconnects(state: harness.State) -> int:
-    return state.scheme.reconnects

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -105,39 +104,3 @@ async def test_what_is_no_weight_is_not_touched(make: Any, strict: bool) -> None
             assert int(target.norm.num_batches_tracked) == 70_001
         assert target.extra["text"] == "x"
         assert torch.equal(target.extra["scale"], torch.full((2,), 0.1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "build"),
-    [
-        *((make, models.medium) for make in SCHEMES),
-        (aiosync.DistributedWeightSyncScheme, models.big),
-        # Large enough for its process group.
-        (functools.partial(aiosync.DistributedWeightSyncScheme, shared_memory=False), models.big),
-    ],
-)
-def test_worker_processes_and_late_ones(make: Any, build: Any) -> None:
-    async def main() -> None:
-        source = noisy(build())
-        scheme = make(wire_dtype=BF16)
-        scheme.init_on_sender(model_id="policy", model=source)
-        half = functools.partial(halved, build)
-        async with harness.workers(scheme, half, 1, method="fork") as [worker]:
-            await scheme.send()
-            noisy(source)
-            await scheme.send()
-            late = harness.start(harness.twin(scheme), half, method="fork")
-            try:
-                await late.call(harness.join, 1)
-                for each in (worker, late):
-                    found = await each.call(harness.weights)
-                    assert torch.equal(found["block"], source.block.bfloat16())
-            finally:
-                late.end()
-
-    harness.run("asyncio", main())
-
-
-def halved(build: Any) -> nn.Module:
-    return build().bfloat16()
