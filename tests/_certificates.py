@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime
 import functools
 import shutil
 import tempfile
@@ -24,7 +23,6 @@ class Certificates:
         listening: Shows a certificate for localhost and 127.0.0.1.
         dialling: Trusts the authority.
         both: One object for both sides, which show and check certificates.
-        expired: As ``listening``, but the certificate has expired.
         foreign: Trusts, and has a certificate of, another authority.
     """
 
@@ -32,7 +30,6 @@ class Certificates:
     listening: TLS
     dialling: TLS
     both: TLS
-    expired: TLS
     foreign: TLS
 
 
@@ -43,10 +40,8 @@ def certificates() -> Certificates:
     authority, other = trustme.CA(), trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca.pem")
     other.cert_pem.write_to_path(folder / "other-ca.pem")
-    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     issued = {
         "good": authority.issue_cert("localhost", "127.0.0.1"),
-        "expired": authority.issue_cert("localhost", "127.0.0.1", not_after=yesterday),
         "foreign": other.issue_cert("localhost", "127.0.0.1"),
     }
     for name, cert in issued.items():
@@ -57,6 +52,5 @@ def certificates() -> Certificates:
         listening=TLS(cert=folder / "good.pem"),
         dialling=TLS(ca=ca),
         both=TLS(cert=folder / "good.pem", ca=ca, verify_clients=True),
-        expired=TLS(cert=folder / "expired.pem"),
         foreign=TLS(cert=folder / "foreign.pem", ca=folder / "other-ca.pem"),
     )

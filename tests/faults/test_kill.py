@@ -24,7 +24,6 @@ from tests.schemes import _models as models
 from tests.support.waiting import num_slots
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
-answering = pytest.mark.parametrize("make", harness.ANSWERING)
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 SOON = 3.0
@@ -99,24 +98,6 @@ async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
 
 
 # -- while sending ----------------------------------------------------------------------------
-
-
-@answering
-async def test_a_worker_is_killed_in_the_middle_of_a_big_send(make) -> None:
-    scheme, model = make(), models.big()
-    scheme.init_on_sender(model=model, num_workers=2)
-    async with harness.workers(scheme, models.big, 2) as crew:
-        crew[0].stop()  # reads no more, so the payload stays under way
-        models.fill(model, 5.0)
-        handle = scheme.send_nowait()
-        await crew[1].call(harness.wait_for_version, handle.version)
-        assert not handle.done()
-        crew[0].kill()
-        with within(SOON), pytest.raises(aiosync.PartialSyncError) as caught:
-            await handle
-        assert set(caught.value.failed) == {0}
-        assert caught.value.acked == {1}
-        await _goes_on(scheme, model, {0}, {1: crew[1]})
 
 
 async def test_what_killed_workers_held_is_used_again() -> None:
@@ -248,24 +229,4 @@ async def test_dialling_a_dead_trainer_fails_at_once(
         assert type(caught.value) is error
     finally:
         monkeypatch.undo()
-        trainer.end()
-
-
-async def _fail_to_join(state) -> None:
-    with pytest.raises(aiosync.ConnectError):
-        await harness.join(state, 0, 20.0)
-
-
-@both
-async def test_the_trainer_is_killed_before_it_answers(make) -> None:
-    trainer = harness.start(make())
-    scheme = pickle.loads(await trainer.call(_pickled_sender))
-    worker = harness.start(scheme, models.linear)
-    try:
-        worker.post(_fail_to_join)  # waits in the listener's queue
-        await asyncio.sleep(0.3)
-        trainer.kill()
-        await worker.answer()
-    finally:
-        worker.end()
         trainer.end()

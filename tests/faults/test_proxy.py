@@ -195,34 +195,3 @@ async def test_a_stall_holds_the_source_up_until_resume(
         assert await read_exactly(source, 1) == b"x"
         assert len((await read_all(destination))[0]) == 200_000 - at
         await sending
-
-
-# -- the end -----------------------------------------------------------------------------------
-
-
-@by_kind
-@pytest.mark.parametrize("turns", [0, 2, 5, None])
-async def test_aclose_ends_everything_and_may_be_repeated(
-    kind: str, turns: int | None, tmp_path: Path
-) -> None:
-    """Also at once after a dial, and when it is cancelled."""
-    listener, url = listen(kind, tmp_path)
-    with listener:
-        async with assert_no_leaks():
-            proxy = FaultProxy(url)
-            await proxy.start()
-            proxy.plan = Plan(forward=Faults(stall_at=0), back=Faults(delay=60.0))
-            dialer = await dial(proxy.url)
-            for _ in range(turns or 0):
-                await asyncio.sleep(0)
-            closing = asyncio.create_task(proxy.aclose())
-            if turns is None:
-                await asyncio.sleep(0)
-                closing.cancel()
-            await asyncio.wait({closing}, timeout=5)
-            assert closing.cancelled() or closing.exception() is None
-            await proxy.aclose()
-            assert (await read_all(dialer))[0] == b""
-            with pytest.raises((ConnectionRefusedError, FileNotFoundError)):
-                await dial(proxy.url)
-            dialer.close()

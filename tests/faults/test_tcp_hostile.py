@@ -25,7 +25,6 @@ import pytest
 from torch import nn
 
 import aiosync
-from aiosync.rendezvous import StreamListener
 from aiosync.server import WeightServer
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -266,19 +265,6 @@ async def test_who_does_not_fit_is_told_at_once(
         await until(lambda: sum(stage.refused.values()) == 2)
 
 
-@pytest.mark.asyncio
-async def test_an_expired_certificate() -> None:
-    files = certificates()
-    listener = StreamListener("tcp://127.0.0.1:0", credentials=Credentials(tls=files.expired))
-    listener.start(lambda link: link.abort(), lambda error: None)
-    try:
-        with pytest.raises(aiosync.AuthError, match="expired"):
-            await TCPTransport.connect(listener.url, credentials=Credentials(tls=files.dialling))
-        await until(lambda: listener.counts.refused == {"AuthError": 1})
-    finally:
-        await listener.aclose()
-
-
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
 @pytest.mark.asyncio
 async def test_beyond_this_host_only_with_credentials(url: str) -> None:
@@ -463,25 +449,6 @@ async def test_at_max_connections_members_stay_and_the_next_is_refused(kind: str
             member.abort()
 
 
-@both
-@pytest.mark.asyncio
-async def test_a_flood_of_resets(kind: str) -> None:
-    async with scene(kind) as stage:
-        for turn in range(300):
-            sock = await dial(stage.url)
-            if turn % 2:
-                with contextlib.suppress(ConnectionError):
-                    sock.send(encode_frame(Challenge(bytes(32)))[: turn % 60])
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            sock.close()
-            if turn % 50 == 0:
-                await stage.goes_on(1)
-        await stage.goes_on()
-        assert sum(stage.refused.values()) <= 300
-        # On a busy machine the deadline of a handshake may pass before its reset is seen.
-        assert stage.refused.keys() <= {"ConnectError", "ConnectTimeout"}
-
-
 # -- who has the token and means harm -------------------------------------------------------------
 
 
@@ -565,15 +532,15 @@ def test_a_crowd_that_comes_at_once_does_not_hold_the_loop() -> None:
 
 
 @both
-@pytest.mark.parametrize("status", list(AckStatus))
 @pytest.mark.asyncio
-async def test_acks_for_versions_that_were_never_sent(kind: str, status: AckStatus) -> None:
+async def test_acks_for_versions_that_were_never_sent(kind: str) -> None:
     async with scene(kind) as stage:
         peer = await stage.join(subscribe=False)
         epoch = peer.welcome.epoch
-        for version in [*range(1, 500), 2**62, 2**63 - 1]:
-            await peer.send(Ack(epoch, version, status, "ValueError", "no"))
-            await peer.send(Ack(epoch % 1000 + 1, version, status))
+        for version in [*range(1, 200), 2**62, 2**63 - 1]:
+            for status in AckStatus:
+                await peer.send(Ack(epoch, version, status, "ValueError", "no"))
+                await peer.send(Ack(epoch % 1000 + 1, version, status))
         await stage.goes_on()
         peer.abort()
 

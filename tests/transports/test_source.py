@@ -20,7 +20,7 @@ from aiosync.wire import Fetch
 
 
 @pytest.mark.parametrize("kind", [TCPTransport, MPTransport, SharedMemTransport])
-@pytest.mark.parametrize("how", ["closed", "broken", "left by its peer"])
+@pytest.mark.parametrize("how", ["broken", "left by its peer"])
 @pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_a_dead_link_keeps_no_memory_until_the_collector_runs(kind: Any, how: str) -> None:

@@ -106,23 +106,3 @@ def test_an_address_that_never_answers_keeps_nobody_from_the_next(resolve, holes
         places = [holes[0], ("127.0.0.1", free_port()), server.getsockname(), holes[1]]
         resolve(lambda: places)
         run(connect(server))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ends_by", ["cancel", "timeout"])
-def test_nothing_is_left_of_attempts_that_were_given_up(resolve, holes, ends_by: str) -> None:
-    async def connect() -> None:
-        before = descriptors()
-        timeout = PATIENCE if ends_by == "cancel" else 0.6
-        connecting = asyncio.ensure_future(TCPTransport.connect(URL, timeout=timeout))
-        async with asyncio.timeout(PATIENCE):
-            while len(descriptors() - before) < 2:
-                await asyncio.sleep(0.01)
-            if ends_by == "cancel":
-                connecting.cancel()
-            await asyncio.wait([connecting])
-        assert connecting.cancelled() or isinstance(connecting.exception(), ConnectTimeout)
-        assert descriptors() == before
-
-    resolve(lambda: holes)
-    run(connect())
