@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiosync import SyncEvent, VersionSpan
 from aiosync._version import __version__
+from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.metrics.table import METRICS, optional
 from aiosync.schemes import WeightSyncScheme
 from aiosync.server.server import WeightServer
@@ -68,8 +69,13 @@ class Metrics:
         Args:
             source: A scheme, a weight server or a gate.
             model: What the requests of a gate are for.
+
+        Raises:
+            ConfigError: A gate tells somebody else of its requests.
         """
         if isinstance(source, AdmissionGate):
+            if source.on_admission is not None:
+                raise ConfigError("this gate tells others already: its on_admission is set")
             source.on_admission = functools.partial(
                 self._observe, "aiosync_gate_wait_seconds", (model,)
             )
@@ -185,7 +191,10 @@ class Metrics:
             if isinstance(source, WeightServer):
                 everything, refused = tuple(source.stats().values()), source.status()["refused"]
             elif not isinstance(source, AdmissionGate):
-                everything, refused = (source.stats(),), getattr(source, "refused", {})
+                try:
+                    everything, refused = (source.stats(),), getattr(source, "refused", {})
+                except LocalProtocolError:  # it has no role yet
+                    continue
             else:
                 continue
             for reason, count in refused.items():

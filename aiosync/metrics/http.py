@@ -46,7 +46,7 @@ class serve:
 
     Nobody has to prove anything. Nothing that is said is a secret, but it names models and
     versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
-    of one request each, at most 8 KiB and 10 seconds long.
+    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest that has not asked.
 
     Args:
         metrics: What to show.
@@ -140,7 +140,7 @@ class HttpServer:
 
     def __init__(self, listen: str, pages: Mapping[str, Page]) -> None:
         self._listen, self._pages = listen, pages
-        self._links: set[asyncio.Transport] = set()
+        self._links: dict[asyncio.Transport, bool] = {}  # oldest first, and whether it has asked
 
     async def __aenter__(self) -> str:
         sock, address = bind(Address.parse(f"tcp://{self._listen}"))
@@ -169,7 +169,7 @@ class HttpServer:
     def abort(self) -> None:
         """Close every socket now. On the loop that it runs on."""
         self._server.close()
-        for link in self._links:
+        for link in [*self._links]:
             link.abort()
 
     def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
@@ -199,7 +199,7 @@ class _Link(asyncio.Protocol):
     def __init__(
         self,
         answer: Callable[[bytes], bytes | AsyncGenerator[bytes]],
-        links: set[asyncio.Transport],
+        links: dict[asyncio.Transport, bool],
     ) -> None:
         self._answer, self._links, self._request = answer, links, b""
         self._streaming: asyncio.Task[None] | None = None
@@ -207,15 +207,18 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = link = cast("asyncio.Transport", transport)
         self._timer = asyncio.get_running_loop().call_later(_SECONDS, link.abort)
-        self._links.add(link)
-        if len(self._links) > _MAX_LINKS:
-            link.abort()
+        self._links[link] = False
+        if len(self._links) > _MAX_LINKS:  # a probe asks at once: whoever did not has to go
+            oldest = next(each for each, has_asked in self._links.items() if not has_asked)
+            del self._links[oldest]
+            oldest.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._streaming is not None:
+        if self._streaming is not None or self._transport not in self._links:
             return
         self._request += data
         if b"\r\n\r\n" in self._request or len(self._request) > _MAX_NBYTES:
+            self._links[self._transport] = True
             answer = self._answer(self._request[:_MAX_NBYTES])
             if isinstance(answer, bytes):
                 self._transport.write(answer)
@@ -235,11 +238,11 @@ class _Link(asyncio.Protocol):
 
     def _streamed(self, _: asyncio.Task[None]) -> None:
         self._transport.abort()
-        self._links.discard(self._transport)
+        self._links.pop(self._transport, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         if self._streaming is not None:
             self._streaming.cancel()
         else:
-            self._links.discard(self._transport)
+            self._links.pop(self._transport, None)

@@ -1024,7 +1024,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
                 ``math.inf`` waits for ever.
             max_lag: First wait until this version puts no worker more versions than this, at least
-                1, behind; see :meth:`wait_lag_below`. With ``timeout=0`` it raises instead.
+                1, behind; see :meth:`wait_lag_below`. With ``timeout=0`` it raises instead. Of
+                sends at the same time each looks for itself: await one before the next.
 
         Returns:
             Which workers have which version.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from aiosync.errors import ConfigError
-from aiosync.protocol import ChunkPlan, validate_require, validate_seconds
+from aiosync.protocol import MAX_VERSION, ChunkPlan, validate_require, validate_seconds
 from aiosync.protocol.indices import as_count
 from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.types import Limits, Require
@@ -139,6 +139,13 @@ def count(least: int) -> Callable[[str, Any], int]:
     return lambda name, value: as_count(name, value, least)
 
 
+def _version(name: str, value: Any) -> int:
+    version = as_count(name, value, 1)
+    if version > MAX_VERSION // 2:
+        raise ConfigError(f"{name} is {value!r}; it must be less than 2**62")
+    return version
+
+
 def _limits(name: str, value: Any) -> Limits | None:
     if value is None or isinstance(value, Limits):
         return value
@@ -179,7 +186,7 @@ class SchemeOptions:
     wire_dtype: Option[Dtypes | None] = Option(
         lambda name, value: check_dtypes(value, name), "What weights are cast to on their way."
     )
-    first_version: Option[int] = Option(count(1), "What a sender counts versions from.")
+    first_version: Option[int] = Option(_version, "What a sender counts versions from.")
 
 
 class StreamOptions(SchemeOptions):

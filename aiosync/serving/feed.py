@@ -361,11 +361,17 @@ class WeightFeed:
                 self._receiver = None
             await scheme.aclose()
 
-    def _catch_up(self) -> None:
-        """Have requests wait for what the source had when it was reached, unless told otherwise."""
+    def _catch_up(self, epoch: int | None = None) -> None:
+        """Have requests wait for what the source had when it was reached, unless told otherwise.
+
+        Args:
+            epoch: Of what is about to be used. Of another one than the source had then, it is of a
+                trainer that came since, behind a weight server.
+        """
         answer = met(self._scheme)
         if self.min_version is None and answer is not None and answer.version:
-            self.gate.require(answer.version, answer.epoch)
+            known = epoch in (None, answer.epoch)
+            self.gate.require(answer.version if known else 0, answer.epoch if known else None)
 
     async def _follow(self, receiver: WeightReceiver) -> None:
         """Switch to each version that is complete."""
@@ -412,7 +418,7 @@ class WeightFeed:
         # Before the trainer is told, so that it never knows more than the gate does.
         def activate() -> None:
             if self.gate.waits_for:  # perhaps of another trainer than the one that it met first
-                self._catch_up()
+                self._catch_up(epoch)
             swap.activate(version, epoch)
             self._activated_at = time.monotonic()
 

@@ -8,12 +8,14 @@ not import torch or transports.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from aiosync._log import log
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AdmissionTimeout,
@@ -256,6 +258,16 @@ class AdmissionGate:
     def _satisfies(self, min_version: int, epoch: int | None) -> bool:
         return self._version >= min_version and epoch in (None, self._epoch)
 
+    def _tell(self, seconds: float) -> None:
+        """Tell of an admission; whoever raises is told no more, and costs no request."""
+        if self.on_admission is not None:
+            try:
+                self.on_admission(seconds)
+            except Exception as exc:  # noqa: BLE001 - the log has it
+                self.on_admission = None
+                text = "on_admission raised, and is not called any more"
+                log(logging.WARNING, "observer", text, model=None, error=exc)
+
     def _enter(self, admission: Admission) -> None:
         if admission.blocks:
             self._running += 1
@@ -426,8 +438,8 @@ class Admission:
         else:
             if gate._closed or not gate._may_enter(self):
                 await self._wait()
-            elif gate.on_admission is not None:
-                gate.on_admission(0.0)
+            else:
+                gate._tell(0.0)
             gate._enter(self)
             self._parts = 1
             self.version, self.epoch = gate._version, gate._epoch
@@ -461,8 +473,7 @@ class Admission:
             raise self._too_late(limit) from exc
         finally:
             gate._waiting -= 1
-            if gate.on_admission is not None:
-                gate.on_admission(time.monotonic() - began)
+            gate._tell(time.monotonic() - began)
 
     def _too_late(self, limit: float | None) -> AdmissionTimeout:
         """The error after ``limit`` seconds; at once, in a part of another request, with none."""

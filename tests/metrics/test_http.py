@@ -88,6 +88,7 @@ async def test_strangers_are_bounded_and_end_with_the_server() -> None:
                 while sum(each.done() for each in ends) < 8:
                     await asyncio.sleep(0.001)
             assert sum(each.done() for each in ends) == 8
+            assert (await get(url, "/healthz")).status == 200  # whoever says nothing is in no way
         async with asyncio.timeout(30):
             await asyncio.gather(*ends)
         assert loop.time() < began + 9, "it takes ten seconds until links are ended anyway"
@@ -172,11 +173,10 @@ async def test_blocking_use_on_a_loop_says_what_to_write() -> None:
 
 
 @asynchronous
-async def test_what_a_source_raises_is_the_answer_and_serving_goes_on() -> None:
+async def test_a_scheme_is_shown_once_it_has_a_role() -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
     async with scheme, serve(Metrics(scheme), ANY) as url:
-        answer = await get(url, "/metrics")
-        assert answer.status == 500
-        assert answer.body.startswith("LocalProtocolError: Neither init_on_sender nor")
+        assert "aiosync_version{" not in (await get(url, "/metrics")).body
+        assert (await get(url, "/readyz")).status == 503
         scheme.init_on_sender(model=linear())
-        assert (await get(url, "/metrics")).status == 200
+        assert "aiosync_version{" in (await get(url, "/metrics")).body

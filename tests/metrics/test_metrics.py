@@ -114,10 +114,19 @@ async def test_sources_with_the_same_labels_are_one_series() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_scheme_without_a_role_is_not_shown_yet() -> None:
+    metrics = Metrics(aiosync.MultiProcessWeightSyncScheme())
+    assert [name for name, _ in samples(metrics)] == ["aiosync_build_info"]
+    assert metrics.unready()
+
+
+@pytest.mark.asyncio
 async def test_a_gate_says_how_long_requests_waited() -> None:
     gate = AdmissionGate()
     metrics = Metrics()
     metrics.add(gate, "critic")
+    with pytest.raises(aiosync.ConfigError, match="on_admission"):
+        Metrics(gate)
     assert metrics.unready() == [gate]
     with pytest.raises(aiosync.AdmissionTimeout):
         async with gate.request(timeout=0.02):

@@ -30,7 +30,7 @@ ILLEGAL: dict[str, list[Any]] = {
     "require": [0, "most", 1.5, True, math.nan],
     "timeout": [0, math.nan],
     "wire_dtype": [torch.int8, "bfloat16", {"a": None}],
-    "first_version": [0, -1, "3", None, 1.5],
+    "first_version": [0, -1, "3", None, 1.5, 2**62],
     "reconnect": NO_SECONDS,
     "handshake_timeout": NO_DEADLINE,
     "patience": NO_DEADLINE,

@@ -15,6 +15,7 @@ from torch import nn
 
 import aiosync
 import aiosync.sync
+from aiosync.server import WeightServer
 from aiosync.serving import AdmissionGate, WeightFeed
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
@@ -366,6 +367,25 @@ async def test_a_source_that_dies_meanwhile_is_waited_for_no_more(address: str) 
             await scheme.aclose()
             engine.error = None
             async with trainer(source, address) as successor:
+                async with feed.request(timeout=PATIENCE) as version:
+                    assert (version, feed.epoch) == (1, successor.epoch)
+
+
+@pytest.mark.slow
+async def test_behind_a_weight_server_a_trainer_that_begins_anew_is_not_waited_for() -> None:
+    engine, source = Engine(), models.linear()
+    engine.error = RuntimeError("out of memory")
+    options = {"token": "secret of 16 bytes", "dial": "sender"}
+    async with WeightServer("tcp://127.0.0.1:0", token=options["token"]) as server:
+        async with trainer(source, server.url, **options) as scheme:
+            for _ in range(4):
+                await scheme.send()
+        link = aiosync.TCPWeightSyncScheme(server.url, token=options["token"])
+        async with WeightFeed(link, load=engine.load) as feed:
+            await until(lambda: feed.status.refused)
+            assert feed.status.waits_for == 5
+            engine.error = None
+            async with trainer(source, server.url, **options) as successor:
                 async with feed.request(timeout=PATIENCE) as version:
                     assert (version, feed.epoch) == (1, successor.epoch)
 

@@ -65,6 +65,17 @@ async def test_it_says_how_long_each_request_waited(mode) -> None:
         assert waits[1:] == [0.0]
 
 
+async def test_a_request_does_not_pay_for_whoever_is_told_of_it(caplog) -> None:
+    gate = AdmissionGate(initial_version=1)
+    gate.on_admission = lambda seconds: 1 / seconds
+    for _ in range(2):
+        async with gate.request():
+            assert gate.on_admission is None
+    [record] = caplog.records
+    assert record.name == "aiosync"
+    assert "ZeroDivisionError" in caplog.text
+
+
 async def test_a_switch_waits_for_the_requests_that_run_and_new_ones_for_it() -> None:
     gate = AdmissionGate(initial_version=1)
     log: list = []
