@@ -55,7 +55,7 @@ class Meter:
         self.observers: tuple[Observer, ...] = ()
         self.nbytes: int = 0
         self.mark_due: float = 0.0
-        self._wire_nbytes = 0
+        self._wire_nbytes = self._started = 0
         self._marks: dict[int, tuple[int, float]] = {}  # versions, and when they were sent
         self._num_marks = 0
         self._last = _NONE
@@ -97,8 +97,10 @@ class Meter:
             **more: Fields that are known better by who asks.
         """
         finished = self.finished.copy()
+        # Never less than it was: another thread counts, and what waited may be forgotten.
+        self._started = max(self._started, sum(finished.values()) + under_way)
         known: dict[str, Any] = {
-            "started": sum(finished.values()) + under_way,
+            "started": self._started,
             "finished": finished,
             "nbytes": self.nbytes,
             "wire_nbytes": self._wire_nbytes,

@@ -46,7 +46,8 @@ class serve:
 
     Nobody has to prove anything. Nothing that is said is a secret, but it names models and
     versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
-    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest that has not asked.
+    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest that has not
+    asked.
 
     Args:
         metrics: What to show.

@@ -140,7 +140,7 @@ class WeightSender:
             epoch=self.clock.epoch if version else 0,
             version=version,
             newest_version=version,
-            lag=self.lag,
+            lag=max(0, self.lag),  # some may have been named a newer one since
             age=meter.age(version),
             wire_nbytes=workers.wire_nbytes,
             skipped=workers.num_skipped,

@@ -240,6 +240,11 @@ async def check_lag_by_hand(bench: Bench) -> None:
             assert await asyncio.wait_for(waiting, PATIENCE) == 0
         assert await worker.value() == 3.0
         await until(lambda: crew.sender.stats().lag == 0)
+        crew.send_nowait(4.0)
+        await worker.scheme.wait_staged(4)
+        started = worker.scheme.stats().started
+        await worker.leave()  # with a version that it never applied
+        assert worker.scheme.stats().started == started
 
 
 @needs("process")
