@@ -24,7 +24,7 @@ from aiosync.cli.files import SAFETENSORS, TORCH, check_target, load_weights, sa
 from aiosync.errors import ConfigError
 from aiosync.tensors import torch_dtype
 from aiosync.wire import DTYPE_NBYTES
-from tests.tensors._models import bits, filled, packed
+from tests.tensors._models import bits, filled
 
 ENDINGS = SAFETENSORS + TORCH
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
@@ -76,19 +76,6 @@ def test_every_dtype(tmp_path: Path, dtype: str) -> None:
         assert os.listdir(tmp_path) == ["x.pt"]
     else:
         assert_same(load_weights(tmp_path / "x.safetensors"), saved)
-
-
-@every_ending
-def test_views_of_one_memory_come_back(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"weights{ending}"
-    base = torch.randn(4, 6)
-    saved = {"base": base, "row": base[1], "turned": base.t(), "part": base[:, 1:3]}
-    save_weights(path, saved)
-    assert_same(load_weights(path), saved)
-    layout, flat, _ = packed({f"t{i}": torch.randn(5) for i in range(3)})
-    views = {f"t{i}": view for i, view in enumerate(flat.views(layout))}
-    save_weights(path, views)
-    assert_same(load_weights(path), views)
 
 
 def test_other_tools_read_what_is_written(tmp_path: Path) -> None:

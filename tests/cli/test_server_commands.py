@@ -32,8 +32,7 @@ from rich.console import Console
 import aiosync
 import aiosync.cli
 from aiosync.cli.status import models_table
-from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
-from aiosync.testing import FaultProxy, Faults, Plan
+from aiosync.server import StoreError, WeightServer, WeightStore
 from tests._certificates import certificates
 from tests.cli._serving import (
     SECRET,
@@ -225,30 +224,6 @@ def test_a_token_that_others_may_read_is_noted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_what_a_server_does_not_have(
-    servers: dict[str, Command],
-    weights: tuple[str, dict[str, torch.Tensor]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    url = servers["plain"].url
-    assert aiosync.cli.main(["push", weights[0], url, "--model-id", "there"]) == 0
-    target = tmp_path / "copy.pt"
-    target.write_text("old")
-    capsys.readouterr()
-    args = ["pull", url, str(target), "--model-id", "their", "--timeout", "5.3"]
-    assert aiosync.cli.main(args) == 1
-    warning, error = capsys.readouterr().err.splitlines()
-    for text, line in (("", warning), (" within 5.3 s", error)):
-        assert f"{url} has no version of model 'their' yet, and got none{text}; " in line
-        assert "models that it has weights of: " in line and "'there'" in line
-    assert "pull() has waited for 5 s: " in warning
-    assert "it gives up in 0 s (--timeout)" in warning
-    assert target.read_text() == "old"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_pull_token_pulls_and_does_not_push(
     folder: Path,
     token_file: str,
@@ -406,21 +381,6 @@ def test_ctrl_c_ends_a_pull_that_waits(
 
 async def push(path: Path, url: str) -> int:
     return await asyncio.to_thread(aiosync.cli.main, ["push", str(path), url, "--timeout", "20"])
-
-
-@pytest.mark.asyncio
-async def test_a_push_that_is_cut_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "w.pt"
-    torch.save({"w": torch.full((2**21,), 3.0)}, path)
-    plans = [None, Plan(forward=Faults(cut_at=5_000_000)), Plan(forward=Faults(cut_at=2_000_000))]
-    async with WeightServer(URL) as server, FaultProxy(server.url) as proxy:
-        proxy.plan = lambda number: plans[number] if number < len(plans) else None
-        assert await push(path, proxy.url) == 0
-        assert proxy.connections == 4  # one for the status
-        assert proxy.bytes_forward < 2 * 2**23  # it did not begin again
-        assert described(server)["version"] == 1
-        pulled = await WeightClient(server.url).pull()
-        assert bool((pulled.mapping()["w"] == 3.0).all())
 
 
 @pytest.mark.asyncio

@@ -138,7 +138,7 @@ class BrokenFactory(workers.Factory):
 
 @pytest.mark.parametrize(
     ("what", "broken"),
-    [(what, broken) for what in ("env", "policy") for broken in ([0, 1], [1], [0])],
+    [("env", [0, 1]), ("env", [1]), ("policy", [0])],
 )
 def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int]) -> None:
     """Soon, and not that a worker is missing."""

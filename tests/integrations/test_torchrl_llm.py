@@ -50,7 +50,13 @@ def _collect(scheme: sync.WeightSyncScheme, answers: Connection, kind: dict[str,
         scheme.shutdown()
 
 
-@pytest.mark.parametrize("kind", [{}, {"reset_at_each_iter": True}], ids=["on", "reset"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param({}, id="on"),
+        pytest.param({"reset_at_each_iter": True}, id="reset", marks=pytest.mark.heavy),
+    ],
+)
 def test_labels_of_dialogues_are_the_versions_that_acted(kind: dict[str, Any]) -> None:
     policy = worlds.make_policy(1.0)
     context = multiprocessing.get_context("spawn")

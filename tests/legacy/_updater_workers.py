@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import multiprocessing
 import os
@@ -51,17 +50,6 @@ class Line(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         pass
-
-
-class Many(nn.Module):
-    """As many small parameters as a policy may have, of which the last is the action."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(count))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation * self.parts[-1][0]
 
 
 def policy_of(value: float) -> TensorDictModule:
@@ -156,45 +144,6 @@ def vanilla() -> None:
     collector.shutdown()
 
 
-class ByPipe(legacy.WeightUpdaterBase):
-    """An updater as users of TorchRL write them."""
-
-    def __init__(self, weights: Any, num_workers: int) -> None:
-        self.weights = weights
-        self.num_workers = num_workers
-        self.inits: list[Any] = []
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        self.inits.append((args, kwargs))
-
-    def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> None:
-        self.collector.pipes[worker_id].send((server_weights, "update"))
-        assert self.collector.pipes[worker_id].poll(20)
-        assert self.collector.pipes[worker_id].recv()[1] == "updated"
-
-    def _get_server_weights(self) -> Any:
-        return self.weights
-
-    def all_worker_ids(self) -> list[int]:
-        return list(range(self.num_workers))
-
-
-def custom() -> None:
-    updater = ByPipe(TensorDict.from_module(policy_of(2.0)).data, 2)
-    collector = multi("MultiSyncCollector", policy_of(1.0), updater)
-    batches = iter(collector)
-    assert by_worker(next(batches)) == [{1.0}, {1.0}]
-    collector.update_policy_weights_(worker_ids=[1])
-    assert by_worker(next(batches)) == [{1.0}, {2.0}]
-    collector.update_policy_weights_()
-    assert by_worker(next(batches)) == [{2.0}, {2.0}]
-    collector.update_policy_weights_(policy_of(3.0))
-    assert by_worker(next(batches)) == [{3.0}, {3.0}]
-    collector.init_updater(1, two=2)
-    assert updater.inits == [((1,), {"two": 2})]
-    collector.shutdown(timeout=5)
-
-
 def multi(kind: str, policy: Any, updater: Any, count: int = 2, **options: Any) -> Any:
     return getattr(theirs, kind)(
         [partial(Line, idx) for idx in range(count)],
@@ -260,79 +209,6 @@ def sync() -> None:
     updater.shutdown()
     assert portal_threads() == []
     assert isinstance(raised(updater)[0], aiosync.LocalProtocolError)
-    collector.shutdown(timeout=5)
-
-
-def many() -> None:
-    """Small tensors cost no descriptors, and nothing is left when nobody shuts anything down."""
-    policy = TensorDictModule(Many(300), in_keys=["observation"], out_keys=["action"])
-    threads = portal_threads()
-    updater = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
-    collector = multi("MultiSyncCollector", policy, updater)
-    batches = iter(collector)
-    next(batches)
-    fds = ("/proc/self/fd", f"/proc/{collector.procs[0].pid}/fd")
-    counts = []
-    for value in range(1, 51):
-        with torch.no_grad():
-            policy.module.parts[-1].fill_(value)
-        collector.update_policy_weights_()
-        if value in (1, 5, 50):
-            assert actions(next(batches)) == {float(value)}
-            counts.append([len(os.listdir(folder)) for folder in fds])
-    assert counts[1] == counts[2], counts
-    batches.close()
-    collector.shutdown(timeout=5)
-    assert portal_threads() != threads
-    del collector, batches, updater
-    deadline = time.monotonic() + 5
-    while portal_threads() != threads:
-        gc.collect()
-        assert time.monotonic() < deadline, portal_threads()
-        time.sleep(0.01)
-
-
-def asynchronous() -> None:
-    policy = policy_of(1.0)
-    updater = legacy.MultiProcessedWeightUpdater(
-        get_server_weights=None, policy_weights={}, timeout=20
-    )
-    collector = multi("MultiAsyncCollector", policy, updater, count=3, policy_device="cpu")
-    batches = iter(collector)
-    assert actions(next(batches)) == {1.0}
-    seen: set[float] = set()
-    workers: set[float] = set()
-    for value in range(2, 42):
-        fill(policy, float(value))
-        allowed = {float(each) for each in range(1, value)}
-        assert actions(next(batches)) <= allowed  # nothing newer, and nothing in between
-        collector.update_policy_weights_()  # while two of them collect
-        seen |= actions(next(batches))
-    for _ in range(60):  # all of them still do
-        data = next(batches)
-        seen |= actions(data)
-        workers |= set(data["next", "reward"].flatten().tolist())
-        if len(workers) == 3:
-            break
-    assert seen <= {float(each) for each in range(1, 42)}, seen
-    assert 41.0 in seen
-    assert len(workers) == 3, workers
-
-    stopped = collector.procs[0].pid
-    os.kill(stopped, signal.SIGSTOP)
-    os.waitpid(stopped, os.WUNTRACED)  # its threads run on until it has stopped
-    updater.timeout = 0.5
-    error, seconds = raised(collector.update_policy_weights_)
-    assert isinstance(error, aiosync.PartialSyncError), error
-    assert isinstance(error.failed[0], aiosync.AckTimeout), error
-    assert error.acked == {1, 2}
-    assert seconds < 5
-    os.kill(stopped, signal.SIGCONT)
-    updater.timeout = 20
-    collector.update_policy_weights_(policy_of(50.0))
-    assert updater.last_report is not None
-    assert updater.last_report.acked == {0, 1, 2}
-    updater.shutdown()
     collector.shutdown(timeout=5)
 
 

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 import aiosync
 from aiosync import legacy
 from tests.legacy import _tools as workers
-from tests.legacy._tools import BOTH, MP, SHM, STRATEGIES, ones, td
+from tests.legacy._tools import MP, SHM, STRATEGIES, ones, td
 from tests.sync import _tools as tools
 
 TRANSPORTS = ["MPTransport", "SharedMemTransport"]
@@ -108,18 +107,6 @@ def test_the_two_sides_may_differ(sender: str, receiver: str, strategy: str) -> 
             assert not sending.is_alive()
 
 
-@pytest.mark.parametrize("kind", ["MP", "created"])
-def test_a_worker_gets_all_that_a_transport_sends(kind: str) -> None:
-    mine, theirs = Pipe()
-    with legacy.MPTransport(mine) as transport, ExitStack() as stack:
-        take = _takes(stack, kind, theirs, "state_dict")
-        for value in (1.0, 2.0, 3.0):  # none is skipped, and each is answered
-            transport.send_weights_async("policy", ones(value))
-        for value in (1.0, 2.0, 3.0):
-            assert take().tolist() == [value] * 2
-            transport.wait_ack()
-
-
 @pytest.mark.parametrize(("make", "strategy"), [(MP, "state_dict"), (SHM, "tensordict")])
 def test_a_transport_that_comes_late_gets_the_newest(make: Any, strategy: str) -> None:
     mine, theirs = Pipe()
@@ -171,27 +158,6 @@ def test_the_trainer_is_killed(kind: str, sender: str) -> None:
             assert not link.check_connection()
 
 
-def _never_answers(pipe: Any, say: Any) -> None:
-    transport = legacy.MPTransport(pipe)
-    transport.receive_weights(timeout=tools.PATIENCE)
-    say.send("has it")
-    time.sleep(tools.PATIENCE)
-
-
-def test_a_worker_with_a_transport_is_killed() -> None:
-    mine, theirs = Pipe()
-    ours, say = Pipe()
-    with ours, say, MP() as scheme, workers.process(_never_answers, theirs, say) as process:
-        theirs.close()
-        scheme.init_on_sender(model_id="policy", pipes=[mine])
-        sender = scheme.get_sender()
-        sender.send_async(ones())
-        assert tools.recv(ours) == "has it"
-        process.kill()
-        with pytest.raises(aiosync.PartialSyncError, match="worker 0"):
-            sender.wait_async()
-
-
 @pytest.mark.parametrize("data", [b"ab", b"a message of some other program" * 5])
 def test_a_pipe_with_something_else_in_it(data: bytes) -> None:
     mine, theirs = Pipe()
@@ -209,50 +175,6 @@ def test_a_pipe_with_something_else_in_it(data: bytes) -> None:
 
 
 # -- what weights may be ------------------------------------------------------------------------
-
-
-class Many(nn.Module):
-    """Everything in which the two strategies differ."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = self.one.weight
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        self.extra = value
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(value)
-
-    def get_extra_state(self) -> float:
-        return self.extra
-
-    def set_extra_state(self, state: float) -> None:
-        self.extra = state
-
-
-@pytest.mark.parametrize("ours", STRATEGIES)
-@pytest.mark.parametrize("its", STRATEGIES)
-@BOTH
-def test_each_side_has_a_strategy_of_its_own(make: Any, ours: str, its: str) -> None:
-    source, target = Many(3.0), Many(0.0)
-    ends = workers.pair(make, target, {"strategy": its}, strategy=ours)
-    with ends as (sender, receiver):
-
-        def deliver(weights: Any) -> None:
-            with torch.no_grad():
-                source.one.weight.add_(1.0)
-            workers.deliver(sender, receiver, weights)
-            assert torch.equal(target.one.weight, source.one.weight)
-            assert target.two.weight is target.one.weight
-            assert target.norm.running_var.tolist() == [3.0] * 3
-
-        deliver(source)
-        deliver(source.state_dict())
-        with pytest.warns(UserWarning, match="_extra_state"):  # which it lacks
-            deliver(TensorDict.from_module(source))
-        assert target.extra == 3.0
 
 
 @pytest.mark.parametrize("kind", ["MP", "SHM", "created"])

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import queue
-import threading
 from multiprocessing import Pipe
 from typing import Any
 
@@ -235,43 +234,6 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
             assert work.result() is True
 
 
-# -- what a worker's model sees -----------------------------------------------------------------
-
-
-@BOTH
-def test_no_forward_sees_two_versions(make: Any) -> None:
-    source, model = tools.Spread(0.0), tools.Spread(0.0)
-    seen: set[tuple[float, ...]] = set()
-    stop = threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.add(tuple(model()))
-
-    with workers.pair(make, model) as (sender, receiver), tools.threads(read, read):
-        for value in range(1, 30):
-            source.fill(float(value))
-            workers.deliver(sender, receiver, source)
-        stop.set()
-    assert {len(values) for values in seen} == {1}
-    assert len(seen) > 5
-    assert model() == {29.0}
-
-
-@BOTH
-def test_memory_that_others_have_stays_as_it_was(make: Any) -> None:
-    model = tools.filled(0.0).share_memory()  # as that of torch's multiprocessing
-    shared = [parameter.detach() for parameter in model.parameters()]
-    with workers.pair(make, model) as (sender, receiver):
-        for value in (1.0, 2.0):
-            workers.deliver(sender, receiver, ones(value))
-            assert tools.value_of(model) == value
-            assert not any(tensor.any() for tensor in shared)
-        receiver.apply_weights(ones(3.0))  # by hand
-        assert tools.value_of(model) == 3.0
-        assert not any(tensor.any() for tensor in shared)
-
-
 # -- shared memory ----------------------------------------------------------------------------
 
 
@@ -295,30 +257,6 @@ def test_registered_weights_are_first_values() -> None:
 
 
 # -- failures ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_worker_that_dies(make: Any) -> None:
-    one, two = Pipe(), Pipe()
-    model = tools.filled(0.0)
-    with make() as scheme, make() as other, workers.worker(scheme, two[1]) as work:
-        scheme.init_on_sender(model_id="policy", pipes=[one[0], two[0]])
-        sender = scheme.get_sender()
-        other.init_on_worker(model_id="policy", pipe=one[1], model=model)
-        sender.send_async(ones(1.0))
-        work("attach")
-        work("receive")
-        assert other.get_receiver().receive(tools.PATIENCE)
-        sender.wait_async()
-        work.process.kill()
-        sender.send_async(ones(2.0))
-        assert other.get_receiver().receive(tools.PATIENCE)
-        with pytest.raises(aiosync.PartialSyncError) as caught:
-            sender.wait_async()
-        assert caught.value.failed.keys() == {1}
-        assert tools.value_of(model) == 2.0
-        workers.deliver(sender, other.get_receiver(), ones(3.0))  # it was reported; others go on
 
 
 @BOTH
@@ -356,26 +294,6 @@ def test_a_worker_that_is_refused() -> None:
             sender.wait_async()
 
 
-@BOTH
-def test_a_trainer_that_goes_away(make: Any) -> None:
-    mine, theirs = Pipe()
-    closed = threading.Event()
-    with make() as other:
-        with make() as scheme:
-            scheme.init_on_sender(model_id="policy", pipes=[mine])
-            other.init_on_worker(model_id="policy", pipe=theirs, model=tools.filled(0.0))
-            workers.deliver(scheme.get_sender(), other.get_receiver(), ones())
-
-            def wait() -> None:
-                with pytest.raises(aiosync.PeerClosed):
-                    other.get_receiver().receive(timeout=tools.PATIENCE)
-                closed.set()
-
-            thread = tools.in_thread(wait)
-        assert closed.wait(10.0)
-        thread.join()
-
-
 # -- pickling and the newer calls -------------------------------------------------------------
 
 
@@ -394,25 +312,6 @@ def test_pickles_are_configuration() -> None:
                 (RuntimeError, "", lambda: twin.register_shared_weights("policy", td())),  # noqa: B023
             )
             twin.shutdown()
-
-
-@BOTH
-def test_the_newer_calls_go_on_working(make: Any) -> None:
-    source, target = tools.filled(1.0), tools.filled(0.0)
-    context = workers.OldContext(source)
-    with make(timeout=tools.PATIENCE) as sender, copy.copy(sender) as receiver:
-        sender.init_on_sender(model_id="policy", context=context, num_workers=1)
-        receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
-        tools.join(sender, receiver)
-        assert tools.value_of(target) == 1.0
-        for value, send in ((2.0, sender.send), (3.0, sender.get_sender().send)):
-            tools.fill(source, value)
-            send()
-            assert tools.value_of(target) == value
-        tools.fill(source, 4.0)
-        workers.deliver(sender.get_sender(), receiver.get_receiver())
-        assert tools.value_of(target) == 4.0
-    assert tools.portal_threads() == []
 
 
 # -- schemes that users wrote -----------------------------------------------------------------

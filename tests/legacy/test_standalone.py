@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -142,43 +141,6 @@ def test_workers_of_the_second_example_see_updates() -> None:
             assert not work("receive", 0.001)
 
 
-def test_the_commented_lines_in_the_same_process() -> None:
-    other = tools.filled(0.0)
-    parent_pipe, child_pipe = Pipe()
-    with legacy.MultiProcessWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
-        scheme.init_on_worker(model_id="policy", pipe=child_pipe, model=other)
-        workers.deliver(scheme.get_sender(), scheme.get_receiver(), workers.ones())
-        assert tools.value_of(other) == 1.0
-        assert not scheme.get_receiver().receive()
-    assert tools.portal_threads() == []
-
-
-def test_a_worker_that_attaches_late_gets_the_newest_weights() -> None:
-    scheme = legacy.MultiProcessWeightSyncScheme()
-    parent_pipe, child_pipe = Pipe()
-    model = tools.filled(0.0)
-    with scheme:
-        scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
-        sender = scheme.get_sender()
-        started = time.monotonic()
-        with pytest.warns(UserWarning, match=r"workers \[0\] yet"):
-            sender.send(workers.ones(1.0))
-        assert 1.5 < time.monotonic() - started < 8.0
-        started = time.monotonic()
-        sender.send_async(workers.ones(2.0))
-        with pytest.warns(UserWarning, match=r"workers \[0\] yet"):
-            sender.wait_async()
-        assert time.monotonic() - started < 1.0  # the grace is over
-        with MP() as other:
-            other.init_on_worker(model_id="policy", pipe=child_pipe, model=model)
-            assert other.get_receiver().receive(timeout=tools.PATIENCE)
-            assert tools.value_of(model) == 2.0
-            workers.deliver(sender, other.get_receiver(), workers.ones(3.0))
-        with pytest.raises(aiosync.PartialSyncError, match="worker 0: PeerClosed"):
-            sender.send(workers.ones(4.0))
-
-
 # -- the end of the trainer --------------------------------------------------------------------
 
 
@@ -231,41 +193,6 @@ def test_a_trainer_that_did_not_make_the_pipe(make: Any, kills: bool) -> None:
         workers.process(_train, make, theirs, pipe, True, kills),
     ):
         assert tools.recv(mine) == (1, 1.0)
-
-
-def _send_and_end(say: Any, pipe: Any) -> None:
-    if pipe is None:
-        pipe, theirs = Pipe()
-        context = workers.harness.context("fork")
-        context.Process(target=_receive_late, args=(theirs, os.getpid(), say)).start()
-    transport = legacy.MPTransport(pipe)
-    transport.send_weights_async("policy", workers.ones())
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _receive_late(pipe: Any, trainer: int, say: Any) -> None:
-    while os.getppid() == trainer:
-        time.sleep(0.01)
-    transport, found = legacy.MPTransport(pipe), []
-    try:
-        while weights := transport.receive_weights(timeout=5.0):
-            found.append(weights[1]["bias"].tolist())
-        say.send("it never noticed")
-    except aiosync.PeerClosed:
-        say.send(found)
-
-
-@pytest.mark.parametrize("made", [False, True])
-def test_a_worker_that_attaches_when_its_trainer_is_dead(made: bool) -> None:
-    """It gets what was sent before; somebody else has the trainer's end of the pipe, too."""
-    mine, theirs = Pipe()
-    pipe, other = Pipe()
-    with mine, theirs, pipe, workers.process(_send_and_end, theirs, pipe if made else None) as one:
-        one.join(tools.PATIENCE)
-        if made:
-            _receive_late(other, 0, theirs)
-        assert tools.recv(mine) == [[1.0, 1.0]]
 
 
 EXITING = """

@@ -176,25 +176,6 @@ def _receiver_of(transport: Any, model: Any) -> legacy.WeightReceiver:
     return receiver
 
 
-@either
-def test_what_does_not_fit_is_answered(kind: str) -> None:
-    model = tools.filled(0.0)
-    with _ends(kind) as (mine, theirs):
-        mine.timeout = tools.PATIENCE
-        receiver = _receiver_of(theirs, model)
-        mine.send_weights_async("policy", {"other": torch.ones(1)})
-        with pytest.raises(aiosync.ApplyError) as caught:
-            receiver.receive(timeout=tools.PATIENCE)
-        assert isinstance(caught.value.__cause__, aiosync.ManifestMismatch)
-        assert any("strict=False" in note for note in caught.value.__notes__)
-        workers.refuses((RuntimeError, "got 'ManifestMismatch: ", mine.wait_ack))
-        for value in (1.0, 2.0):  # each answer belongs to its own weights
-            mine.send_weights_async("policy", workers.ones(value))
-            assert receiver.receive(timeout=tools.PATIENCE)
-            mine.wait_ack()
-            assert tools.value_of(model) == value
-
-
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> None:
     with _ends("pipe") as one, _ends("pipe") as two:

@@ -78,11 +78,8 @@ slow, heavy = pytest.mark.slow, pytest.mark.heavy
     ("name", "method"),
     [
         pytest.param("vanilla", "fork", marks=slow),
-        pytest.param("custom", "fork", marks=slow),
         pytest.param("sync", "fork", marks=slow),
         pytest.param("sync", "spawn", marks=heavy),
-        pytest.param("many", "fork", marks=slow),
-        pytest.param("asynchronous", "fork", marks=heavy),
         pytest.param("distributed", "fork", marks=heavy),
         pytest.param("rpc", "fork", marks=heavy),
     ],

@@ -101,52 +101,6 @@ def test_a_second_signal_ends_a_server_at_once(
         assert server.wait() == 130
 
 
-FULL = """
-import os, resource, sys, time
-from aiosync.server import WeightStore
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # as a disk that is full
-gate = sys.argv.pop(1)
-save = WeightStore.save
-def wait_and_save(*args):
-    open(gate + "-asked", "w").close()
-    while not os.path.exists(gate):
-        time.sleep(0.01)
-    save(*args)
-WeightStore.save = wait_and_save
-from aiosync.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_store_that_cannot_be_written_is_said(
-    folder: Path, weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    gate, store, unix = tmp_path / "gate", folder / "full-store", folder / "full"
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            serving(
-                folder / "full-log",
-                *("--listen", f"unix://{unix}", "--store", str(store)),
-                program=[sys.executable, "-c", FULL, str(gate)],
-            )
-        )
-        # What is being written when the signal comes fails afterwards.
-        pushing = stack.enter_context(pushed(weights[0], server.url))
-        wait_for(Path(f"{gate}-asked").exists)
-        server.send_signal(signal.SIGTERM)
-        wait_for(lambda: not unix.exists())  # it ends, and waits for the disk
-        assert server.poll() is None
-        gate.touch()
-        assert server.wait() == 1
-        assert pushing.ended()[:2] == (1, "")
-        (line,) = server.log.read_text().splitlines()
-        assert "policy: not stored, so refused and not served (1 so far): version 1 of " in line
-        assert "File too large" in line
-    assert os.listdir(store) == []
-
-
 def pushed(path: str, url: str) -> contextlib.closing[Command]:
     """A push that is under way."""
     args = ("push", path, url, "--timeout", "60")

@@ -16,7 +16,7 @@ from aiosync.errors import ConfigError, ConnectError, ConnectTimeout, RecvTimeou
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes._harness import PATIENCE, until
-from tests.schemes._models import Tied, batch_norm, fill, holds, linear, medium
+from tests.schemes._models import Tied, batch_norm, fill, linear, medium
 from tests.server._tools import URL, described, send, trainer, worker
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -176,15 +176,3 @@ async def test_who_never_answers_is_given_up(call: Any, error: Any, tmp_path: Pa
 async def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         WeightClient(url)
-
-
-async def test_a_cancelled_pull_leaves_nothing() -> None:
-    async with WeightServer(URL) as server:
-        pull = asyncio.ensure_future(WeightClient(server.url).pull(timeout=None))
-        await until(lambda: bool(server.status()["models"] and described(server)["workers"]))
-        pull.cancel()
-        await asyncio.wait({pull})
-        assert pull.cancelled()
-        await until(lambda: not described(server)["workers"])
-        async with worker(server, initial=False) as scheme:
-            assert holds(scheme, -1.0)

@@ -33,22 +33,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 # -- models and who brings them ---------------------------------------------------------------
 
 
-async def test_a_trainer_that_restarts_is_a_new_epoch_and_workers_keep_their_links() -> None:
-    async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
-        for epoch in range(3):
-            async with trainer(server) as source:
-                for number in range(3 - epoch):  # the new epoch has fewer versions than the old
-                    report = await send(source, 10.0 * epoch + number)
-                last = 10.0 * epoch + 2 - epoch
-                await until(lambda last=last: holds(scheme, last))  # type: ignore[misc]
-                assert scheme.version == 3 - epoch
-                assert described(server)["epoch"] == report.epoch
-            await until(lambda: described(server)["trainer"] is None)
-        assert scheme.reconnects == 0
-        await until(lambda: described(server)["workers"][0]["version"] == 1)
-        assert described(server)["workers"][0]["lag"] == 0
-
-
 async def test_a_trainer_that_resumes_goes_on_counting_and_old_samples_stay_comparable() -> None:
     spans = []
     async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
@@ -137,15 +121,6 @@ async def test_only_the_models_that_are_listed_are_served() -> None:
         assert len(server.status()["models"]) == 1
 
 
-async def test_a_worker_of_another_model_hears_which_there_are() -> None:
-    async with WeightServer(URL) as server, trainer(server) as source:
-        await send(source, 1.0)
-        told = "no version of 'polisy' within 0.3 s; models that it has weights of: 'policy'"
-        with pytest.raises(ConnectTimeout, match=told):
-            async with worker(server, "polisy", timeout=0.3):
-                pass
-
-
 async def test_there_are_at_most_so_many_models() -> None:
     async with (
         WeightServer(URL, max_models=2) as server,
@@ -230,33 +205,7 @@ async def test_a_pull_token_needs_another_token_beside_it(token: str | None) -> 
         WeightServer(URL, token=token, pull_token=PULL_TOKEN)
 
 
-# -- who asks, and who gets everything --------------------------------------------------------
-
-
-async def test_a_pull_waits_for_the_first_version() -> None:
-    async with WeightServer(URL) as server:
-        pull = asyncio.ensure_future(WeightClient(server.url).pull(timeout=PATIENCE))
-        await until(lambda: bool(server.status()["models"]))
-        async with trainer(server) as source:
-            await send(source, 7.0)
-        assert (await pull).version == 1
-
-
 # -- the store --------------------------------------------------------------------------------
-
-
-async def test_a_restarted_server_goes_on_with_what_it_had(tmp_path: Path) -> None:
-    async with WeightServer(URL, store=tmp_path / "store") as server:
-        async with trainer(server, "a") as one, trainer(server, "b", "state_dict") as two:
-            for value in (1.0, 2.0):
-                first = await send(one, value)
-            second = await send(two, 3.0)
-            epochs = {"a": first.epoch, "b": second.epoch}
-    async with WeightServer(URL, store=tmp_path / "store") as server:
-        assert {each["model_id"]: each["epoch"] for each in server.status()["models"]} == epochs
-        async with worker(server, "a") as scheme, worker(server, "b", "state_dict") as other:
-            assert holds(scheme, 2.0) and scheme.version == 2
-            assert holds(other, 3.0)
 
 
 async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: Path) -> None:

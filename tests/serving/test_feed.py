@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -41,37 +40,6 @@ async def trainer(source: nn.Module, address: str, workers: int | None = None, *
 def feed_of(address: str, **options) -> WeightFeed:
     options.setdefault("max_pause", 0.1)
     return WeightFeed(aiosync.TCPWeightSyncScheme(address), **options)
-
-
-async def test_it_starts_before_its_trainer_and_follows_it(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    feed = feed_of(address, model=target)
-    assert feed.status.state == "closed"
-    assert feed.lag == 0
-    async with feed:
-        await asyncio.sleep(0.05)
-        assert not feed.ready
-        assert feed.status.state == "starting"
-        assert not feed.status.connected
-        models.fill(source, 1.0)
-        async with trainer(source, address, 1) as scheme:
-            await feed.ready.wait(timeout=PATIENCE)
-            assert feed.version == scheme.version
-            for value in (2.0, 3.0):
-                models.fill(source, value)
-                report = await scheme.send()
-                assert feed.version == report.version
-                assert feed.epoch == report.epoch
-                async with feed.request(min_version=report.version) as version:
-                    assert version == report.version
-                    assert models.filled(target, value)
-            status = feed.status
-            assert (status.state, status.reason, status.connected) == ("live", "", True)
-            assert (status.newest, status.swaps, status.stale_for) == (3, 3, 0.0)
-            assert status.age is not None
-            assert json.loads(json.dumps(status.as_dict()))["epoch"] == f"{report.epoch:016x}"
-    assert feed.status.state == "closed"
-    assert models.filled(target, 3.0)
 
 
 async def test_requests_that_do_not_end_make_it_stale_and_a_newer_version_overtakes(
@@ -124,32 +92,6 @@ async def test_a_refused_update_leaves_the_old_version_and_says_so(address: str)
         await scheme.send()
         await until(lambda: feed.status.state == "live")
         assert (feed.version, feed.status.refused) == (3, None)
-
-
-async def test_the_trainer_goes_and_another_one_comes(address: str) -> None:
-    source, target = models.linear(), models.linear()
-    async with feed_of(address, model=target) as feed:
-        async with trainer(source, address, 1) as scheme:
-            models.fill(source, 2.0)
-            first = await scheme.send()
-        await until(lambda: feed.status.state == "stale")
-        status = feed.status
-        assert not status.connected
-        assert feed.lag == 0  # as far as it knows
-        assert "the link to the source was lost" in status.reason
-        async with feed.request() as version:
-            assert version == first.version
-            assert target(torch.zeros(4)).tolist() == [2.0, 2.0]
-        models.fill(source, 7.0)
-        async with trainer(source, address, 1) as scheme:
-            await until(lambda: feed.epoch != first.epoch)
-            assert feed.version == 1  # a restarted trainer is not older
-            assert models.filled(target, 7.0)
-            await until(lambda: feed.status.state == "live")
-            assert feed.status.reconnects == 1
-            with pytest.raises(aiosync.AdmissionTimeout, match="of epoch"):
-                async with feed.request(epoch=first.epoch, timeout=0):
-                    pass
 
 
 async def _outcome(handle: aiosync.SendHandle) -> None:
