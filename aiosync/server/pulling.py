@@ -30,6 +30,7 @@ from aiosync.types import AckStatus
 from aiosync.wire import (
     Fetch,
     Hello,
+    Leave,
     ManifestMessage,
     Update,
     Welcome,
@@ -152,6 +153,7 @@ class Pull:
             with contextlib.suppress(AiosyncError):  # it is here; the other side's statistics
                 ack = make_ack(epoch, version, AckStatus.APPLIED, None)
                 await link.send(ack, timeout=HANDSHAKE_SECONDS)
+                await link.send(Leave(), timeout=HANDSHAKE_SECONDS)  # it is not lost
             return PulledWeights(
                 *(self._model_id, epoch, version, staged.layout, staged.flat, staged.values),
                 reconnects=self._reconnects,

@@ -61,13 +61,18 @@ def test_torch_is_not_imported(args: list[str], variables: dict[str, str], shown
     assert {"torch", "numpy", "tensordict"} & names == set()
 
 
-def test_status_does_not_import_torch() -> None:
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [(("status", "--json"), '"models": []'), (("top", "--interval", "0.1"), "No models yet.")],
+    ids=["status", "top"],
+)
+def test_who_asks_does_not_import_torch(args: tuple[str, ...], shown: str) -> None:
     async def ask() -> tuple[str, set[str]]:
         async with WeightServer("tcp://127.0.0.1:0") as server:
-            return await asyncio.to_thread(_imported, "status", server.url, "--json")
+            return await asyncio.to_thread(_imported, *args, server.url)
 
     out, names = aiosync.run(ask())
-    assert '"models": []' in out
+    assert shown in out
     assert {"torch", "tensordict"} & names == set()
 
 

@@ -181,6 +181,17 @@ async def test_other_releases_are_one_line(
     assert (status, text in shown) == (1, True), shown
 
 
+@pytest.mark.asyncio
+async def test_who_has_pulled_has_left_and_is_not_lost() -> None:
+    async with WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        client = WeightClient(server.url)
+        for _ in range(2):
+            await client.pull()
+            await until(lambda: not server.status()["models"][0]["workers"])
+            assert [each.state for each in (await client.stats())[0].workers] == ["left"]
+
+
 # -- what is shown ----------------------------------------------------------------------------
 
 

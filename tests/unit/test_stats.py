@@ -8,6 +8,8 @@ import typing
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aiosync.errors import RemoteProtocolError
 from aiosync.events import SyncStats, WorkerState, WorkerStats
@@ -20,6 +22,16 @@ WORKERS = tuple(
 STATS = SyncStats(
     *("sender", "a model", "tcp", 2**63 - 1, 7, 9, 2, 0.25, 12, {"ok": 7, "timeout": 1}),
     *(10**9, 2 * 10**9, 3, 4, 5, {"wire": 0.125, "pause": 1e-4}, WORKERS),
+)
+
+
+FIELDS = [each.name for cls in (SyncStats, WorkerStats) for each in dataclasses.fields(cls)]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(FIELDS) | st.text(), inner, max_size=4)
+    ),
 )
 
 
@@ -83,3 +95,17 @@ def test_what_is_wrong_is_refused(field: str, value: Any) -> None:
 def test_what_is_no_list_of_them_is_refused(values: Any) -> None:
     with pytest.raises(RemoteProtocolError, match="illegal statistics"):
         stats_from(values)
+
+
+@given(ANYTHING, st.sampled_from(FIELDS), st.booleans())
+def test_whatever_comes_is_statistics_or_refused(values: Any, field: str, whole: bool) -> None:
+    if not whole:
+        (good,) = stats_values([STATS])
+        values = [{**good, field: values}]
+    try:
+        found = stats_from(values)
+    except RemoteProtocolError:
+        return
+    assert all(type(each) is SyncStats for each in found)
+    assert all(type(worker) is WorkerStats for each in found for worker in each.workers)
+    assert all(each.age >= 0 and each.version >= 0 for each in found)
