@@ -361,6 +361,8 @@ class Applier:
                 if error is not None:
                     raise error
                 assert target is not None
+                if isinstance(target, LoadTarget):
+                    guard.held = 0, 0  # one that raises may have written a part
                 # A process that another thread forks has one version, too.
                 with FORKING if isinstance(target, Target) else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)

@@ -51,6 +51,23 @@ def here(scheme, source, receiver):
 
 @every
 @pytest.mark.asyncio
+async def test_after_a_function_that_raised_nobody_knows_what_is_read(make) -> None:
+    source, engine = models.linear(), Engine()
+    async with here(make(guard="reading"), source, {"load": engine.load}) as (sender, receiver):
+        engine.error = RuntimeError("in the middle of a layer")
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send()
+        with receiver.reading() as read:
+            assert read.version == 0
+        assert sender.staleness(read.span) is None
+        engine.error = None
+        report = await sender.send()
+        with receiver.reading() as read:
+            assert read.version == report.version
+
+
+@every
+@pytest.mark.asyncio
 async def test_what_a_function_keeps_is_never_written_to(make) -> None:
     source = models.linear()
     kept: list[torch.Tensor] = []
