@@ -183,7 +183,7 @@ class Cascade:
 
     def _count_on(self, collector: Any, scheme: WeightSyncScheme) -> None:
         """Have the version that comes below be that of here, as frames show it."""
-        below = collector._weight_sync_schemes.get(scheme.model_id)
+        below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
         sender = sender_of(core_of(below)) if isinstance(below, WeightSyncScheme) else None
         if sender is not None:
             sender.clock.current = max(sender.clock.current, scheme.version - 1)
