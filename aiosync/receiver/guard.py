@@ -521,14 +521,14 @@ class Guard:
         if self._module is not None and self._module() is module:
             return
         self.uninstall()
-        self._module = weakref.ref(module)
         parts = {part: _hooks.setdefault(part, _Hooks()) for part in _entrances(module)}
-        self._parts = [weakref.ref(part) for part in parts]
         if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
             # What was compiled before takes for granted that hooks never change.
             torch.compiler.reset()
+        self._parts = [weakref.ref(part) for part in parts]
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self))
+        self._module = weakref.ref(module)  # now: whoever was interrupted has to begin anew
         if watch and "torch._dynamo" not in sys.modules:
             children = {child for part in parts for child in part.children()}
             self._watch = _Watch(self, type(module).__name__, children - parts.keys())

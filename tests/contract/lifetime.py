@@ -15,6 +15,7 @@ import torch
 
 import aiosync
 from tests.contract.bench import (
+    DEVICE,
     PATIENCE,
     Bench,
     Crew,
@@ -486,6 +487,8 @@ async def check_close_that_fails(bench: Bench) -> None:
         [worker] = crew.workers
         await crew.send(2.0)
         assert await worker.value() == 2.0
+        if DEVICE != "cpu":
+            return  # nothing has to be copied out of a slot
 
         def fails(*_: Any) -> Any:
             raise MemoryError("none left")

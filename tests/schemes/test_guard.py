@@ -50,6 +50,29 @@ def test_a_read_ends_on_whatever_thread_its_block_ends() -> None:
     assert guard.is_free()
 
 
+def test_a_model_is_guarded_once_what_was_in_the_way_has_gone(monkeypatch) -> None:
+    """Forgetting compiled code may take seconds, in which Ctrl-C comes, and may fail."""
+
+    def fails() -> None:
+        raise KeyboardInterrupt
+
+    class Model(nn.Module):
+        def forward(self) -> bool:
+            return guard.is_read
+
+    guard, model = Guard(), Model()
+    monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace())
+    monkeypatch.setattr(torch.compiler, "reset", fails)
+    with pytest.raises(KeyboardInterrupt):
+        guard.install(model)
+    assert not model()
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    guard.install(model)
+    assert model()
+    guard.uninstall()
+    assert not model()
+
+
 class _Model(nn.Module):
     """Calls itself, and a part before it, as models with a ``generate()`` do."""
 
