@@ -5,15 +5,17 @@ Must not import torch, but where a page is served.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.resources
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from aiosync.cli._common import plain
-from aiosync.cli.figures import Look, counts, facts, looks, worker_facts, workers
+from aiosync.cli.figures import Look, counts, facts, look_again, worker_facts, workers
 from aiosync.events import SyncStats
 
 __all__ = ["serve_page"]
@@ -28,7 +30,7 @@ async def serve_page(
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
         name: What it shows.
-        ask: Returns the newest statistics.
+        ask: Returns the newest statistics; asked for all who look together, while anybody does.
         interval: Seconds between two events.
 
     Yields:
@@ -41,14 +43,18 @@ async def serve_page(
 
     page = (importlib.resources.files(__package__) / "dashboard.html").read_bytes()
 
-    last: Look | None = None  # of all readers: the next one begins with rates
+    look, event, due, looking = Look(time.monotonic()), b"", 0.0, asyncio.Lock()
 
     async def events() -> AsyncGenerator[bytes]:
-        nonlocal last
-        async with contextlib.aclosing(looks(ask, interval, last)) as seen:
-            async for look in seen:
-                last = look
-                yield f"data: {json.dumps(_said(name, look))}\n\n".encode()
+        nonlocal look, event, due
+        while True:
+            async with looking:
+                if time.monotonic() >= due:  # otherwise another reader has just looked
+                    look = await look_again(ask, look)
+                    event = f"data: {json.dumps(_said(name, look))}\n\n".encode()
+                    due = time.monotonic() + interval
+            yield event
+            await asyncio.sleep(interval)
 
     pages: dict[str, Page] = {
         "/": lambda _: (HTTPStatus.OK, "text/html; charset=utf-8", page),

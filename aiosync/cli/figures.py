@@ -16,7 +16,17 @@ from aiosync.cli.status import show_seconds
 from aiosync.errors import AiosyncError
 from aiosync.events import SyncStats, WorkerStats
 
-__all__ = ["STATES", "Facts", "Look", "counts", "facts", "looks", "worker_facts", "workers"]
+__all__ = [
+    "STATES",
+    "Facts",
+    "Look",
+    "counts",
+    "facts",
+    "look_again",
+    "looks",
+    "worker_facts",
+    "workers",
+]
 
 Facts: TypeAlias = dict[str, str]
 """Names and texts, in the order in which they are shown."""
@@ -58,20 +68,22 @@ class Look(NamedTuple):
         return None
 
 
-async def looks(
-    ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float, last: Look | None = None
-) -> AsyncGenerator[Look]:
-    """Ask again and again, ``interval`` seconds after each answer, and after ``last``.
+async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Look) -> Look:
+    """Ask once more; without an answer the look has what was said last."""
+    last = last._replace(before=None, error=None)
+    try:
+        return Look(time.monotonic(), await ask(), last)
+    except AiosyncError as exc:
+        return last._replace(error=exc)
 
-    What was not answered is asked again; the look then has what was said last.
-    """
-    last = (last or Look(time.monotonic()))._replace(before=None)
+
+async def looks(
+    ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float
+) -> AsyncGenerator[Look]:
+    """Ask again and again, ``interval`` seconds after each answer."""
+    look = Look(time.monotonic())
     while True:
-        try:
-            look = Look(time.monotonic(), await ask(), last)
-            last = look._replace(before=None)
-        except AiosyncError as exc:
-            look = last._replace(error=exc)
+        look = await look_again(ask, look)
         yield look
         await asyncio.sleep(interval)
 

@@ -15,9 +15,11 @@ from aiosync._version import __version__
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.metrics.table import METRICS, optional
 from aiosync.schemes import WeightSyncScheme
+from aiosync.schemes.inside import is_closed
 from aiosync.server.server import WeightServer
 from aiosync.serving import AdmissionGate
 from aiosync.sync import WeightSyncScheme as BlockingScheme
+from aiosync.sync._schemes import core_of
 from aiosync.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Metrics:
     A collector for ``prometheus_client``: give it to :func:`aiosync.metrics.serve`, or to
     ``prometheus_client.REGISTRY.register()``. Sources are asked when somebody looks; histograms
     are filled as things happen. Counters of several sources with the same labels add up, of gauges
-    the worst is shown.
+    the worst is shown. Of a scheme that was closed the counters stay, and nothing else.
 
     Args:
         *sources: As for :meth:`add`.
@@ -87,12 +89,13 @@ class Metrics:
         """Those that an orchestrator should wait for.
 
         Receivers and gates that have no weights, and senders that lack an expected worker, or a
-        worker of which lacks weights. Never a weight server: who brings weights has to reach it.
+        worker of which lacks weights. Never a weight server: who brings weights has to reach it;
+        nor a scheme that was closed.
         """
         return [
             source
             for source in self._sources
-            if not isinstance(source, WeightServer) and not source.ready
+            if not isinstance(source, WeightServer) and not source.ready and not _is_closed(source)
         ]
 
     # -- what happens --------------------------------------------------------------------------
@@ -104,11 +107,10 @@ class Metrics:
             self._observe("aiosync_sync_seconds", (*labels, phase), seconds)
         if event.outcome != "ok":  # its time is no sync's
             return
-        pause, wire = phases.get("pause"), phases.get("wire")
         # A pause is a part of another phase.
-        self._log("perf/weight_sync_s", sum(phases.values()) - (pause or 0.0))
-        self._log("perf/weight_sync_pause_s", pause)
-        self._log("perf/weight_sync_transfer_s", wire)
+        self._log("perf/weight_sync_s", sum(phases.values()) - phases.get("pause", 0.0))
+        self._log("perf/weight_sync_pause_s", phases.get("pause"))
+        self._log("perf/weight_sync_transfer_s", phases.get("wire"))
 
     def sampled(
         self,
@@ -200,8 +202,9 @@ class Metrics:
             for reason, count in refused.items():
                 put("aiosync_refused_total", (reason,), count)
             for stats, name in itertools.product(everything, found):
-                for labels, value in METRICS[name].read(stats).items():
-                    put(name, labels, value)
+                if METRICS[name].kind == "counter" or not _is_closed(source):
+                    for labels, value in METRICS[name].read(stats).items():
+                        put(name, labels, value)
         return found
 
     def collect(self) -> Iterator[Family]:
@@ -233,3 +236,9 @@ class Metrics:
                 buckets = zip(bounds, itertools.accumulate(counts), strict=True)
                 family.add_metric(labels, list(buckets), total)
             yield family
+
+
+def _is_closed(source: Source) -> bool:
+    """Whether it is a scheme that was closed."""
+    scheme = core_of(source) if isinstance(source, BlockingScheme) else source
+    return isinstance(scheme, WeightSyncScheme) and is_closed(scheme)

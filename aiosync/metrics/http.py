@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from aiosync.errors import ConfigError
 from aiosync.metrics.collector import Metrics
 from aiosync.metrics.table import optional
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
@@ -46,16 +47,16 @@ class serve:
 
     Nobody has to prove anything. Nothing that is said is a secret, but it names models and
     versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
-    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest that has not
-    asked.
+    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest, one that
+    has not asked if there is any.
 
     Args:
         metrics: What to show.
         listen: ``HOST:PORT``; port 0 for any free one.
 
     Raises:
-        ConfigError: On entering: the address cannot be bound, or ``prometheus_client`` is not
-            installed.
+        ConfigError: On entering: the address is none or cannot be bound, or ``prometheus_client``
+            is not installed.
         LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
     """
 
@@ -129,14 +130,15 @@ class HttpServer:
     """``async with HttpServer(...) as url:`` shows pages to whoever asks.
 
     Takes 32 connections at a time, of one request each, at most 8 KiB and 10 seconds long; events
-    are streamed for longer, to those who take them.
+    are streamed for longer, to those who take them. Another one ends the oldest, one that has not
+    asked if there is any.
 
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
         pages: What there is, by path.
 
     Raises:
-        ConfigError: On entering: the address cannot be bound.
+        ConfigError: On entering: the address is none, or cannot be bound.
     """
 
     def __init__(self, listen: str, pages: Mapping[str, Page]) -> None:
@@ -144,11 +146,16 @@ class HttpServer:
         self._links: dict[asyncio.Transport, bool] = {}  # oldest first, and whether it has asked
 
     async def __aenter__(self) -> str:
-        sock, address = bind(Address.parse(f"tcp://{self._listen}"))
+        try:
+            address = Address.parse(f"tcp://{self._listen}")
+        except ConfigError as exc:
+            given = repr(self._listen.rpartition("@")[2])  # no credentials
+            raise ConfigError(f"{given} is not HOST:PORT, such as 127.0.0.1:9464") from exc
+        sock, address = bind(address)
         loop = asyncio.get_running_loop()
         # Nothing suspends this before it is known what to close.
-        self._server = await loop.create_server(
-            lambda: _Link(self._answer, self._links), sock=sock, start_serving=False
+        self._server: asyncio.Server = await loop.create_server(
+            lambda: _Link(self._answer, self._links, self._server), sock=sock, start_serving=False
         )
         try:
             await self._server.start_serving()
@@ -201,18 +208,21 @@ class _Link(asyncio.Protocol):
         self,
         answer: Callable[[bytes], bytes | AsyncGenerator[bytes]],
         links: dict[asyncio.Transport, bool],
+        server: asyncio.Server,
     ) -> None:
-        self._answer, self._links, self._request = answer, links, b""
+        self._answer, self._links, self._server, self._request = answer, links, server, b""
         self._streaming: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = link = cast("asyncio.Transport", transport)
         self._timer = asyncio.get_running_loop().call_later(_SECONDS, link.abort)
-        self._links[link] = False
-        if len(self._links) > _MAX_LINKS:  # a probe asks at once: whoever did not has to go
-            oldest = next(each for each, has_asked in self._links.items() if not has_asked)
+        if len(self._links) == _MAX_LINKS:  # a probe asks at once: whoever did not goes first
+            oldest = min(self._links, key=self._links.__getitem__)
             del self._links[oldest]
             oldest.abort()
+        self._links[link] = False
+        if not self._server.is_serving():  # it was closed since this link was accepted
+            link.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._streaming is not None or self._transport not in self._links:

@@ -486,6 +486,26 @@ async def test_a_stream_that_nobody_takes_ends() -> None:
                 await asyncio.sleep(0.5)
 
 
+@pytest.mark.asyncio
+async def test_one_answer_is_for_all_readers_and_the_newest_is_let_in() -> None:
+    asked = 0
+
+    async def ask() -> Any:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        return [SIXTEEN]
+
+    async with asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as readers:
+        async with serve_page("127.0.0.1:0", "it", ask, 1000.0) as url:
+            for _ in range(40):
+                _, reader = await readers.enter_async_context(requested(url, "/events"))
+                assert (await event(reader))["models"]
+            assert asked == 1
+            async with requested(url, "/") as (head, _):
+                assert head.startswith("HTTP/1.1 200 ")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_server_and_top_show_the_page(tmp_path: Path) -> None:
@@ -512,6 +532,6 @@ def test_where_the_page_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]
     with socket.create_server(("127.0.0.1", 0)) as busy:
         there = f"127.0.0.1:{busy.getsockname()[1]}"
         args = ("--listen", "tcp://127.0.0.1:0", "--dashboard")
-        for listen, text in ((there, "listens there"), ("nonsense", "not an address")):
+        for listen, text in ((there, "listens there"), ("nonsense", "'nonsense' is not HOST:PORT")):
             status, shown = refused(capsys, "serve", *args, listen)
             assert (status, text in shown) == (2, True), shown

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,23 @@ async def test_ready_is_who_has_weights_and_every_worker() -> None:
 
 
 @asynchronous
+@pytest.mark.parametrize("package", [aiosync, aiosync.sync], ids=["async", "blocking"])
+async def test_of_a_closed_scheme_only_counters_are_shown(package: Any) -> None:
+    scheme = package.SharedMemWeightSyncScheme(timeout=30)
+    await asyncio.to_thread(scheme.init_on_sender, model=linear())
+    async with serve(Metrics(scheme), ANY) as url:
+        assert "aiosync_publish_lag_versions{" in (await get(url, "/metrics")).body
+        assert (await get(url, "/readyz")).status == 503
+        ended = await asyncio.to_thread(scheme.abort if package is aiosync else scheme.shutdown)
+        assert ended is None
+        text = (await get(url, "/metrics")).body
+        assert (
+            "aiosync_syncs_started_total{" in text and "aiosync_publish_lag_versions{" not in text
+        )
+        assert (await get(url, "/readyz")).status == 200
+
+
+@asynchronous
 async def test_a_weight_server_is_ready_for_whoever_brings_weights() -> None:
     async with WeightServer(URL) as server, serve(Metrics(server), ANY) as url:
         assert (await get(url, "/readyz")).status == 200
@@ -147,10 +165,31 @@ async def test_a_weight_server_is_ready_for_whoever_brings_weights() -> None:
 @asynchronous
 async def test_an_address_that_is_taken_or_none_is_refused() -> None:
     async with serve(Metrics(), ANY) as url:
-        for listen in (url.removeprefix("http://"), "127.0.0.1", "nobody@127.0.0.1:0", ""):
-            with pytest.raises(aiosync.ConfigError):
+        for listen, text in (
+            (url.removeprefix("http://"), "listens there"),
+            ("9464", "^'9464' is not HOST:PORT"),
+            ("tcp://127.0.0.1:0", "^'tcp://127.0.0.1:0' is not HOST:PORT"),
+            ("nobody@127.0.0.1:0", "^'127.0.0.1:0' is not HOST:PORT"),
+            ("", "^'' is not HOST:PORT"),
+        ):
+            with pytest.raises(aiosync.ConfigError, match=text):
                 async with serve(Metrics(), listen):
                     pytest.fail("it listens")
+
+
+@asynchronous
+@pytest.mark.parametrize("turns", [1, 3])  # after 2 asyncio drops it; the garbage collector ends it
+async def test_a_connection_that_comes_as_it_closes_ends_with_it(turns: int) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        async with serve(Metrics(), ANY) as url:
+            host, _, port = url.removeprefix("http://").rpartition(":")
+            sock = stack.enter_context(socket.create_connection((host, int(port))))
+            sock.setblocking(False)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        async with asyncio.timeout(5):  # half of what it takes until links are ended anyway
+            await _end(loop, sock)
 
 
 def test_blocking_code_serves_on_the_thread_of_its_schemes() -> None:
