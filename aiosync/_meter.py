@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiosync._log import log
@@ -89,16 +89,18 @@ class Meter:
             return 0.0
         return max(0.0, time.perf_counter() - marks[max(0, found - 1)][1])
 
-    def stats(self, *, under_way: int = 0, **more: Any) -> SyncStats:
+    def stats(self, *, under_way: Callable[[], int] = int, **more: Any) -> SyncStats:
         """The numbers, on any thread.
 
         Args:
-            under_way: Syncs that have begun and not ended.
+            under_way: How many syncs have begun and not ended. One that ends is first none of
+                them, and then counted.
             **more: Fields that are known better by who asks.
         """
         finished = self.finished.copy()
-        # Never less than it was: another thread counts, and what waited may be forgotten.
-        self._started = max(self._started, sum(finished.values()) + under_way)
+        # Never less than it was: another thread counts, and what waited may be forgotten. Never
+        # more than began, as those under way are looked at last.
+        self._started = max(self._started, sum(finished.values()) + under_way())
         known: dict[str, Any] = {
             "started": self._started,
             "finished": finished,
@@ -106,7 +108,7 @@ class Meter:
             "wire_nbytes": self._wire_nbytes,
             "skipped": finished["skipped"],
             "refused": finished["refused"],
-            "seconds": self._last,
+            "seconds": self._last if self.observers else _NONE,
         }
         return SyncStats(self.role, self.model, self.transport, **(known | more))
 

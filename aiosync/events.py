@@ -62,7 +62,8 @@ class SyncEvent:
             part of that for which no forward pass could begin.
         nbytes: Bytes of the weights, counted once.
         wire_nbytes: Bytes of payload that travelled until it ended: of a trainer, to all workers
-            together; 0 through shared memory.
+            together, and those of other sends at the same time are among them; 0 through shared
+            memory.
         started_at: When it began, in seconds since the Unix epoch.
         trace: The ``traceparent`` (W3C Trace Context) of the trainer's span, where it has one.
     """
@@ -117,7 +118,8 @@ class SyncStats:
         lag: How far the model of a worker, or the slowest worker of a trainer, is behind that.
         age: Seconds since ``version`` was sent (of a worker over links that carry bytes: since
             all of it was there); 0.0 before any.
-        started: Sends, or versions that came to a worker, so far.
+        started: Sends, or versions that came to a worker, so far. It never falls; where two threads
+            ask at once, one of them may see one too few or too many for a moment.
         finished: How many of them ended in which way.
         nbytes: Bytes of the weights in those that ended well; each send counts once.
         wire_nbytes: Bytes of payload that travelled: of a trainer, to all workers together.

@@ -297,8 +297,8 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
         headers: Of the response; with names in lower case, or looked up whatever their case.
 
     Returns:
-        The span, without counts; its ``first`` is 0 where versions of several epochs followed each
-        other. ``None`` if the response names no version.
+        The span, without counts; its ``first`` is 0 where the response names no epoch, since its
+        versions may be of several. ``None`` if it names no version.
 
     Raises:
         ValueError: What it says is no version.
@@ -307,9 +307,7 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
     if version is None:
         return None
     first, _, last = headers.get("x-weight-versions", version).partition("-")
-    if last and epoch is None:
-        first = "0"
-    return VersionSpan(int(first), int(last or first), epoch)
+    return VersionSpan(0 if epoch is None else int(first), int(last or first), epoch)
 
 
 # -- options and messages ---------------------------------------------------------------------

@@ -423,9 +423,8 @@ class Applier:
                 seconds["stage"] = staged.at - began
             if closed_at:
                 seconds |= {"apply": now - staged.at, "pause": now - closed_at}
-        wire_nbytes = nbytes if slot is None else 0
-        epoch, version = staged.epoch, staged.version
-        meter.ended(outcome, epoch, version, began, seconds, nbytes, wire_nbytes, trace)
+        more = seconds, nbytes, staged.wire_nbytes, trace
+        meter.ended(outcome, staged.epoch, staged.version, began, *more)
 
     def _took(self, result: Result, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.

@@ -578,7 +578,7 @@ class WeightReceiver:
         inbox, lag, current = self.inbox, self.lag, self.applier.current
         version = inbox.version
         return self.meter.stats(
-            under_way=self.applier.has_staged + (self.transforming_since is not None),
+            under_way=lambda: self.applier.has_staged + (self.transforming_since is not None),
             epoch=inbox.epoch or 0,
             version=version,
             newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),

@@ -7,6 +7,7 @@ Must not import transports.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -105,10 +106,18 @@ class Transformer:
                     continue
                 self._updates.retire(staged)
                 give_back = functools.partial(self._buffers.put_back, flat)
-                result = Staged(
-                    staged.epoch, staged.version, layout, flat, staged.values, give_back
+                result = dataclasses.replace(
+                    staged,
+                    layout=layout,
+                    flat=flat,
+                    give_back=give_back,
+                    slot=None,
+                    slots=None,
+                    lent=False,
+                    trace=staged.trace if staged.slot is None else staged.slot.trace,
+                    began=staged.began or staged.at,
+                    at=time.perf_counter(),
                 )
-                result.trace, result.began = staged.trace, staged.began or staged.at
                 if not self._closed:
                     self._done(result, None)  # also with a newer one waiting
         finally:

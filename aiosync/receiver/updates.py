@@ -41,6 +41,8 @@ class Staged:
     lent: bool = False  # it is that of the link
     reported: bool = False  # the receiver knows what became of it
     trace: str | None = None  # of the sender's span; of a slot asked only where somebody listens
+    wire_nbytes: int = 0  # that travelled
+    sent_at: int = 0  # of what came in a slot, in nanoseconds since the Unix epoch
     # When its first byte came, 0.0 where nobody knows, and when all of it was here; on
     # time.perf_counter()'s clock.
     began: float = 0.0
@@ -49,8 +51,8 @@ class Staged:
     @property
     def age(self) -> float:
         """Seconds since it was sent, or else since all of it was here."""
-        if self.slot is not None:
-            return max(0.0, time.time() - self.slot.sent_at * 1e-9)
+        if self.sent_at:
+            return max(0.0, time.time() - self.sent_at * 1e-9)
         return time.perf_counter() - self.at
 
 
@@ -176,6 +178,7 @@ class UpdateReader:
             raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
+        came: Any = {"trace": update.trace, "wire_nbytes": layout.nbytes}
         if self._in_parts:
             landing = self._assemble(update, layout, received)
             if landing is None:
@@ -183,9 +186,7 @@ class UpdateReader:
         elif isinstance(received.key, tuple):  # the link's own memory, which it lends
             lent = self._map(received.key, received.payload[0])
             take_back = received.release
-            return Staged(
-                epoch, version, layout, lent, values, take_back, lent=True, trace=update.trace
-            )
+            return Staged(epoch, version, layout, lent, values, take_back, lent=True, **came)
         else:
             landing, self._landing = self._landing, None
             if landing is None:
@@ -193,9 +194,8 @@ class UpdateReader:
                 _fill(landing, received)
             received.release()
         give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
-        staged = Staged(epoch, version, layout, landing, values, give_back, trace=update.trace)
-        staged.began, self._began = self._began, 0.0
-        return staged
+        began, self._began = self._began, 0.0
+        return Staged(epoch, version, layout, landing, values, give_back, began=began, **came)
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
@@ -285,7 +285,10 @@ class UpdateReader:
                 self._mapped.pop(slot.key, None)
             slots.leave(slot, keep=kept)
 
-        return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, slot, slots)
+        named, sent_at = slot.version, slot.sent_at
+        return Staged(
+            epoch, named, layout, flat, _NO_VALUES, give_back, slot, slots, sent_at=sent_at
+        )
 
     def retire(self, staged: Staged) -> None:
         """The module left ``staged``: give its memory back, unless something else uses it.

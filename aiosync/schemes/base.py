@@ -40,7 +40,7 @@ from aiosync.errors import (
 )
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import validate_timeout
-from aiosync.protocol.indices import as_index, as_indices
+from aiosync.protocol.indices import as_count, as_index, as_indices
 from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
 from aiosync.receiver.reading import Guarded, Methods, Reading
@@ -1320,8 +1320,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         runtime: Runtime = self._require("wait_lag_below")
-        if type(limit) is not int or limit < 1:
-            raise ConfigError(f"a lag is {limit!r}; it must be an int of at least 1")
+        as_count("a lag", limit, 1)
         wait: Callable[..., Awaitable[int]] = (
             runtime.wait_lag_below
             if isinstance(runtime, WeightReceiver)

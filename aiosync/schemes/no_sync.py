@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.protocol.indices import as_count
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
@@ -91,10 +92,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         max_lag: int | None = None,
     ) -> SendReport:
         """Send nothing."""
-        del weights, worker_ids, max_lag
+        del weights, worker_ids
         self._limit(timeout)  # mistakes are refused as by the schemes that wait
         self._require("send", "sender")
-        await asyncio.sleep(0)  # who sends in a loop lets others run
+        await self.wait_lag_below(1 if max_lag is None else max_lag)  # lets others run
         return _NOTHING
 
     def send_nowait(
@@ -156,8 +157,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Return 0: nobody is ever behind."""
-        del limit
         self._require("wait_lag_below", self._role or "receiver")
+        as_count("a lag", limit, 1)
         return await self.wait_for_version(0, timeout=timeout)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:

@@ -136,7 +136,7 @@ class WeightSender:
         """How it stands, on any thread."""
         version, meter, workers = self.version, self.meter, self.workers
         return meter.stats(
-            under_way=len(self._sends),
+            under_way=lambda: len(self._sends),
             epoch=self.clock.epoch if version else 0,
             version=version,
             newest_version=version,
@@ -546,11 +546,11 @@ class WeightSender:
             raise
 
     def _on_crash(self, error: BaseException) -> None:
-        for tracker in self._sends.values():
+        sends, self._sends = self._sends, {}
+        for tracker in sends.values():
             self._count(tracker, "error")
             if not tracker.waiter.done():
                 tracker.waiter.set_exception(error)
-        self._sends.clear()
 
     def _look_by(self, when: float) -> None:
         # The timer is left to run when a send ends: making one is as dear as a small send.

@@ -127,7 +127,8 @@ class ServedModel:
             stored.layout, stored.buffer, lambda: None, stored.values, stored.version
         )
         self._publish(stored.epoch, stored.strategy, snapshot)
-        self._updated_at = stored.saved_at
+        self._updated_at = saved_at = stored.saved_at or time.time()
+        self._meter.mark(stored.version, time.perf_counter() - (time.time() - saved_at))
 
     def _publish(self, epoch: int, strategy: str, snapshot: Snapshot) -> None:
         """Serve a version; takes over a reference."""
@@ -329,7 +330,7 @@ class ServedModel:
         version, workers, updated_at = self.version, self.workers, self._updated_at
         found = workers.stats(version, self._meter.age)
         return self._meter.stats(
-            under_way=self._writing is not None,
+            under_way=lambda: self._writing is not None,
             epoch=self._epoch or 0,
             version=version,
             newest_version=version,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import validate_seconds
+from aiosync.protocol.indices import as_count
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.schemes.inside import change_hooks, follow, met, not_met, receiver_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
@@ -120,7 +121,8 @@ class WeightFeed:
         min_version: The least version to begin to answer requests with, of whichever epoch;
             ``None`` takes the newest that the source has when it is reached, so that a server that
             joins is no further behind than those that are there. Each :meth:`start` is a beginning;
-            a source that is lost later is none.
+            a source that is lost later is none. Until it is reached, a model that has a version
+            from before answers with that.
 
     Raises:
         ConfigError: The arguments exclude each other, or the scheme already has a role.
@@ -153,8 +155,8 @@ class WeightFeed:
         if sum(each is not None for each in (model, weights, load)) != 1:
             raise ConfigError("a feed needs exactly one of model, weights and load")
         validate_seconds("max_pause", max_pause, endless=True)
-        if min_version is not None and min_version < 1:
-            raise ConfigError(f"min_version must be at least 1, got {min_version!r}")
+        if min_version is not None:
+            as_count("min_version", min_version, 1)
         self.gate: AdmissionGate = AdmissionGate() if gate is None else gate
         self.min_version = min_version
         self.max_pause = max_pause

@@ -126,6 +126,7 @@ async def check_observers(bench: Bench) -> None:
             assert await crew.values() == [5.0]
             await asyncio.sleep(0)
             assert (len(sent.events), len(came.events)) == (3, 3)
+            assert crew.sender.stats().seconds == worker.stats().seconds == {}
 
 
 async def check_observed_refusals(bench: Bench) -> None:

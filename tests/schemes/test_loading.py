@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
@@ -90,6 +91,66 @@ async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values(
         assert set(engine.weights) == names
         with pytest.raises(aiosync.PartialSyncError, match="also has other values: extra"):
             await sender.send({**{n: torch.zeros(2) for n in names}, "extra": 7})
+
+
+@every
+@pytest.mark.asyncio
+async def test_what_is_told_of_a_version_that_was_transformed(make) -> None:
+    trace, events = f"00-{'1' * 32}-{'2' * 16}-01", list[aiosync.SyncEvent]()
+
+    class Observer:
+        def on_sync(self, event: aiosync.SyncEvent) -> None:
+            events.append(event)
+
+        def traceparent(self, started_at: float) -> str:
+            return trace
+
+    release = threading.Event()
+
+    def transform(weights):
+        assert release.wait(harness.PATIENCE)
+        return [(name, tensor.float()) for name, tensor in weights]
+
+    release.set()
+    init = {"model": models.linear(), "transform": transform}
+    source = models.linear().bfloat16()
+    async with here(make(), source, init) as (sender, receiver):
+        release.clear()
+        sender.add_observer(Observer())
+        receiver.add_observer(Observer())
+        handle, shared = sender.send_nowait(), sender.stats().transport == "shared"
+        await asyncio.sleep(0.2)
+        release.set()
+        report = await handle
+        await harness.until(lambda: len(events) == 2)
+        assert (receiver.stats().age > 0.2) == shared
+        assert {each.trace for each in events} == {trace}
+        assert {each.wire_nbytes for each in events} == {0 if shared else report.nbytes}
+
+
+@pytest.mark.asyncio
+async def test_syncs_that_end_while_another_thread_asks_are_counted_once() -> None:
+    source, init = models.linear(), {"model": models.linear()}
+    async with here(aiosync.MultiProcessWeightSyncScheme(), source, init) as (sender, receiver):
+        reading, loop = receiver.reading(), asyncio.get_running_loop()
+        reading.__enter__()
+        handle = sender.send_nowait()
+
+        async def end() -> None:
+            reading.__exit__(None, None, None)
+            await handle
+
+        def ask() -> int:
+            def profile(frame, event, arg) -> None:
+                if event == "c_call" and arg.__name__ == "copy":
+                    sys.setprofile(None)
+                    asyncio.run_coroutine_threadsafe(end(), loop).result(harness.PATIENCE)
+
+            sys.setprofile(profile)
+            return sender.stats().started
+
+        before = await asyncio.to_thread(ask)
+        assert before == sender.stats().started == sender.stats().finished["ok"] == 1
 
 
 @every

@@ -49,6 +49,12 @@ async def test_no_synchronisation_at_all() -> None:
         report = await scheme.send()
         assert (report.version, report.acked) == (0, frozenset())
         assert (await scheme.send_nowait()) == report
+        for wrong in (0, True, "2", None):
+            with pytest.raises(aiosync.ConfigError, match="a lag must be"):
+                await scheme.wait_lag_below(wrong)
+        with pytest.raises(aiosync.ConfigError, match="a lag must be"):
+            await scheme.send(max_lag=0)
+        assert await scheme.send(max_lag=2) == report
         assert await other.receive(timeout=0) is None
         assert (other.worker_idx, other.version) == (2, 0)
         assert models.holds(other, -1.0)

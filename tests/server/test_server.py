@@ -215,10 +215,13 @@ async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: P
     async with trainer(url) as source, worker(url, initial=False) as scheme:
         await send(source, 1.0)
         before = source.sender_transports[0]
+        await asyncio.sleep(0.1)
         await first.aclose()
         async with WeightServer(url, store=tmp_path / "store") as second:
             await until(lambda: source.sender_transports.get(0) not in (None, before))
             await until(lambda: bool(described(second)["workers"]))
+            found = second.stats()["policy"]
+            assert min(found.age, found.workers[0].age) > 0.1  # not since the restart
             assert (await send(source, 2.0)).version == 2
             await scheme.wait_for_version(2)
             assert described(second)["updates"] == 1  # version 1 came from the disk alone

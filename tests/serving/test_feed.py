@@ -343,8 +343,9 @@ async def test_the_least_version_that_the_user_gives(address: str) -> None:
             await scheme.send()
         async with feed.request(timeout=PATIENCE) as version:
             assert version == 3
-    with pytest.raises(aiosync.ConfigError, match="min_version must be"):
-        feed_of(address, model=target, min_version=0)
+    for wrong in (0, True, 1.5, "3"):
+        with pytest.raises(aiosync.ConfigError, match="min_version must be"):
+            feed_of(address, model=target, min_version=wrong)
 
 
 async def test_a_feed_that_is_started_again_joins_again(address: str) -> None:
