@@ -5,10 +5,9 @@ Must not import torch, nor what draws.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from aiosync.cli._common import plain, show_nbytes
@@ -23,7 +22,6 @@ __all__ = [
     "counts",
     "facts",
     "look_again",
-    "looks",
     "worker_facts",
     "workers",
 ]
@@ -75,17 +73,6 @@ async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Lo
         return Look(time.monotonic(), await ask(), last)
     except AiosyncError as exc:
         return last._replace(error=exc)
-
-
-async def looks(
-    ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float
-) -> AsyncGenerator[Look]:
-    """Ask again and again, ``interval`` seconds after each answer."""
-    look = Look(time.monotonic())
-    while True:
-        look = await look_again(ask, look)
-        yield look
-        await asyncio.sleep(interval)
 
 
 def workers(models: Iterable[SyncStats]) -> list[tuple[SyncStats, WorkerStats]]:

@@ -6,11 +6,11 @@ Must not import torch: people look often.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +31,16 @@ from aiosync.cli._common import (
     plain,
 )
 from aiosync.cli.dashboard import serve_page
-from aiosync.cli.figures import STATES, Facts, Look, counts, facts, looks, worker_facts, workers
+from aiosync.cli.figures import (
+    STATES,
+    Facts,
+    Look,
+    counts,
+    facts,
+    look_again,
+    worker_facts,
+    workers,
+)
 from aiosync.cli.status import make_table
 
 if TYPE_CHECKING:
@@ -102,20 +111,27 @@ async def _top(
             typer.echo(page)
             await asyncio.Event().wait()
     else:
-        async with contextlib.aclosing(looks(ask, interval)) as seen:
-            await _show(server.url, seen, once)
+        await _show(server.url, ask, Look(time.monotonic(), first), interval, once)
 
 
-async def _show(url: str, seen: AsyncGenerator[Look], once: bool) -> None:
+async def _show(
+    url: str,
+    ask: Callable[[], Awaitable[Sequence[SyncStats]]],
+    look: Look,
+    interval: float,
+    once: bool,
+) -> None:
     """Draw each look until Ctrl-C; or the second one, which has rates, and no more."""
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, width=None if terminal else _WIDTH)
     if terminal and not once:
         with Live(console=console, auto_refresh=False) as live:
-            async for look in seen:
+            while True:
                 live.update(draw(url, look, console.height), refresh=True)
-    await anext(seen)
-    look = await anext(seen)
+                await asyncio.sleep(interval)
+                look = await look_again(ask, look)
+    await asyncio.sleep(interval)
+    look = await look_again(ask, look)
     if look.error is not None:
         raise look.error
     console.print(draw(url, look))

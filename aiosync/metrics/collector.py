@@ -214,11 +214,6 @@ class Metrics:
             ConfigError: It is not installed.
         """
         client = optional("prometheus_client.core")
-        families = {
-            "gauge": client.GaugeMetricFamily,
-            "counter": client.CounterMetricFamily,
-            "histogram": client.HistogramMetricFamily,
-        }
         values = self.values()
         with self._lock:
             counted = {
@@ -226,7 +221,7 @@ class Metrics:
                 for name, known in self._histograms.items()
             }
         for name, metric in METRICS.items():
-            family = families[metric.kind](
+            family = getattr(client, f"{metric.kind.title()}MetricFamily")(
                 name, metric.help, labels=metric.labels, unit=metric.unit
             )
             for labels, value in values.get(name, {}).items():
@@ -239,6 +234,6 @@ class Metrics:
 
 
 def _is_closed(source: Source) -> bool:
-    """Whether it is a scheme that was closed."""
+    """Whether it is a scheme, and closed."""
     scheme = core_of(source) if isinstance(source, BlockingScheme) else source
     return isinstance(scheme, WeightSyncScheme) and is_closed(scheme)

@@ -36,96 +36,6 @@ _EVENTS = (
 )
 
 
-class serve:
-    """``async with aiosync.metrics.serve(metrics) as url:`` answers what an orchestrator asks.
-
-    In blocking code ``with``: it then runs on the thread of :mod:`aiosync.sync`.
-
-    - ``GET /metrics``: all metrics, in the text format of Prometheus or as OpenMetrics.
-    - ``GET /healthz``: 200, as long as the event loop runs.
-    - ``GET /readyz``: 200, or 503 with a line for each of :meth:`Metrics.unready`.
-
-    Nobody has to prove anything. Nothing that is said is a secret, but it names models and
-    versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
-    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest, one that
-    has not asked if there is any.
-
-    Args:
-        metrics: What to show.
-        listen: ``HOST:PORT``; port 0 for any free one.
-
-    Raises:
-        ConfigError: On entering: the address is none or cannot be bound, or ``prometheus_client``
-            is not installed.
-        LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
-    """
-
-    def __init__(self, metrics: Metrics, listen: str = "127.0.0.1:9464") -> None:
-        self._metrics = metrics
-        self._server = HttpServer(
-            listen,
-            {
-                "/metrics": self._exposed,
-                "/healthz": lambda _: (HTTPStatus.OK, TEXT, b""),
-                "/readyz": self._ready,
-            },
-        )
-
-    async def __aenter__(self) -> str:
-        self._exposition = optional("prometheus_client.exposition")
-        return await self._server.__aenter__()
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._server.__aexit__(exc_type, exc, traceback)
-
-    def __enter__(self) -> str:
-        refuse_inside_loop("serve", "async with aiosync.metrics.serve(...)")
-        self._lease: Lease = lease(self)
-        try:
-            return self._lease.call(self.__aenter__())
-        except BaseException:  # raised again: the caller sees it
-            self._lease.release()
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._lease.valid:
-            try:
-                self._lease.call(self.__aexit__(exc_type, exc, traceback))
-            finally:
-                self._lease.release()
-
-    def forgotten(self) -> None:
-        """The program ends inside of ``with``: no mistake."""
-
-    def abort(self) -> None:
-        """Close every socket now. On the loop that it runs on."""
-        self._server.abort()
-
-    def _exposed(self, fields: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
-        accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
-        try:
-            encode, kind = self._exposition.choose_encoder(",".join(accepts))
-            return HTTPStatus.OK, kind, encode(self._metrics)
-        except Exception as exc:  # noqa: BLE001 - who asks is told, and asks again
-            text = f"{type(exc).__name__}: {exc}\n".encode()
-            return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text
-
-    def _ready(self, _: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
-        unready = "".join(f"not ready: {each!r}\n" for each in self._metrics.unready())
-        status = HTTPStatus.SERVICE_UNAVAILABLE if unready else HTTPStatus.OK
-        return status, TEXT, unready.encode()
-
-
 class HttpServer:
     """``async with HttpServer(...) as url:`` shows pages to whoever asks.
 
@@ -149,8 +59,9 @@ class HttpServer:
         try:
             address = Address.parse(f"tcp://{self._listen}")
         except ConfigError as exc:
-            given = repr(self._listen.rpartition("@")[2])  # no credentials
-            raise ConfigError(f"{given} is not HOST:PORT, such as 127.0.0.1:9464") from exc
+            raise ConfigError(  # without credentials
+                f"{self._listen.rpartition('@')[2]!r} is not HOST:PORT, such as 127.0.0.1:9464"
+            ) from exc
         sock, address = bind(address)
         loop = asyncio.get_running_loop()
         # Nothing suspends this before it is known what to close.
@@ -199,6 +110,84 @@ class HttpServer:
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nAllow: GET\r\nConnection: close\r\n\r\n"
         ).encode() + body
+
+
+class serve(HttpServer):
+    """``async with aiosync.metrics.serve(metrics) as url:`` answers what an orchestrator asks.
+
+    In blocking code ``with``: it then runs on the thread of :mod:`aiosync.sync`.
+
+    - ``GET /metrics``: all metrics, in the text format of Prometheus or as OpenMetrics.
+    - ``GET /healthz``: 200, as long as the event loop runs.
+    - ``GET /readyz``: 200, or 503 with a line for each of :meth:`Metrics.unready`.
+
+    Nobody has to prove anything. Nothing that is said is a secret, but it names models and
+    versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
+    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest, one that
+    has not asked if there is any.
+
+    Args:
+        metrics: What to show.
+        listen: ``HOST:PORT``; port 0 for any free one.
+
+    Raises:
+        ConfigError: On entering: the address is none or cannot be bound, or ``prometheus_client``
+            is not installed.
+        LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
+    """
+
+    def __init__(self, metrics: Metrics, listen: str = "127.0.0.1:9464") -> None:
+        self._metrics = metrics
+        super().__init__(
+            listen,
+            {
+                "/metrics": self._exposed,
+                "/healthz": lambda _: (HTTPStatus.OK, TEXT, b""),
+                "/readyz": self._ready,
+            },
+        )
+
+    async def __aenter__(self) -> str:
+        self._exposition = optional("prometheus_client.exposition")
+        return await super().__aenter__()
+
+    def __enter__(self) -> str:
+        refuse_inside_loop("serve", "async with aiosync.metrics.serve(...)")
+        self._lease: Lease = lease(self)
+        try:
+            return self._lease.call(self.__aenter__())
+        except BaseException:  # raised again: the caller sees it
+            self._lease.release()
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._lease.valid:
+            try:
+                self._lease.call(self.__aexit__(exc_type, exc, traceback))
+            finally:
+                self._lease.release()
+
+    def forgotten(self) -> None:
+        """The program ends inside of ``with``: no mistake."""
+
+    def _exposed(self, fields: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
+        try:
+            encode, kind = self._exposition.choose_encoder(",".join(accepts))
+            return HTTPStatus.OK, kind, encode(self._metrics)
+        except Exception as exc:  # noqa: BLE001 - who asks is told, and asks again
+            text = f"{type(exc).__name__}: {exc}\n".encode()
+            return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text
+
+    def _ready(self, _: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        unready = "".join(f"not ready: {each!r}\n" for each in self._metrics.unready())
+        status = HTTPStatus.SERVICE_UNAVAILABLE if unready else HTTPStatus.OK
+        return status, TEXT, unready.encode()
 
 
 class _Link(asyncio.Protocol):

@@ -34,7 +34,7 @@ from rich.console import Console
 import aiosync
 import aiosync.cli
 from aiosync.cli.dashboard import serve_page
-from aiosync.cli.figures import STATES, Look, facts, looks
+from aiosync.cli.figures import STATES, Look, facts, look_again
 from aiosync.cli.top import draw
 from aiosync.events import SyncStats, WorkerStats
 from aiosync.server import WeightClient, WeightServer
@@ -267,8 +267,10 @@ async def test_who_does_not_answer_is_asked_again() -> None:
             raise answer
         return answer
 
-    async with contextlib.aclosing(looks(ask, 0.0)) as seen:
-        first, second, third, fourth = [await anext(seen) for _ in range(4)]
+    seen = [Look(time.monotonic())]
+    for _ in range(4):
+        seen.append(await look_again(ask, seen[-1]))
+    _, first, second, third, fourth = seen
     assert (first.models, "asking again: refused" in first.trouble) == ((), True)
     assert (second.models, second.trouble) == ([SIXTEEN], "")
     assert (third.models, "asking again: gone" in third.trouble) == ([SIXTEEN], True)
