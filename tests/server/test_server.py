@@ -308,7 +308,8 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
             handles.append(source.send_nowait(source.it))
             await until(lambda number=number: described(server)["updates"] == number)  # type: ignore[misc]
         assert slow.versions == [1]
-        assert [handle.done() for handle in handles] == [False, True, True, True, True, False]
+        ended = [False, True, True, True, True, False]  # once the trainer has heard of it
+        await until(lambda: [handle.done() for handle in handles] == ended)
         assert described(server)["version"] == 0  # what is not on disk yet may be refused
         slow.go()
         reports = [await handle for handle in handles]
