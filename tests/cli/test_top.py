@@ -195,7 +195,8 @@ async def test_who_has_pulled_has_left_and_is_not_lost() -> None:
 # -- what is shown ----------------------------------------------------------------------------
 
 
-def test_a_stuck_and_a_lost_worker_are_seen_first() -> None:
+def test_a_stuck_and_a_lost_worker_are_seen_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     lines = drawn(Look(0.0, [SIXTEEN])).splitlines()
     assert lines[0] == "tcp://host:1: 16 workers, 14 ready, 1 lagging, 1 lost"
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
