@@ -5,8 +5,6 @@ others, versioned, never torn, and without hanging. See ``docs/quickstart.md``; 
 twin of this interface is :mod:`aiosync.sync`. What needs torch is imported when it is first used.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
 """The version of aiosync, in the one place where it is written; the build reads it from here."""
 
-from __future__ import annotations
-
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"

@@ -6,8 +6,6 @@ is the interface, and its JSON. The names here are for benchmarks that compare m
 :func:`register` contenders.
 """
 
-from __future__ import annotations
-
 from aiosync.bench._aiosync import AsyncTrainer, FacadeTrainer
 from aiosync.bench._contenders import (
     CONTENDERS,

@@ -5,8 +5,6 @@ For programs that were written for ``init_on_worker()``, ``get_sender()`` and
 change in a worker as a whole. Importing it starts nothing.
 """
 
-from __future__ import annotations
-
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.schemes import (

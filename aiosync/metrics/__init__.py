@@ -10,8 +10,6 @@ Names and labels are those of :data:`METRICS`; see ``docs/topics/metrics.md``. N
 ``aiosync[metrics]``, but for :meth:`Metrics.as_log`.
 """
 
-from __future__ import annotations
-
 from aiosync.metrics.collector import Metrics, Source
 from aiosync.metrics.http import serve
 from aiosync.metrics.table import METRICS, Metric

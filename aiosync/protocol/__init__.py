@@ -5,8 +5,6 @@ update.
 This package must never import asyncio, anyio or torch.
 """
 
-from __future__ import annotations
-
 from aiosync.protocol.chunks import Assembly, ChunkPlan
 from aiosync.protocol.outbox import MAX_IN_FLIGHT, Outbox, Outcome, WorkerLeft
 from aiosync.protocol.send_tracker import SendTracker, validate_require

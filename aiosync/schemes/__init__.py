@@ -1,7 +1,5 @@
 """Schemes: one for each way to bring weights to workers. May import everything below it."""
 
-from __future__ import annotations
-
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.receiver.reading import Reading

@@ -51,10 +51,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
         first_version: What a sender counts from; a trainer that resumes continues with it.
-        group: A Gloo process group that the sender and all workers are members of, used for
-            point-to-point transfers instead of groups of two. A transfer that is cut or stalls
-            breaks the whole group, so use none that anything else depends on. Not pickled:
-            construct the scheme in every process.
         store: A ``torch.distributed`` store where workers look up the sender, for processes
             that are not started by the sender. Not pickled.
         address: Where the sender listens for control streams. By default on any port of the address
@@ -69,7 +65,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
         inline_nbytes: Updates up to this size travel in the control stream.
         limits: What a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
-            stream and a group. Must be true on both sides. Not with ``group``, and on Linux only.
+            stream and a group. Must be true on both sides. On Linux only.
 
     Raises:
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
@@ -82,7 +78,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
         count(0), "Updates up to this size travel in the control stream."
     )
     patience: Option[float] = Option(seconds(), "Seconds that a transfer may stall.")
-    group: Fixed = Fixed()
     store: Fixed = Fixed()
 
     def __init__(
@@ -100,7 +95,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
         require: Require = "all",
         wire_dtype: Dtypes | None = None,
         first_version: int = 1,
-        group: Any = None,
         store: Any = None,
         address: str | None = None,
         token: str | bytes | None = None,
@@ -112,7 +106,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
         shared_memory: bool = True,
     ) -> None:
         self.backend = backend
-        self._group = group
         self._store = store
         super().__init__(
             strategy,
@@ -146,10 +139,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
             else "its address is not in the store, under the same model_id"
         )
 
-    @property
-    def _shares_memory(self) -> bool:
-        return self._group is None and super()._shares_memory
-
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
         return any_port_of(own_host(towards))
@@ -158,14 +147,13 @@ class DistributedWeightSyncScheme(ClusterScheme):
         return None if self._addresses or self._store is not None else self._default_address()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_group": None, "_store": None}
+        return {**super().__getstate__(), "_store": None}
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         return DistributedTransport(
             control,
             rank=0 if listened else 1,
             backend=self.backend,
-            group=self._group,
             inline_nbytes=self.inline_nbytes,
             patience=self.patience,
         )

@@ -1,7 +1,5 @@
 """The trainer's runtime: what a scheme does while it is a sender."""
 
-from __future__ import annotations
-
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.sender import WeightSender
 from aiosync.sender.snapshots import How, Planned, Snapshot, SnapshotCopier

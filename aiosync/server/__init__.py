@@ -3,8 +3,6 @@
 This package must never import the command line; it unpickles nothing.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from aiosync._exports import lazily

@@ -5,8 +5,6 @@ receives in the background and switches under a gate. See ``docs/topics/serving.
 import a web framework, nor anything of ``aiosync.integrations``.
 """
 
-from __future__ import annotations
-
 from aiosync.serving.feed import FeedStatus, WeightFeed
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 

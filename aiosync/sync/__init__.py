@@ -4,8 +4,6 @@ For classic trainers, collectors and workers that run no event loop. Importing i
 nothing; the first call that has to wait starts one background thread.
 """
 
-from __future__ import annotations
-
 from aiosync.schemes.registry import WeightSyncBackend
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._schemes import (

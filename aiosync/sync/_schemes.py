@@ -619,7 +619,6 @@ class DistributedWeightSyncScheme(
 ):
     """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
 
-    group: Fixed = Fixed()
     store: Fixed = Fixed()
     backend: attribute[Literal["gloo", "nccl"]] = attribute(aio.DistributedWeightSyncScheme.backend)
     patience: attribute[float] = attribute(aio.DistributedWeightSyncScheme.patience)

@@ -6,8 +6,6 @@ dtype travel, :func:`gather_weights` puts sharded tensors together, and a :class
 a model the names that it has. This package must never import asyncio or a transport.
 """
 
-from __future__ import annotations
-
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes

@@ -8,8 +8,6 @@
 This package must never import pytest, torch or schemes.
 """
 
-from __future__ import annotations
-
 from aiosync.testing.cancellation import CancelOutcome, cancel_at_every_await
 from aiosync.testing.conformance import (
     CONFORMANCE_CHECKS,

@@ -3,8 +3,6 @@
 Must not import torch, tensors or schemes.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from aiosync._exports import lazily

@@ -1,16 +1,14 @@
 """Payloads over a process group of Gloo: point-to-point, in pipelined chunks.
 
 Each link has a group of two ranks of its own, which meet through the control stream instead of a
-store on a port; or uses a group that it was given. Work of Gloo can only be waited for by
-blocking, so each direction that is in use has one thread that waits. Drives torch;
-must not import schemes. See ``docs/topics/clusters.md``.
+store on a port. Work of Gloo can only be waited for by blocking, so each direction that is in use
+has one thread that waits. Drives torch; must not import schemes. See ``docs/topics/clusters.md``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
+from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.transports._buffers import chunks_of, copy_bytes
 from aiosync.transports._fork import close_in_child
 from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads
@@ -47,9 +45,9 @@ _GLOO_WAITS = 5  # times the timeout of a group until a connection counts as fai
 # Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
 # some of those who wait.
 _CLOSED = timedelta(milliseconds=10)
-_GO, _NOW, _GOT, _HAVE, _RANK = "go", "now", "got", "have", "rank"
+_GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
 """Keys of the messages of a side that is ready to receive, that sends now, that has received all,
-that has a key of the store, or that is a rank of a given group; never keys of a store."""
+or that has a key of the store; never keys of a store."""
 
 _PORTS = (
     "hosts must reach each other on any port, in both directions, so open these in firewalls "
@@ -131,13 +129,8 @@ class GlooPlane(DataPlane):
     Args:
         rank: 0 at the side that listened, 1 at the side that dialled.
         host: Address of this host that the peer can reach.
-        group: A group to use instead of one of its own; never closed.
-        tag: Distinguishes links within a given group; the same at both ends.
         patience: Seconds without any progress, which is a chunk of 4 MiB, after which a transfer is
             given up.
-
-    Raises:
-        ConfigError: This process is not a member of the group, or it is not one of Gloo.
     """
 
     kind = "gloo"
@@ -147,22 +140,11 @@ class GlooPlane(DataPlane):
     _going: asyncio.Future[None]
     _taken: asyncio.Future[None]
 
-    def __init__(self, rank: int, host: str, *, group: Any, tag: int, patience: float) -> None:
+    def __init__(self, rank: int, host: str, *, patience: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rank, self._host, self._tag = rank, host, tag
+        self._rank, self._host = rank, host
         self._patience = timedelta(seconds=patience)
-        self._peer = 1 - rank
-        self._group: Any = group
-        self._own_rank: int | None = None if group is None else dist.get_rank(group)
-        if group is not None:
-            if self._own_rank == -1:
-                raise ConfigError("this process is not a member of the given group")
-            if dist.get_backend(group) != "gloo":
-                raise ConfigError(
-                    f"the given group uses {dist.get_backend(group)}; only gloo groups can be "
-                    "shared"
-                )
-        self._nonce = secrets.randbits(30)
+        self._group: Any = None
         self._met: asyncio.Future[None] | None = None  # with the peer, in a group
         soon = self._loop.call_soon_threadsafe
         self._store = LinkStore(lambda key, value: soon(functools.partial(self.say, key, value)))
@@ -183,8 +165,6 @@ class GlooPlane(DataPlane):
                 raise RemoteProtocolError(f"unexpected {key!r} from the peer")
             if not waiter.done():  # otherwise this side has just called it off
                 waiter.set_result(None)
-        elif self._own_rank is not None:
-            self._hear_rank(message)
         elif key == _HAVE:
             self._store.acknowledged(message.value.decode("utf-8", "replace"))
         else:
@@ -193,31 +173,10 @@ class GlooPlane(DataPlane):
             if not self._stop:
                 self._begin()
 
-    def _hear_rank(self, message: Setup) -> None:
-        text, _, nonce = message.value.decode("ascii", "replace").partition(" ")
-        if message.key != _RANK or not (text + nonce).isdigit() or len(message.value) > 24:
-            raise RemoteProtocolError(
-                "the peer has no rank in a process group: pass group= on both sides or on neither"
-            )
-        met, rank, size = self._begin(), int(text), dist.get_world_size(self._group)
-        if met.done() or rank >= size or rank == self._own_rank:
-            raise RemoteProtocolError(
-                f"the peer announced rank {rank} of {size}, which is invalid, the rank of this "
-                "side, or its second one"
-            )
-        self._peer = rank
-        # Gloo matches chunks by rank and tag: what another link of the two processes left, or has
-        # under way, must not be taken for a part of this one's payloads.
-        self._tag = (self._tag + (self._nonce if self._rank == 0 else int(nonce))) % 2**30
-        met.set_result(None)
-
     def _begin(self) -> asyncio.Future[None]:
         """Do this side's part of the meeting."""
-        if self._met is None and self._own_rank is None:
+        if self._met is None:
             self._met = self._threads.start(lambda: self._call(self._make_group))
-        elif self._met is None:
-            self._met = self._loop.create_future()
-            self.say(_RANK, f"{self._own_rank} {self._nonce}".encode())
         return self._met
 
     async def _meet(self) -> None:
@@ -232,7 +191,7 @@ class GlooPlane(DataPlane):
 
     async def settle(self) -> None:
         """See :class:`DataPlane`."""
-        if self._met is not None and self._own_rank is None and not self._stop:
+        if self._met is not None and not self._stop:
             await asyncio.wait({self._met}, timeout=_CLOSE_SECONDS)
 
     def hint(self) -> str:
@@ -351,14 +310,14 @@ class GlooPlane(DataPlane):
     def _send(self, chunk: list[memoryview]) -> Callable[[timedelta], object]:
         arrays = [np.frombuffer(view, np.uint8) for view in chunk]
         tensor = _tensor_of(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-        wait: Callable[[timedelta], object] = self._group.send([tensor], self._peer, self._tag).wait
+        wait: Callable[[timedelta], object] = self._group.send([tensor], 1 - self._rank, 0).wait
         return wait
 
     def _receive(self, chunk: list[memoryview]) -> Callable[[timedelta], object]:
         whole = len(chunk) == 1
         size = sum(view.nbytes for view in chunk)
         array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
-        work = self._group.recv([_tensor_of(array)], self._peer, self._tag)
+        work = self._group.recv([_tensor_of(array)], 1 - self._rank, 0)
 
         def wait(patience: timedelta) -> None:
             work.wait(patience)
@@ -374,10 +333,7 @@ class GlooPlane(DataPlane):
         self._stop = True
         self._store.close()
         if not self._loop.is_closed():
-            waiting = list(self._waiting.values())
-            if self._met is not None and self._own_rank is not None:
-                waiting.append(self._met)
-            for waiter in waiting:
+            for waiter in self._waiting.values():
                 if not waiter.done():
                     waiter.set_exception(TransportBroken("the link has ended"))
                     waiter.exception()  # whoever waits for it raises it

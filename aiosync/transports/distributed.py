@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import distributed as dist
 
@@ -39,15 +39,12 @@ class DistributedTransport(DataPlaneTransport):
     """A link whose large payloads travel over a process group. Takes ownership of ``control``.
 
     Messages and small payloads travel in the control stream. The first large payload makes a
-    process group of two ranks, which never touches the default group; or a given one is used.
+    process group of two ranks, which never touches the default group.
 
     Args:
         control: Connected link for messages.
         rank: 0 at one end, 1 at the other.
         backend: ``"gloo"``; ``"nccl"`` is refused.
-        group: A Gloo process group that both ends are members of, to use instead. A transfer that
-            is cut or stalls breaks the whole of it.
-        tag: With ``group``: distinguishes links between the same two ranks.
         inline_nbytes: Payloads up to this size travel in the control stream.
         patience: Seconds that a transfer may stall before the link breaks.
 
@@ -69,8 +66,6 @@ class DistributedTransport(DataPlaneTransport):
         *,
         rank: int,
         backend: Literal["gloo", "nccl"] = "gloo",
-        group: Any = None,
-        tag: int = 0,
         inline_nbytes: int = INLINE_NBYTES,
         patience: float = 10.0,
     ) -> None:
@@ -81,7 +76,7 @@ class DistributedTransport(DataPlaneTransport):
         from aiosync.transports._gloo import GlooPlane
 
         host = control.local_host
-        plane = GlooPlane(rank, host, group=group, tag=tag, patience=patience)
+        plane = GlooPlane(rank, host, patience=patience)
         super().__init__(control, plane, inline_nbytes)
 
     @classmethod

@@ -5,8 +5,6 @@ import asyncio, anyio or torch, and pickles nothing. Its specification is
 ``docs/topics/wire-format.md``.
 """
 
-from __future__ import annotations
-
 from aiosync.wire.auth import DialerAuth, ListenerAuth
 from aiosync.wire.checksum import (
     CHECKSUM_NBYTES,

@@ -1,4 +1,4 @@
-"""A trainer and two workers that are given a group of their program, and its store."""
+"""A trainer and two workers that have a group of their own, and give the scheme its store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def given(number: int, port: int) -> None:
     group = dist.new_group([0, 1, 2])
     model = nn.Linear(512, 4096)
     fill(model, 1.0)
-    scheme = aiosync.DistributedWeightSyncScheme(group=group, store=store)
+    scheme = aiosync.DistributedWeightSyncScheme(store=store, shared_memory=False)
 
     async def main() -> None:
         if number == 0:

@@ -65,7 +65,7 @@ LEGAL: dict[str, Any] = {
     "chunk_nbytes": 128,
     "limits": aiosync.Limits(max_ndim=3),
 }
-FIXED = {"token", "tls", "dial", "group", "store"}  # only the constructor takes them
+FIXED = {"token", "tls", "dial", "store"}  # only the constructor takes them
 UNCHECKED = {"sync", "backend", "address"}  # of no effect, of other tests, and read-only
 
 every = pytest.mark.parametrize(

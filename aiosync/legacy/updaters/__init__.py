@@ -5,8 +5,6 @@ They have the constructors, hooks and defaults of TorchRL's classes of the same 
 this starts nothing. Must not import torchrl or ray.
 """
 
-from __future__ import annotations
-
 from aiosync.legacy.updaters.base import (
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,

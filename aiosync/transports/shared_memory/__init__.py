@@ -6,8 +6,6 @@ does whatever is no version of weights in a slot. Must not import torch or schem
 ``docs/topics/shared-memory.md``.
 """
 
-from __future__ import annotations
-
 from aiosync.transports.shared_memory.reader import NamedSlot, SlotReader
 from aiosync.transports.shared_memory.slots import (
     MAX_SLOTS,
