@@ -3,6 +3,10 @@
 ``python -m tests.bench.staleness --svg docs/benchmarks/staleness.svg``. The policy has its version
 in a buffer and writes it into each frame, where it is compared with what the collector says. Exits
 with 1 if any differs, or if no batch was made with several versions.
+
+With ``--max-lag 2`` the trainer waits before each update until no worker is that far behind, and
+leaves out batches that waited in the queue until they were older. Exits with 1 also if a worker
+was further behind after an update, or something older was learned from.
 """
 
 from __future__ import annotations
@@ -99,8 +103,8 @@ def span_of(data: Any) -> VersionSpan:
     return VersionSpan.from_runs(zip(versions.tolist(), counts.tolist(), strict=True))
 
 
-def run(batches: int, frames: int, pause: float, seed: int) -> dict[str, Any]:
-    """Learn, and compare."""
+def run(batches: int, frames: int, pause: float, seed: int, max_lag: int) -> dict[str, Any]:
+    """Learn, and compare; with a lag of 0 without a bound."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     net = Net()
@@ -120,6 +124,7 @@ def run(batches: int, frames: int, pause: float, seed: int) -> dict[str, Any]:
     )
     ages: list[Counter[int]] = [Counter(), Counter()]
     found: dict[str, Any] = {"batches": 0, "wrong": 0, "mixed": 0, "oldest": 0.0, "ages": ages}
+    found |= {"left out": 0, "behind": 0}
     returns: list[float] = []
     try:
         for data in collector:
@@ -133,6 +138,10 @@ def run(batches: int, frames: int, pause: float, seed: int) -> dict[str, Any]:
             stale = scheme.version - data["made_with"].reshape(-1)  # as the weights themselves say
             found["wrong"] += oldest != stale.max()
             found["wrong"] += abs(mean - float(stale.double().mean())) > 1e-9
+            if max_lag and oldest > max_lag:
+                found["left out"] += 1
+                continue
+            found["wrong"] += bool(max_lag) and int(stale.max()) > max_lag
             found["oldest"] = max(found["oldest"], oldest)
             ages[int(data["worker"].reshape(-1)[0])].update(stale.tolist())
             returns += data["next", "episode_reward"][data["next", "done"]].tolist()
@@ -143,7 +152,10 @@ def run(batches: int, frames: int, pause: float, seed: int) -> dict[str, Any]:
             sum(losses[f"loss_{of}"] for of in ("objective", "critic", "entropy")).backward()
             optimizer.step()
             net.version.fill_(scheme.version + 1)
+            if max_lag:
+                scheme.wait_lag_below(max_lag)
             collector.update_policy_weights_()
+            found["behind"] = max(found["behind"], scheme.lag)
     finally:
         collector.shutdown()
     tenth = max(1, len(returns) // 10)
@@ -180,18 +192,21 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=32, help="of a batch")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds a step is delayed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-lag", type=int, default=0, help="versions; 0 for no bound")
     parser.add_argument("--svg", help="where to draw")
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn", force=True)
-    found = run(args.batches, args.frames, args.pause, args.seed)
+    found = run(args.batches, args.frames, args.pause, args.seed, args.max_lag)
     first, last = found["returns"]
     print(
         f"{found['batches']} batches, {found['mixed']} of several versions: {found['wrong']} wrong"
     )
     print(f"oldest frame {found['oldest']:.0f} versions; mean return {first:.0f}, then {last:.0f}")
+    print(f"workers at most {found['behind']} behind; {found['left out']} batches were too old")
     if args.svg:
         draw(found["ages"], args.svg)
-    sys.exit(found["wrong"] > 0 or not found["mixed"])
+    too_far = args.max_lag and found["behind"] > args.max_lag
+    sys.exit(found["wrong"] > 0 or not found["mixed"] or bool(too_far))
 
 
 if __name__ == "__main__":

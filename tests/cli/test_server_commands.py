@@ -455,4 +455,4 @@ def test_an_address_for_metrics_that_is_none_is_refused(capsys: pytest.CaptureFi
     pytest.importorskip("prometheus_client")
     status, text = refused(capsys, "serve", "--listen", URL, "--metrics", "nowhere")
     assert status == 2
-    assert "tcp://nowhere" in text
+    assert "'nowhere' is not HOST:PORT" in text
