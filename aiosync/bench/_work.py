@@ -44,18 +44,6 @@ class _Tensors(nn.Module):
             self.register_parameter(f"p{index}", nn.Parameter(torch.zeros(numel)))
 
 
-def _mlp() -> nn.Module:
-    """A policy of 1 MB: three layers, six tensors."""
-    return nn.Sequential(
-        nn.Linear(64, 464), nn.ReLU(), nn.Linear(464, 464), nn.ReLU(), nn.Linear(464, 16)
-    )
-
-
-def _layers() -> nn.Module:
-    """As many tensors of 4 KiB in as many modules, as models have them."""
-    return nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(1000)])
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A model, in float32.
@@ -74,9 +62,17 @@ class Workload:
 
 WORKLOADS = {
     "4x2": Workload(lambda: nn.Linear(4, 2), 40, 3000),
-    "1MB": Workload(_mlp, 1_013_440, 1200),
+    "1MB": Workload(  # a policy
+        lambda: nn.Sequential(
+            nn.Linear(64, 464), nn.ReLU(), nn.Linear(464, 464), nn.ReLU(), nn.Linear(464, 16)
+        ),
+        1_013_440,
+        1200,
+    ),
     "1000x4KiB": Workload(lambda: _Tensors(1000, 1024), 4_096_000, 500),
-    "1000-layers": Workload(_layers, 4_096_000, 500),
+    "1000-layers": Workload(  # as many tensors in as many modules, as models have them
+        lambda: nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(1000)]), 4_096_000, 500
+    ),
     "64MiB": Workload(lambda: _Tensors(16, 2**20), 2**26, 8),
     "512MiB": Workload(lambda: _Tensors(16, 2**23), 2**29, 3),
 }

@@ -44,7 +44,21 @@ def doctor() -> None:
     table.add_column(no_wrap=True)
     table.add_column()
     failed = []
-    for name, needed, check in _checks():
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    checks: list[tuple[str, bool, Callable[[], str]]] = [
+        ("python", True, platform.python_version),
+        ("platform", False, lambda: system),
+        ("aiosync", True, lambda: __version__),
+        *((package, True, _version_of(package)) for package in _REQUIRED),
+        *((package, False, _version_of(package)) for package in _OPTIONAL),
+        ("event loop", True, _event_loop),
+        ("cores", False, lambda: f"{usable_cores()} usable of {os.cpu_count()}"),
+        ("torch threads", False, _torch_threads),
+        ("memfd", sys.platform == "linux", _memfd),
+        ("unix sockets", True, _unix_sockets),
+        ("open files", False, _open_files),
+    ]
+    for name, needed, check in checks:
         mark = "[green]ok[/green]" if needed else ""
         try:
             text = check()
@@ -59,24 +73,6 @@ def doctor() -> None:
         console.print(f"Failed checks: {', '.join(failed)}.")
         raise typer.Exit(1)
     console.print("Everything that aiosync needs is available.")
-
-
-def _checks() -> list[tuple[str, bool, Callable[[], str]]]:
-    """Names, whether aiosync needs it, and what looks; in the order in which to read them."""
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return [
-        ("python", True, platform.python_version),
-        ("platform", False, lambda: system),
-        ("aiosync", True, lambda: __version__),
-        *((package, True, _version_of(package)) for package in _REQUIRED),
-        *((package, False, _version_of(package)) for package in _OPTIONAL),
-        ("event loop", True, _event_loop),
-        ("cores", False, lambda: f"{usable_cores()} usable of {os.cpu_count()}"),
-        ("torch threads", False, _torch_threads),
-        ("memfd", sys.platform == "linux", _memfd),
-        ("unix sockets", True, _unix_sockets),
-        ("open files", False, _open_files),
-    ]
 
 
 def _version_of(package: str) -> Callable[[], str]:

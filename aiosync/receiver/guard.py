@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PATIENCE_SECONDS",
     "Guard",
+    "itself",
     "never_traced",
     "why_unguarded",
 ]
@@ -603,7 +604,7 @@ class _Hooks:
                 guard.enter(frame)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (_no_guard,)
+        return itself, (_no_guard,)
 
     def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
         """Have forwards of the module, whose hooks these are, get into these guards."""
@@ -667,7 +668,8 @@ class _Watch:
     __reduce__ = _Hooks.__reduce__
 
 
-def _itself(function: Any) -> Any:
+def itself(function: _F) -> _F:
+    """What a pickle of something guarded calls: copies are not guarded."""
     return function
 
 

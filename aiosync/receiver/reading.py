@@ -20,7 +20,7 @@ from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
-from aiosync.receiver.guard import Guard, never_traced
+from aiosync.receiver.guard import Guard, itself, never_traced
 from aiosync.receiver.span_log import epoch_text
 from aiosync.spans import VersionSpan
 
@@ -184,15 +184,11 @@ class Guarded:
             return await coroutine
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _unguarded, (self._function,)
+        return itself, (self._function,)
 
 
 def _generates(name: str) -> ConfigError:
     return ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
-
-
-def _unguarded(function: Any) -> Any:
-    return function
 
 
 class Methods:

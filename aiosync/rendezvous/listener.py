@@ -337,7 +337,10 @@ class StreamListener(AnyListener):
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
                 self.counts.refused[name] += 1
                 self.counts.last_refusal = f"{name}: {exc}"
-                self._log_refusal(self.counts.refused[name])
+                count = self.counts.refused[name]
+                if count & (count - 1) == 0:  # strangers cannot fill a log: 1st, 2nd, 4th, ...
+                    text = f"{self.url} refused somebody ({count} so far): {name}: {exc}"
+                    log(logging.INFO, "refused", text, model=None)
                 return
             undo.pop_all()
         self.counts.accepted += 1
@@ -345,11 +348,6 @@ class StreamListener(AnyListener):
         self._open.add(stream)
         stream.call_on_end(lambda: self._open.discard(stream))
         on_link(link, hello)
-
-    def _log_refusal(self, count: int) -> None:
-        if count & (count - 1) == 0:  # strangers cannot fill a log: the first, second, fourth, ...
-            text = f"{self.url} refused somebody ({count} so far): {self.counts.last_refusal}"
-            log(logging.INFO, "refused", text, model=None)
 
     def close(self) -> None:
         """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""

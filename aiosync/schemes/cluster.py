@@ -137,11 +137,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         """Worker: what the sender published last: its address, and its token if that is new."""
 
-    @property
-    def _shares_memory(self) -> bool:
-        """Whether workers on the sender's host read updates from shared memory."""
-        return self.shared_memory and available()
-
     def _called(self) -> str:
         """Worker: how the sender's errors may call this process, if it has a name."""
         return ""
@@ -171,7 +166,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     def _listen(self, address: Address) -> StreamListener:
         listener = super()._listen(address)
-        if self._shares_memory:
+        if self.shared_memory and available():
             self._same_host = SameHost(
                 Address.parse(listener.url),
                 self._credentials,
@@ -209,7 +204,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         self._looking = False
         self._invited = self._accept(found)
         dialer = self._to_trainer()
-        if self._shares_memory:
+        if self.shared_memory and available():
             rest = left()
             limit = self.handshake_timeout if rest is None else min(rest, self.handshake_timeout)
             here = await dial_here(

@@ -158,11 +158,6 @@ def _require(name: str, value: Any) -> Require:
     return cast("Require", value)
 
 
-def _chunk_nbytes(name: str, value: Any) -> int:
-    del name
-    return ChunkPlan(0, value).chunk_nbytes
-
-
 class SchemeOptions:
     """Options of every scheme; see :class:`aiosync.WeightSyncScheme`."""
 
@@ -212,7 +207,9 @@ class TCPOptions(StreamOptions):
     stall_timeout: Option[float | None] = Option(
         seconds(endless=True, none=True), "Seconds without progress until a drop."
     )
-    chunk_nbytes: Option[int] = Option(_chunk_nbytes, "Bytes that share one checksum.")
+    chunk_nbytes: Option[int] = Option(
+        lambda _, value: ChunkPlan(0, value).chunk_nbytes, "Bytes that share one checksum."
+    )
     keepalive: Option[float | None] = Option(
         seconds(none=True), "Seconds after which a silent peer is probed."
     )

@@ -194,7 +194,12 @@ def resolve_sources(
             "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
         ),
         (
-            has_map and not _are_sources(params_map),
+            has_map
+            and not (
+                isinstance(params_map, Mapping)
+                and params_map
+                and all(map(_is_source, params_map.values()))
+            ),
             "params_map must be a dict[int, TensorDictBase]: worker index -> its weights",
         ),
         (has_context and has_devices, "devices cannot be provided if context is provided"),
@@ -250,10 +255,6 @@ def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, (nn.Module, Mapping)) or is_tensordict(value)
-
-
-def _are_sources(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(map(_is_source, value.values()))
 
 
 def _check_source(name: str, value: Any) -> None:

@@ -297,7 +297,8 @@ class SnapshotCopier:
         if at_once and large and arena.num_slots > 1:
             return False
         # Each worker may be in a read of another version, and on its way to the next.
-        return arena.num_left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
+        left = sum(not slot.is_needed for slot in arena.segment.taken)  # readers may need them
+        return left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
 
     async def _acquire(self, prepared: Prepared) -> Snapshot:
         """Memory; waits a moment for a slot that is about to become free. One call at a time.

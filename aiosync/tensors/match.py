@@ -296,7 +296,12 @@ _STRICT_HINT = (
 def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: Strict) -> str:
     """Say in words what does not fit; empty if it fits."""
     tensor = spot.tensor
-    if not _can_be_written(tensor):
+    if not (  # on the meta device it gets memory
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    ):
         kind = type(tensor)
         return (
             f"the target is a {kind.__module__}.{kind.__qualname__} ({tensor.layout}), and only "
@@ -314,16 +319,6 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
     if tensor.dtype is not dtype and (exact or not castable):
         parts.append(f"expected dtype {tensor.dtype}, got {dtype}".replace("torch.", ""))
     return "; ".join(parts)
-
-
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind that targets may have; on the meta device it gets memory."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-    )
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

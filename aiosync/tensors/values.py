@@ -98,7 +98,9 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             return tensor(name)
         case {"__aiosync__": "tuple", "items": [*items]}:
             return tuple(unpack_value(item, tensor) for item in items)
-        case {"__aiosync__": "dict", "items": [*pairs]} if all(map(_is_pair, pairs)):
+        case {"__aiosync__": "dict", "items": [*pairs]} if all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        ):
             return {key: unpack_value(item, tensor) for key, item in pairs}
         case {"__aiosync__": "tensordict", "batch_size": [*size], "items": dict(mapping)}:
             from tensordict import TensorDict
@@ -110,10 +112,6 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         case {"__aiosync__": other}:
             raise ConfigError(f"a packed value is no {other!r} that a trainer packs")
     return {key: unpack_value(item, tensor) for key, item in value.items()}
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
 
 
 def set_item(td: Any, key: Any, value: Any) -> None:

@@ -91,7 +91,7 @@ class Place(NamedTuple):
         if isinstance(owner, nn.Module) and not is_tensordict(owner):
             return owner.get_extra_state()
         value = owner.get(self.key)
-        if self.key == _ROOT_STATE and _is_nested_tensordict(value):
+        if self.key == _ROOT_STATE and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
         return value
 
@@ -206,7 +206,17 @@ class ModuleTree:
         self._hidden = list(map(set, map(_non_persistent, self._dicts)))
         # What takes the place of a child may say that it is equal to it, a tensor of one element
         # may equal another, and comparing large ones takes long: there the objects are compared.
-        self._exact = [t for row in rows for t in row if not all(map(_is_plainly, t.values()))]
+        # Of the others, `==` of a value with any other object is false or raises, and does so soon.
+        self._exact = [
+            table
+            for row in rows
+            for table in row
+            if any(
+                value is not None
+                and not (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
+                for value in table.values()
+            )
+        ]
         self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
     def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
@@ -249,17 +259,17 @@ class ModuleTree:
                 and all(map(is_, chain.from_iterable(map(dict.values, self._exact)), self._objects))
                 and all(map(eq, map(_tables, self._dicts), self._saved))
                 and (not persistence or list(map(_non_persistent, self._dicts)) == self._hidden)
-                and (not self._params or self._same_params())
+                and (
+                    not self._params
+                    or all(
+                        (now := _inner_tensors(module)).keys() == then.keys()
+                        and all(map(is_, now.values(), then.values()))
+                        for module, then in self._params
+                    )
+                )
             )
         except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
             return False
-
-    def _same_params(self) -> bool:
-        pairs = [(_inner_tensors(module), inner) for module, inner in self._params]
-        return all(
-            now.keys() == then.keys() and all(map(is_, now.values(), then.values()))
-            for now, then in pairs
-        )
 
     def standard_state_dict(self) -> bool:
         """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""
@@ -306,11 +316,6 @@ class ModuleTree:
                 f"them: {', '.join(map(repr, hidden))}; give the sender strategy='state_dict' and "
                 "the worker load= instead of model=, or register them as buffers"
             )
-
-
-def _is_plainly(value: Any) -> bool:
-    """Whether ``==`` with any other object is false or raises, and does so soon."""
-    return value is None or (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
 
 
 # A TensorDictParams is a TensorDict and a module. A forward computes with the TensorDict inside,
@@ -414,10 +419,6 @@ def _items(source: Any) -> Iterable[tuple[Any, Any]]:
     inner = getattr(source, "_tensordict", None) if is_plain_tensordict(source) else None
     items: Any = source if inner is None else inner  # a TensorDict's own take ten times as long
     return items.items()  # type: ignore[no-any-return]
-
-
-def _is_nested_tensordict(value: Any) -> bool:
-    return is_tensor_collection(value) and not is_non_tensor(value)
 
 
 def is_nested(value: Any) -> bool:

@@ -171,7 +171,12 @@ class Cascade:
             now = _copy_of(scheme.model) if self._looks else None
             before, self._known = self._known, None
             self._looks = max(0, self._looks - 1)
-            if before is not None and _equal(before, now):
+            if (
+                before is not None
+                and now is not None
+                and before.keys() == now.keys()
+                and all(torch.equal(tensor, now[name]) for name, tensor in before.items())
+            ):
                 self._looks = 0  # what comes next is an update
                 return
             self._count_on(collector, scheme)
@@ -196,9 +201,3 @@ def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
     if any(tensor.is_meta for tensor in tensors.values()):
         return None
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor] | None) -> bool:
-    if other is None or one.keys() != other.keys():
-        return False
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -307,11 +307,6 @@ class Arena:
         """Slots of the current segment."""
         return len(self.segment.taken) if self.segment else 0
 
-    @property
-    def num_left(self) -> int:
-        """Slots of the current segment that only readers may still need."""
-        return sum(not slot.is_needed for slot in self.segment.taken) if self.segment else 0
-
     def free_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
         """Acquire a slot that no process reads, or ``None``. The caller says that it is in use.
 
