@@ -20,7 +20,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"aiosync {release}"
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_class_signature = "separated"
