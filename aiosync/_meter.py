@@ -151,6 +151,13 @@ class Meter:
                 return found
         return None
 
+    def count(self, outcome: SyncOutcome, nbytes: int, wire_nbytes: int) -> None:
+        """Count a sync that has ended. Of one thread at a time."""
+        self.finished[outcome] += 1
+        if outcome == "ok":
+            self.nbytes += nbytes
+            self._wire_nbytes += wire_nbytes
+
     def ended(
         self,
         outcome: SyncOutcome,
@@ -163,10 +170,7 @@ class Meter:
         trace: str | None = None,
     ) -> None:
         """Count a sync, and :meth:`tell`, which has these arguments. Of one thread at a time."""
-        self.finished[outcome] += 1
-        if outcome == "ok":
-            self.nbytes += nbytes
-            self._wire_nbytes += wire_nbytes
+        self.count(outcome, nbytes, wire_nbytes)
         if self.observers:
             self.tell(outcome, epoch, version, started, seconds, nbytes, wire_nbytes, trace)
 

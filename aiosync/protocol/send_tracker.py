@@ -53,6 +53,7 @@ class SendTracker:
             targets nor as failures.
         named: The caller named its targets.
         waiter: Who waits for the result; not used here.
+        about: What observers are told of it, if there are any; not used here.
 
     Attributes:
         version: As given.
@@ -63,6 +64,7 @@ class SendTracker:
         lost: As given.
         named: As given.
         waiter: As given.
+        about: As given.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
         failed: Workers that did not get it, with the reason.
@@ -70,14 +72,11 @@ class SendTracker:
         waiting: Workers without an outcome.
         timeout: Seconds that the send may take.
         look_at: When to look at it again; not used here.
-        copied: When the weights were copied; not used here.
-        wire_nbytes: Bytes of payload that had travelled before it; not used here.
-        trace: The traceparent of its span, if it has one; not used here.
     """
 
     __slots__ = (
+        "about",
         "acked",
-        "copied",
         "failed",
         "left",
         "look_at",
@@ -88,11 +87,9 @@ class SendTracker:
         "skipped",
         "started",
         "timeout",
-        "trace",
         "version",
         "waiter",
         "waiting",
-        "wire_nbytes",
         "workers",
     )
 
@@ -107,6 +104,7 @@ class SendTracker:
         lost: Mapping[int, AiosyncError] | None = None,
         named: bool = False,
         waiter: Any = None,
+        about: Any = None,
     ) -> None:
         self.version: int = version
         self.workers: frozenset[int] = frozenset(workers)
@@ -123,9 +121,7 @@ class SendTracker:
         self.waiting: set[int] = set(self.workers)
         self.timeout: float = math.inf
         self.look_at: float = math.inf
-        self.copied: float = 0.0
-        self.wire_nbytes: int = 0
-        self.trace: str | None = None
+        self.about: Any = about
 
     @property
     def satisfied(self) -> bool:
@@ -214,7 +210,7 @@ class SendTracker:
             PartialSyncError: Fewer targets than :attr:`needed` are on this version or a
                 newer one.
         """
-        if self.outcome not in ("ok", "skipped"):
+        if (self.failed or self.require != "all") and not self.satisfied:
             # With fewer targets than needed, the workers that had gone are a part of the reason.
             before = self.lost if len(self.workers) < self.needed else {}
             raise PartialSyncError(

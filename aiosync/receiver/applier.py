@@ -361,10 +361,11 @@ class Applier:
                 if error is not None:
                     raise error
                 assert target is not None
-                if isinstance(target, LoadTarget):
+                plain = isinstance(target, Target)
+                if not plain:
                     guard.held = 0, 0  # one that raises may have written a part
                 # A process that another thread forks has one version, too.
-                with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+                with FORKING if plain else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
             except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
                 if _is_interrupt(exc):
@@ -415,16 +416,18 @@ class Applier:
             staged: The update.
             closed_at: Since when no read could begin, on ``time.perf_counter()``'s clock.
         """
-        meter, slot, nbytes = self._meter, staged.slot, staged.layout.nbytes
-        began, seconds, trace = staged.began or staged.at, dict[str, float](), None
-        if meter.observers:
-            now, trace = time.perf_counter(), staged.trace if slot is None else slot.trace
-            if staged.began:
-                seconds["stage"] = staged.at - began
-            if closed_at:
-                seconds |= {"apply": now - staged.at, "pause": now - closed_at}
-        more = seconds, nbytes, staged.wire_nbytes, trace
-        meter.ended(outcome, staged.epoch, staged.version, began, *more)
+        meter, nbytes, wire_nbytes = self._meter, staged.layout.nbytes, staged.wire_nbytes
+        meter.count(outcome, nbytes, wire_nbytes)
+        if not meter.observers:
+            return
+        now, began, seconds = time.perf_counter(), staged.began or staged.at, dict[str, float]()
+        if staged.began:
+            seconds["stage"] = staged.at - began
+        if closed_at:
+            seconds |= {"apply": now - staged.at, "pause": now - closed_at}
+        trace = staged.trace if staged.slot is None else staged.slot.trace
+        what = outcome, staged.epoch, staged.version
+        meter.tell(*what, began, seconds, nbytes, wire_nbytes, trace)
 
     def _took(self, result: Result, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.

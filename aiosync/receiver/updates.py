@@ -36,12 +36,12 @@ class Staged:
     flat: FlatBuffer
     values: Mapping[str, Any]
     give_back: Callable[[], None]
+    trace: str | None = None  # of the sender's span; of a slot asked only where somebody listens
+    wire_nbytes: int = 0  # that travelled
     slot: NamedSlot | None = None  # whose memory it is, if it is shared, and who read it
     slots: SlotReader | None = None
     lent: bool = False  # it is that of the link
     reported: bool = False  # the receiver knows what became of it
-    trace: str | None = None  # of the sender's span; of a slot asked only where somebody listens
-    wire_nbytes: int = 0  # that travelled
     sent_at: int = 0  # of what came in a slot, in nanoseconds since the Unix epoch
     # When its first byte came, 0.0 where nobody knows, and when all of it was here; on
     # time.perf_counter()'s clock.
@@ -178,7 +178,7 @@ class UpdateReader:
             raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
-        came: Any = {"trace": update.trace, "wire_nbytes": layout.nbytes}
+        more = update.trace, layout.nbytes
         if self._in_parts:
             landing = self._assemble(update, layout, received)
             if landing is None:
@@ -186,7 +186,7 @@ class UpdateReader:
         elif isinstance(received.key, tuple):  # the link's own memory, which it lends
             lent = self._map(received.key, received.payload[0])
             take_back = received.release
-            return Staged(epoch, version, layout, lent, values, take_back, lent=True, **came)
+            return Staged(epoch, version, layout, lent, values, take_back, *more, lent=True)
         else:
             landing, self._landing = self._landing, None
             if landing is None:
@@ -195,7 +195,7 @@ class UpdateReader:
             received.release()
         give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
         began, self._began = self._began, 0.0
-        return Staged(epoch, version, layout, landing, values, give_back, began=began, **came)
+        return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
@@ -285,10 +285,8 @@ class UpdateReader:
                 self._mapped.pop(slot.key, None)
             slots.leave(slot, keep=kept)
 
-        named, sent_at = slot.version, slot.sent_at
-        return Staged(
-            epoch, named, layout, flat, _NO_VALUES, give_back, slot, slots, sent_at=sent_at
-        )
+        more: Any = {"slot": slot, "slots": slots, "sent_at": slot.sent_at}
+        return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, **more)
 
     def retire(self, staged: Staged) -> None:
         """The module left ``staged``: give its memory back, unless something else uses it.

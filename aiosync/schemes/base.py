@@ -1046,8 +1046,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class C: the transfer goes on in the background, from the sender's own snapshot.
         """
         sender: WeightSender = self._require("send", "sender")
-        limit, began = self._limit(timeout), time.perf_counter()
+        limit = self._limit(timeout)
         if max_lag is not None:
+            began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
         planned = self._plan(weights)
@@ -1072,9 +1073,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         started, sender = time.perf_counter(), self._sender
         if sender is None or not self._connected or self._closed or not sender.is_quiet():
             return None, None
-        if max_lag is not None:
-            return None, None
-        if self._sources.device_map or self._sources.per_worker:  # a map is asked once for a send
+        several = self._sources.device_map or self._sources.per_worker  # a map is asked once a send
+        if several or max_lag is not None:
             return None, None
         self._limit(timeout)
         named = None

@@ -36,9 +36,7 @@ async def wait_lag_below(
 
     def look(pause: float) -> None:
         nonlocal timer
-        for link in sender.links.values():
-            if link.is_behind:
-                link.ring()  # one that does not compute follows all the same
+        sender.copier.ring()  # one that does not compute follows all the same
         sender.workers.changed.notify()
         timer = loop.call_later(pause, look, min(2 * pause, _LOOK_SECONDS[1]))
 

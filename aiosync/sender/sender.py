@@ -428,12 +428,16 @@ class WeightSender:
     ) -> SendTracker:
         """Hand snapshots to their workers, and to those who come later; takes them over."""
         workers, (targets, lost), meter = self.workers, addressed, self.meter
-        copied, trace = time.perf_counter(), meter.trace(started) if meter.observers else None
+        about = (
+            (time.perf_counter(), meter.trace(started), workers.wire_nbytes)
+            if meter.observers
+            else None
+        )
         version, nbytes = self.clock.next(), 0
         if started >= meter.mark_due:
             meter.mark(version, started)
         for snapshot in snapshots.values():
-            snapshot.version, snapshot.trace = version, trace
+            snapshot.version, snapshot.trace = version, about and about[1]
             nbytes += snapshot.nbytes
         tracker = self._sends[version] = SendTracker(
             version,
@@ -444,8 +448,8 @@ class WeightSender:
             lost=lost,
             named=worker_ids is not None,
             waiter=self._loop.create_future(),
+            about=about,
         )
-        tracker.copied, tracker.trace, tracker.wire_nbytes = copied, trace, workers.wire_nbytes
         for idx in sorted(targets):
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = record.link
@@ -496,9 +500,11 @@ class WeightSender:
         workers, future = self.workers, tracker.waiter
         if self._sends.pop(tracker.version, None) is None:
             return
-        nobody = not (tracker.workers or workers.links)
-        nobody = nobody and bool(tracker.lost)
-        nobody = nobody and not any(each.has_left for each in workers.records.values())
+        nobody = (
+            not (tracker.workers or workers.links)
+            and bool(tracker.lost)
+            and not any(each.has_left for each in workers.records.values())
+        )
         self._count(tracker, "error" if nobody else tracker.outcome)
         if future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
@@ -510,11 +516,10 @@ class WeightSender:
                 untold[idx] = record.error
         if tracker.left and not tracker.named:
             tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
-        elapsed = time.perf_counter() - tracker.started
         try:
             if nobody:
                 raise PartialSyncError(failed=tracker.lost, version=tracker.version)
-            report = tracker.result(elapsed, self.clock.epoch, untold)
+            report = tracker.result(time.perf_counter() - tracker.started, self.clock.epoch, untold)
         except PartialSyncError as exc:
             if not workers.closed:
                 future.set_exception(exc)
@@ -531,10 +536,22 @@ class WeightSender:
         future.set_result(report)
 
     def _count(self, tracker: SendTracker, outcome: SyncOutcome) -> None:
-        seconds = _phases(tracker.started, tracker.copied) if self.meter.observers else {}
-        version, wire_nbytes = tracker.version, self.workers.wire_nbytes - tracker.wire_nbytes
-        more = seconds, tracker.nbytes, wire_nbytes, tracker.trace
-        self.meter.ended(outcome, self.clock.epoch, version, tracker.started, *more)
+        meter, started = self.meter, tracker.started
+        meter.finished[outcome] += 1
+        if outcome == "ok":
+            meter.nbytes += tracker.nbytes
+        if tracker.about is not None:
+            copied, trace, before = tracker.about
+            meter.tell(
+                outcome,
+                self.clock.epoch,
+                tracker.version,
+                started,
+                _phases(started, copied),
+                tracker.nbytes,
+                self.workers.wire_nbytes - before,
+                trace,
+            )
 
     @contextlib.contextmanager
     def _preparing(self, started: float) -> Iterator[None]:

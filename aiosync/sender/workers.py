@@ -379,21 +379,22 @@ class WorkerRegistry:
         """What became of versions at a worker."""
         record = self.records.get(link.idx)
         for outcome in outcomes:
-            self.num_skipped += outcome.by is not None
-            self.num_refused += isinstance(outcome.error, ApplyError)
+            error, by = outcome.error, outcome.by
+            self.num_skipped += by is not None
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
+            if error is not None and isinstance(error, ApplyError):
+                self.num_refused += 1
+                first = str(error).partition("\n")[0]  # who says more fills no log
+                self._log("refused", first, link.idx, outcome.version)
             if record is None:
                 continue
-            if isinstance(outcome.error, ApplyError):
-                first = str(outcome.error).partition("\n")[0]  # who says more fills no log
-                self._log("refused", first, link.idx, outcome.version)
-            if outcome.error is not None and record.link is link:
-                record.fail(outcome.error, outcome.version, reported=counted)
-            elif isinstance(outcome.error, WorkerLeft):
+            if error is not None and record.link is link:
+                record.fail(error, outcome.version, reported=counted)
+            elif error is not None and isinstance(error, WorkerLeft):
                 continue
-            elif outcome.error is not None and record.link is None:
+            elif error is not None and record.link is None:
                 record.version = outcome.version  # it went with this on its way
-            elif record.error is not None and (outcome.error, outcome.by) == (None, None):
+            elif record.error is not None and error is None and by is None:
                 if outcome.version > record.version:
                     record.recover()
         self.changed.notify()

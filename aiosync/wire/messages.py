@@ -547,8 +547,9 @@ def encode_header(
                 value = clipped.decode(errors="ignore")
             _check(value, spec, limits)
             rest[key] = value
-        if isinstance(message, Update) and is_traceparent(message.trace):
-            ext = {**(ext or {}), _TRACE_KEY: message.trace}
+        trace = message.trace if cls is Update else None  # type: ignore[union-attr]
+        if trace is not None and is_traceparent(trace):
+            ext = {**(ext or {}), _TRACE_KEY: trace}
         if ext:
             where = f"{cls.__name__}.{_EXT_KEY}"
             rest[_EXT_KEY] = _check_ext(ext)
