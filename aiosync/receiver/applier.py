@@ -425,9 +425,16 @@ class Applier:
             seconds["stage"] = staged.at - began
         if closed_at:
             seconds |= {"apply": now - staged.at, "pause": now - closed_at}
-        trace = staged.trace if staged.slot is None else staged.slot.trace
-        what = outcome, staged.epoch, staged.version
-        meter.tell(*what, began, seconds, nbytes, wire_nbytes, trace)
+        meter.tell(
+            outcome,
+            staged.epoch,
+            staged.version,
+            began,
+            seconds,
+            nbytes,
+            wire_nbytes,
+            staged.trace if staged.slot is None else staged.slot.trace,
+        )
 
     def _took(self, result: Result, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.
