@@ -1205,6 +1205,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
 
+        Where all of a trainer's workers have left, what it sent is waited for by nobody.
+
         Args:
             version: Version of the current epoch.
             timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for

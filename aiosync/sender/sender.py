@@ -713,7 +713,10 @@ class WeightSender:
                     failed[idx] = error
             if failed:
                 raise PartialSyncError(acked=acked, failed=failed, version=version)
-            # With nobody there, nobody has it: who comes later gets it.
+            # With nobody there, nobody has it: who comes later gets it. Who left is not waited for.
+            records = self.workers.records.values()
+            if not versions and version <= self.version:
+                return bool(records) and all(each.has_left for each in records)
             return bool(versions) and len(acked) == len(versions)
 
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)

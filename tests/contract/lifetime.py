@@ -131,6 +131,7 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
         assert (report.acked, report.left, report.failed) == (frozenset(), {0, 1}, {})
         report = await crew.send(6.0)
         assert (report.acked, report.left, report.lost) == (frozenset(), frozenset(), {})
+        assert await crew.sender.wait_for_version(report.version) == report.version
         late = await crew.join(small())
         assert await late.value() == 6.0
         other = await crew.join(small())
