@@ -1,0 +1,43 @@
+"""The page about versions says what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from aiosync.wire import WIRE_VERSION
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "topics" / "compatibility.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAMED = ["torch", "tensordict", "uvloop", "torchrl", "ray", "ray[serve]", "vllm"]
+
+
+def _asked() -> dict[str, str]:
+    """What is asked for of each library, without the pins of the demo."""
+    extras = PROJECT["optional-dependencies"]
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for name, lines in extras.items() if name != "demo" for line in lines),
+    ]
+    parts = [re.fullmatch(r"([\w.\[\]-]+?)((?:[<>=~!]=?[^;]*)?)(?:;.*)?", each) for each in lines]
+    return {part[1]: part[2].strip() for part in parts if part is not None}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_page_says_which_versions_are_allowed(name: str) -> None:
+    spec = _asked()[name]
+    assert spec
+    rows = [line for line in PAGE.splitlines() if line.startswith("|") and f"{spec}`" in line]
+    assert any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", row) for row in rows), spec
+
+
+def test_the_page_names_pythons_and_the_wire_format() -> None:
+    least = PROJECT["requires-python"].removeprefix(">=")
+    assert f"| Python | {least} or newer |" in PAGE
+    listed = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if " 3." in line]
+    assert all(version in PAGE for version in listed)
+    assert f"today {WIRE_VERSION}." in PAGE
