@@ -1,0 +1,67 @@
+"""Pictures of the built documentation: front page, a pattern and an example, to be looked at.
+
+``sphinx-build -b html docs SITE``, then ``python -m tests.bench.docs_pictures SITE FOLDER``, by
+hand. Each page is taken in light, in dark, and as wide as a phone. Needs ``chromium``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_DESK, _PHONE = (1280, 1800), (390, 2600)
+_LOOKS = {
+    "light": (_DESK, ()),
+    "dark": (_DESK, ("--force-dark-mode",)),
+    "phone": (_PHONE, ()),
+    "phone-dark": (_PHONE, ("--force-dark-mode",)),
+}
+
+
+def pages(site: Path) -> dict[str, Path]:
+    """The front page, and the first page of the patterns and of the examples by name."""
+    found = {"front": site / "index.html"}
+    for name in ("patterns", "examples"):
+        below = sorted((site / name).glob("*.html"))
+        found[name] = next(page for page in below if page.stem != "index")
+    return found
+
+
+def photograph(page: Path, file: Path, size: tuple[int, int], *options: str) -> None:
+    """Have Chromium look at a page, in a frame: its own windows are never as narrow as a phone."""
+    width, height = size
+    with tempfile.TemporaryDirectory() as place:
+        frame = Path(place) / "frame.html"
+        frame.write_text(
+            "<style>body { margin: 0 } iframe { border: 0; width: 100% }</style>"
+            f'<iframe src="{page.absolute().as_uri()}" '
+            f'style="width: {width}px; height: {height}px"></iframe>'
+        )
+        subprocess.run(
+            [
+                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+                *(f"--user-data-dir={place}/profile", f"--window-size={max(width, 500)},{height}"),
+                *(f"--screenshot={file.absolute()}", "--virtual-time-budget=3000", *options),
+                frame.as_uri(),
+            ],
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def main(site: Path, folder: Path) -> None:
+    """Take them all."""
+    folder.mkdir(exist_ok=True)
+    for name, page in pages(site).items():
+        for look, (size, options) in _LOOKS.items():
+            file = folder / f"{name}-{look}.png"
+            photograph(page, file, size, *options)
+            print(f"{file} shows {page.relative_to(site)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

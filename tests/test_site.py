@@ -1,0 +1,131 @@
+"""What the configuration of the documentation adds to a site; the pages here are small ones."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {
+    "index.md": """\
+# A site
+
+All that there is. And more.
+
+```{toctree}
+about/index
+alone
+```
+""",
+    "alone.md": """\
+# Alone
+
+It stands alone: nothing is below.
+
+![A box](pictures/update.svg){.only-light}
+![A box](pictures/update-dark.svg){.only-dark}
+
+```python
+print("copied")
+```
+
+```text
+printed
+```
+""",
+    "about/index.md": """\
+# About
+
+What it is about.
+
+```{toctree}
+errors
+```
+""",
+    "about/errors.md": """\
+# Errors
+
+```{eval-rst}
+.. automodule:: aiosync.errors
+```
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name, text in PAGES.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    (source / "pictures").symlink_to(DOCS / "pictures")
+    command = ["-m", "sphinx", "-W", "-q", "-b", "html", "-c", str(DOCS), str(source), str(site)]
+    subprocess.run([sys.executable, *command], check=True, stdin=subprocess.DEVNULL)
+    return site
+
+
+@pytest.mark.slow
+def test_each_page_has_its_markdown_beside_it(site: Path) -> None:
+    for name in PAGES:
+        assert (site / name).exists()
+        assert (site / name).with_suffix(".html").exists()
+    alone = (site / "alone.md").read_text()
+    assert "(Picture: A box)" in alone
+    assert "only-" not in alone
+    assert 'print("copied")' in alone
+
+
+@pytest.mark.slow
+def test_a_page_of_docstrings_is_written_out(site: Path) -> None:
+    text = (site / "about" / "errors.md").read_text()
+    assert "eval-rst" not in text
+    assert "exception aiosync.errors.PartialSyncError" in text
+
+
+@pytest.mark.slow
+def test_llms_txt_lists_every_page_with_a_line(site: Path) -> None:
+    lines = (site / "llms.txt").read_text().splitlines()
+    assert lines[:3] == ["# A site", "", "> All that there is."]
+    assert "- [Alone](alone.md): It stands alone: nothing is below." in lines
+    assert lines.index("## About") < lines.index("- [About](about/index.md): What it is about.")
+    assert [line for line in lines if line.startswith("- [Errors](about/errors.md): ")]
+
+
+@pytest.mark.slow
+def test_programs_can_be_copied_and_output_cannot(site: Path) -> None:
+    page = (site / "alone.html").read_text()
+    assert "copybutton.js" in page
+    script = (site / "_static" / "copybutton.js").read_text()
+    assert "div:not(.highlight-text) > div.highlight > pre" in script
+
+
+def _described() -> set[int]:
+    """The objects that the pages of the reference describe; integrations are pages of their own."""
+    pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").rglob("*.md")))
+    names, module = set(), ""
+    for kind, name, first in re.findall(
+        r"^\.\. (currentmodule|auto\w+):: (\S+)\n(?: +:(\S+):)?", pages, re.MULTILINE
+    ):
+        if kind == "currentmodule":
+            module = name
+        elif kind != "automodule":
+            names.add(name if name.startswith("aiosync.") else f"{module}.{name}")
+        elif first != "no-members" and ".integrations" not in name:
+            names |= {f"{name}.{each}" for each in importlib.import_module(name).__all__}
+    homes = (name.rpartition(".") for name in names)
+    return {id(getattr(importlib.import_module(home), name)) for home, _, name in homes}
+
+
+@pytest.mark.parametrize(
+    "package", ["aiosync", "aiosync.schemes", "aiosync.sync", "aiosync.legacy"]
+)
+def test_the_reference_describes_every_public_name(package: str) -> None:
+    """Under this name, or that of the module that it comes from."""
+    module, described = importlib.import_module(package), _described()
+    missing = {name for name in module.__all__ if id(getattr(module, name)) not in described}
+    assert missing <= {"__version__"}
