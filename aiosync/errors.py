@@ -69,7 +69,18 @@ __all__ = [
 
 
 class AiosyncError(Exception):
-    """Root of every exception that aiosync raises on purpose."""
+    """Root of every exception that aiosync raises on purpose.
+
+    Each has a note, the last line of its traceback, that names its section of the documentation.
+    The text itself has no such link: texts are joined into longer ones, and sent to peers.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        others = isinstance(self, (SyncTimeout, WeightsError, PartialSyncError))
+        page = "errors-updates" if others else "errors"
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__)
+        self.add_note(f"See reference/{page}#{name.lower()} in the documentation of aiosync.")
 
 
 class ConfigError(AiosyncError, ValueError):

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["limit_of", "show"]
 
+_LEGEND = (
+    "\nA cell: from the call of send() until every worker has applied the weights; the median, and "
+    "below it the 10th and the 90th percentile."
+    "\nwork: 4x2 is one layer of 40 bytes, 1MB a policy, 1000x4KiB a thousand tensors of 4 KiB."
+    "\naiosync/facade: the blocking API, aiosync.sync. aiosync/asyncio: without uvloop."
+    "\nlimit: the least that this machine needs for the same bytes. of the limit: 1.00 is as fast "
+    "as that, 0.10 takes ten times as long."
+)
 _MIN_NBYTES_FOR_SPEED = 10**6  # below it a send is latency, and bytes per second say nothing
 
 
@@ -46,7 +54,7 @@ def show(results: Results, console: Console) -> None:
     for transport in dict.fromkeys(timing.case.transport for timing in results.timings):
         console.print()
         console.print(_transport_table(results, transport))
-    console.print("" if results.timings else "Nothing was measured.")
+    console.print(_LEGEND if results.timings else "Nothing was measured.")
     for missing in results.missing:
         # The error of a traceback; lines of it that go on are of no use without the rest.
         lines = missing.why.splitlines()

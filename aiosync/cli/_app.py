@@ -19,6 +19,7 @@ from aiosync.cli.pull import pull
 from aiosync.cli.push import push
 from aiosync.cli.serve import serve
 from aiosync.cli.status import status
+from aiosync.cli.token import token
 from aiosync.cli.top import top
 
 __all__ = ["app", "run_app"]
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (demo, bench, doctor, serve, push, pull, status, top):
+for command in (demo, doctor, token, serve, push, pull, status, top, bench):
     app.command()(command)
 
 

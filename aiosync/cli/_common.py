@@ -49,6 +49,7 @@ __all__ = [
     "show_nbytes",
     "tls_of",
     "transfer_bar",
+    "with_flags",
     "write_text",
 ]
 
@@ -75,6 +76,7 @@ _FLAGS = {
     "token=": "--token-file",
     "tls=": "--tls",
     "(timeout=)": "(--timeout)",
+    "min_version=": "--min-version",
     "another model_id": "another --model-id",
     "the model_id another": "the --model-id another",
 }
@@ -209,8 +211,7 @@ def read_token(path: Path | None, console: Console, option: str = "--token-file"
     token = token.removesuffix(b"\n").removesuffix(b"\r")
     if not token:
         raise ConfigError(
-            f"{option}: {path} is empty: make a token with "
-            "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
+            f"{option}: {path} is empty: remove it, and make one with `aiosync token {path}`"
         )
     if len(token) > _MAX_TOKEN_NBYTES:
         raise ConfigError(f"{option}: {path} is too large for a token")
@@ -350,9 +351,10 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
         yield status
     except AiosyncError as exc:
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
-        name = "" if isinstance(exc, ConfigError) else f"{type(exc).__name__}: "
-        text = escape(plain(_with_flags(f"{name}{exc}"), 2000))
-        console.print(f"[red]aiosync {command}:[/red] {text}")
+        text = str(exc)
+        if not isinstance(exc, ConfigError):
+            text = f"{type(exc).__name__}: {text.rstrip('.')}. {' '.join(exc.__notes__)}"
+        console.print(f"[red]aiosync {command}:[/red] {escape(plain(with_flags(text), 2000))}")
         raise typer.Exit(status[0] if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
@@ -361,7 +363,8 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
         log.removeHandler(lines)
 
 
-def _with_flags(text: str) -> str:
+def with_flags(text: str) -> str:
+    """Return an error's text with the options of commands instead of arguments of the library."""
     for option, flag in _FLAGS.items():
         text = text.replace(option, flag)
     return text
@@ -375,5 +378,5 @@ class _Lines(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = plain(_with_flags(record.getMessage()), 2000)
+        text = plain(with_flags(record.getMessage()), 2000)
         self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False)

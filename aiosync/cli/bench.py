@@ -43,7 +43,8 @@ def bench(
         typer.Option(
             metavar="W",
             show_default=False,
-            help="Only this one: 4x2, 1MB, 1000x4KiB, 1000-layers, 64MiB or 512MiB; repeatable.",
+            help="Only this one: 4x2 (one layer of 40 bytes), 1MB (a policy), 1000x4KiB (tensors "
+            "of 4 KiB), 1000-layers, 64MiB or 512MiB; repeatable.",
         ),
     ] = None,
     workers: Annotated[
@@ -55,8 +56,8 @@ def bench(
         typer.Option(
             metavar="C",
             show_default=False,
-            help="Only this one, such as aiosync or aiosync/facade; 'limits' stands for all "
-            "limits; repeatable.",
+            help="Only this one, such as aiosync or aiosync/facade (the blocking API); 'limits' "
+            "stands for all limits; repeatable.",
         ),
     ] = None,
     json_to: Annotated[
@@ -75,6 +76,10 @@ def bench(
     Real worker processes, applied acknowledgements, weights that differ at each send and are
     checked in every worker. Leave the machine alone meanwhile. Exits with status 1 if nothing
     could be measured, or if aiosync failed at something.
+
+    - `aiosync bench`
+    - `aiosync bench --transport shm --json results.json`
+    - `aiosync bench --from results.json`
     """
     errors = errors_to()
     with failing("bench", errors) as exit_status:

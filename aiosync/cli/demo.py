@@ -42,7 +42,7 @@ def demo(
     ] = _TransportOption.shm,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     sync: Annotated[
-        bool, typer.Option("--sync", help="Use the blocking facade, aiosync.sync.")
+        bool, typer.Option("--sync", help="Use the blocking API, aiosync.sync.")
     ] = False,
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Longest training time; ends earlier when solved.")
@@ -61,6 +61,9 @@ def demo(
     One trainer process and some worker processes; the workers collect episodes without pause
     and aiosync gives them every new version of the policy. Exits with status 1 if the
     return did not rise.
+
+    - `aiosync demo`
+    - `aiosync demo --transport pipe --workers 4 --plot demo.png`
     """
     errors = errors_to()
     console = errors if json_to == "-" else Console(highlight=False, soft_wrap=True)
@@ -263,5 +266,5 @@ def _save_plot(progress: Progress, path: Path, title: str) -> None:
     upper.set(ylabel="return")
     lower.set(ylabel="lag (versions)", xlabel="time (s)", ylim=(0, None))
     for axes in (upper, lower):
-        axes.legend(loc="upper left")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the points
     figure.savefig(path, dpi=120)

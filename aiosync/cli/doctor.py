@@ -1,19 +1,25 @@
-"""``aiosync doctor``: versions, and what this machine offers aiosync.
+"""``aiosync doctor``: what this machine offers aiosync, whether somebody is reached, what to do.
 
-Every check is tried for real: a memfd is made and mapped, a socket pair passes a byte and a
-descriptor. Third-party packages are looked up, and only torch and aiosync are imported.
+Every check is tried for real: packages are imported, a memfd is made and mapped, a socket pair
+passes a byte and a descriptor, the address is dialled. Imports torch once the options are right.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import importlib.metadata
+import io
 import mmap
 import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,51 +29,111 @@ from rich.table import Table
 from aiosync._cores import usable_cores
 from aiosync._run import run
 from aiosync._version import __version__
+from aiosync.cli._common import (
+    TOKEN_VARIABLE,
+    Connection,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    UseTls,
+    errors_to,
+    failing,
+    plain,
+    read_token,
+    show_nbytes,
+    tls_of,
+    with_flags,
+)
+from aiosync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiosync.transports.credentials import TLS
 
 __all__ = ["doctor"]
 
-_REQUIRED = ("torch", "tensordict", "anyio", "msgpack", "numpy")
+_REQUIRED = ("torch", "tensordict", "anyio", "msgpack", "numpy", "xxhash")
 _OPTIONAL = (
     *("uvloop", "typer", "rich", "safetensors", "gymnasium", "matplotlib"),
     *("torchrl", "ray", "vllm"),
 )
+_ANSWER_SECONDS = 10.0
+_WIDTH = 160  # a pipe has none; rows stay whole
+_EMPTY = "99aa06d3014798d86001c324468d497f"  # XXH3-128 of no bytes
 
 
-def doctor() -> None:
-    """Show versions and check what aiosync needs from this machine.
+def doctor(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="URL", show_default=False, help="A trainer or weight server to reach."
+        ),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Workers beside a trainer on this machine.")
+    ] = 1,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Check this machine, and whether an address can be reached; say what to do.
 
-    Exits with status 1 if something that aiosync needs is missing.
+    Exits with status 1 if a check failed. Advice alone is status 0.
+
+    - `aiosync doctor --workers 8`
+    - `aiosync doctor tcp://10.0.0.5:7000 --token-file token`
     """
-    console = Console(highlight=False)
+    with failing("doctor", errors_to()):
+        given = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
+        checks: dict[str, Callable[[], str]] = {
+            "python": platform.python_version,
+            "platform": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+            "aiosync": lambda: __version__,
+            **{name: functools.partial(_version_of, name) for name in _REQUIRED},
+            "optional": _optional,
+            "event loop": _event_loop,
+            "digest": _digest,
+            "cores": lambda: f"{usable_cores()} usable of {os.cpu_count()}",
+            "torch threads": functools.partial(_torch_threads, workers),
+            **({"memfd": _memfd} if sys.platform == "linux" else {}),
+            **({"/dev/shm": _dev_shm} if os.path.isdir("/dev/shm") else {}),
+            "unix sockets": _unix_sockets,
+            "open files": functools.partial(_open_files, workers),
+        }
+        if token_file is not None or TOKEN_VARIABLE in os.environ:
+            checks["token"] = functools.partial(_token, token_file)
+        if given is not None:
+            given.dialling_context()
+            checks["TLS"] = lambda: "the certificate files can be used"
+        if url is not None:
+            checks["reachable"] = functools.partial(_reach, url, token_file, given)
+        _report(checks)
+
+
+def _report(checks: dict[str, Callable[[], str]]) -> None:
+    """Show what each check found, and below it what to do.
+
+    Raises:
+        typer.Exit: One of them failed.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     failed = []
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    checks: list[tuple[str, bool, Callable[[], str]]] = [
-        ("python", True, platform.python_version),
-        ("platform", False, lambda: system),
-        ("aiosync", True, lambda: __version__),
-        *((package, True, _version_of(package)) for package in _REQUIRED),
-        *((package, False, _version_of(package)) for package in _OPTIONAL),
-        ("event loop", True, _event_loop),
-        ("cores", False, lambda: f"{usable_cores()} usable of {os.cpu_count()}"),
-        ("torch threads", False, _torch_threads),
-        ("memfd", sys.platform == "linux", _memfd),
-        ("unix sockets", True, _unix_sockets),
-        ("open files", False, _open_files),
-    ]
-    for name, needed, check in checks:
-        mark = "[green]ok[/green]" if needed else ""
+    for name, check in checks.items():
         try:
-            text = check()
+            text, _, advice = check().partition("\n")
+            mark = "[yellow]advice[/yellow]" if advice else "[green]ok[/green]"
         except Exception as exc:  # noqa: BLE001  # the reader of the report sees the error
-            text = f"{type(exc).__name__}: {exc}"
-            if needed:
-                mark = "[red]FAILED[/red]"
-                failed.append(name)
-        table.add_row(mark, name, escape(text))
+            text, mark = with_flags(f"{type(exc).__name__}: {exc}"), "[red]FAILED[/red]"
+            advice = f"pip install {name}" if name in _REQUIRED else ""
+            failed.append(name)
+        below = f"\n[yellow]{escape(advice)}[/yellow]" if advice else ""
+        table.add_row(mark, name, escape(plain(text, 2000)) + below)
     console.print(table)
     if failed:
         console.print(f"Failed checks: {', '.join(failed)}.")
@@ -75,16 +141,19 @@ def doctor() -> None:
     console.print("Everything that aiosync needs is available.")
 
 
-def _version_of(package: str) -> Callable[[], str]:
-    def look() -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            if package in _OPTIONAL:
-                return "not installed"
-            raise
+# -- checks: each returns what it found, and in a second line what to do ---------------------------
 
-    return look
+
+def _version_of(package: str) -> str:
+    importlib.import_module(package)
+    return importlib.metadata.version(package)
+
+
+def _optional() -> str:
+    known = {each.name: each.version for each in importlib.metadata.distributions()}
+    found = ", ".join(f"{name} {known[name]}" for name in _OPTIONAL if name in known)
+    absent = ", ".join(name for name in _OPTIONAL if name not in known)
+    return f"{found}; not installed: {absent or 'none'}"
 
 
 def _event_loop() -> str:
@@ -93,14 +162,30 @@ def _event_loop() -> str:
         return f"{type(loop).__module__}.{type(loop).__qualname__}"
 
     found = run(name())
-    return found if found.startswith("uvloop") else f"{found}; uvloop is faster: pip install uvloop"
+    return found if found.startswith("uvloop") else f"{found}\nuvloop is faster: pip install uvloop"
 
 
-def _torch_threads() -> str:
+def _digest() -> str:
+    from aiosync.wire.checksum import checksum
+
+    if checksum(b"").hex() != _EMPTY:
+        raise ConfigError("xxhash computes something else: pip install --force-reinstall xxhash")
+    return "XXH3 with 128 bits"
+
+
+def _torch_threads(workers: int) -> str:
     import torch
 
-    advice = "call torch.set_num_threads(1) in workers that share cores"
-    return f"{torch.get_num_threads()} in this process; {advice}"
+    threads, cores = torch.get_num_threads(), usable_cores()
+    fair = max(1, cores // (1 + workers))
+    advice = (
+        f"\nmore threads than cores wait for each other: call torch.set_num_threads({fair}) in "
+        f"each process, or start them with OMP_NUM_THREADS={fair}"
+    )
+    return (
+        f"{threads} in each of {1 + workers} processes, on {cores} cores"
+        f"{advice if threads > fair else ''}"
+    )
 
 
 def _memfd() -> str:
@@ -116,6 +201,16 @@ def _memfd() -> str:
     return "anonymous shared memory works; nothing stays behind when a process is killed"
 
 
+def _dev_shm() -> str:
+    found = os.statvfs("/dev/shm")
+    free, size = (found.f_frsize * blocks for blocks in (found.f_bavail, found.f_blocks))
+    advice = (
+        "\naiosync does not use it, but Ray and torch.multiprocessing do: start a container with "
+        "--shm-size=2g"
+    )
+    return f"{show_nbytes(free)} free of {show_nbytes(size)}{advice if free < 2**30 else ''}"
+
+
 def _unix_sockets() -> str:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with left, right, open(os.devnull, "rb") as file:
@@ -129,8 +224,29 @@ def _unix_sockets() -> str:
     return "data and descriptors pass"
 
 
-def _open_files() -> str:
+def _open_files(workers: int) -> str:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"limit {soft} (hard {hard})"
+    wanted = 256 + 8 * workers
+    advice = f"\nfew for {workers} workers: run `ulimit -n {wanted}` in the shell of the trainer"
+    return f"ulimit -n is {soft} (hard limit {hard}){advice if 0 <= soft < wanted else ''}"
+
+
+def _token(path: Path | None) -> str:
+    notes = io.StringIO()
+    token = read_token(path, Console(file=notes, soft_wrap=True)) or b""
+    short = "it is short: make a new one with `aiosync token FILE`" if len(token) < 16 else ""
+    return f"{len(token)} bytes from {path or TOKEN_VARIABLE}\n{short or notes.getvalue().strip()}"
+
+
+def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
+    token = read_token(token_file, Console(file=io.StringIO()))  # its own row has what is to note
+    started = time.monotonic()
+    models = run(Connection(url, token, tls).client().stats(timeout=_ANSWER_SECONDS))
+    listed = "; ".join(
+        f"{plain(each.model, 60)} version {each.version}, {len(each.workers)} workers"
+        for each in models
+    )
+    seconds = time.monotonic() - started
+    return f"{url} answered in {seconds * 1e3:.0f} ms: {listed or 'no models yet'}"

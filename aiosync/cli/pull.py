@@ -33,7 +33,10 @@ def pull(
     min_version: Annotated[
         int,
         typer.Option(
-            min=0, max=2**63 - 1, metavar="N", help="Wait until there is at least this version."
+            min=0,
+            max=2**63 - 1,
+            metavar="N",
+            help="Wait until there is at least this version. Each push is version 1.",
         ),
     ] = 0,
     token_file: TokenFile = None,
@@ -46,6 +49,9 @@ def pull(
     """Get the newest weights of a model and write them to a file.
 
     Waits for a first version. The file is replaced in one step, once everything is there.
+
+    - `aiosync pull tcp://10.0.0.5:7000 policy.safetensors`
+    - `aiosync pull unix:///tmp/weights policy.pt --timeout 5`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("pull", *given, model_id) as (server, errors, exit_status):

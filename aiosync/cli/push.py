@@ -49,6 +49,9 @@ def push(
 
     Every worker of that model gets it, whatever its strategy. It counts as a restarted trainer:
     version 1 of a new epoch.
+
+    - `aiosync push policy.pt tcp://10.0.0.5:7000`
+    - `aiosync push critic.pt unix:///tmp/weights --model-id critic`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("push", *given, model_id) as (server, errors, exit_status):

@@ -110,6 +110,9 @@ def serve(
 
     Prints its address as one line, then serves until Ctrl-C or SIGTERM; a second one ends it at
     once. Without a token or TLS it listens on this host only.
+
+    - `aiosync serve --listen unix:///tmp/weights`
+    - `aiosync serve --listen tcp://0.0.0.0:7000 --token-file token`
     """
     errors = errors_to()
     with failing("serve", errors):

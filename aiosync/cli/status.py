@@ -52,7 +52,11 @@ def status(
     tls_key: TlsKey = None,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Show what a weight server serves, by whom and to whom."""
+    """Show what a weight server serves, by whom and to whom.
+
+    - `aiosync status tcp://10.0.0.5:7000`
+    - `aiosync status unix:///tmp/weights --json`
+    """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("status", *given) as (server, _, exit_status):
         exit_status[0] = 1

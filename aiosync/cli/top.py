@@ -87,7 +87,8 @@ def top(
 
     Asks a weight server, or a trainer that listens. Without a terminal it shows one table.
 
-    Example: `aiosync top tcp://trainer.example:7000 --token-file token`
+    - `aiosync top tcp://10.0.0.5:7000 --token-file token`
+    - `aiosync top unix:///tmp/weights --html 127.0.0.1:8080`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("top", *given) as (server, _, exit_status):

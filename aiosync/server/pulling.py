@@ -216,6 +216,7 @@ class Pull:
             advice = self._welcome.note or "is a trainer running, or the model_id another one?"
             return f"{url} has no version of {what} yet, and got none{within}; {advice}"
         return (
-            f"{url} has no version {self._least} of {what}, and got none{within}; "
-            f"it had version {self._welcome.version}"
+            f"{url} has no version {self._least} of {what}, and got none{within}; it had version "
+            f"{self._welcome.version}; min_version= may be too high: each `aiosync push`, and each "
+            "restarted trainer, counts from 1 again"
         )

@@ -154,6 +154,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown.err)
     assert shown.out == ""
     assert text.count("\n") == 1, text
+    assert text.count("See reference/") <= 1
     assert "Traceback" not in text
     assert SECRET not in text
     return status, text

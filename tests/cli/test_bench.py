@@ -113,6 +113,8 @@ def test_older_results_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     for text in ("Transport shm", "100 µs", "5.00 ms", "0.50", "shm 4x2 to 1, peer", "no [luck]"):
         assert text in shown
+    for text in ("4x2 is one layer", "facade: the blocking API", "of the limit: 1.00 is as fast"):
+        assert text in shown
     assert Results.from_json(copy.read_text()) == Results.from_json(path.read_text()) == older()
     (row, *_) = json.loads(copy.read_text())["timings"]
     assert row["median"] == row["p10"] == row["p90"] == row["p99"] == 1e-4

@@ -156,6 +156,12 @@ def test_a_round_trip_with_tls(
     ]
     epochs = [line.split()[7] for line in lines]
     assert epochs[0] != epochs[1] == epochs[2]
+    newer = ("--min-version", "2", "--timeout", "3")
+    status, text = refused(capsys, "pull", url, str(tmp_path / "x.pt"), *options, *newer)
+    assert (status, "--min-version may be too high: each `aiosync push`" in text) == (1, True)
+    assert text.endswith(
+        " See reference/errors-updates#recvtimeout in the documentation of aiosync.\n"
+    )
     # What does not fit is refused in one line.
     status, text = refused(capsys, "status", url)
     assert (status, "TLS" in text) == (1, True)

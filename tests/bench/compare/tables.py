@@ -237,7 +237,7 @@ def _targets_grid(results: Comparison) -> _Grid:
     )
     grid = _Grid(title, ["target", "wanted", "found", "met"], 2)
     for verdict in measured:
-        met = "yes" if verdict.met else "NO"
+        met = "yes" if verdict.met else "no"
         row = (verdict.text, verdict.wanted, verdict.found or "-", met)
         grid.rows.append([_Cell(text) for text in row])
     unmeasured = [verdict.text for verdict in verdicts if verdict.met is None]
@@ -280,7 +280,7 @@ def _rich(grid: _Grid) -> Table:
 
 
 def _rich_cell(cell: _Cell) -> Text:
-    text = Text(cell.text, style="bold red" if cell.text == "NO" else "")
+    text = Text(cell.text, style="bold red" if cell.text == "no" else "")
     if cell.beside:
         text.append(f"\n{cell.beside}", style="dim")
     return text
