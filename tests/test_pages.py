@@ -33,14 +33,9 @@ NOT_YET: set[str] = {
     "docs/topics/across-machines.md",
     "docs/topics/cancellation.md",
     "docs/topics/clusters.md",
-    "docs/topics/mapping.md",
     "docs/topics/blocking.md",
-    "docs/topics/ray-serve.md",
     "docs/topics/security.md",
-    "docs/topics/serving.md",
     "docs/topics/threads.md",
-    "docs/topics/torchrl.md",
-    "docs/topics/vllm.md",
 }
 """Pages that are still to be written anew."""
 
