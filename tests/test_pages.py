@@ -30,12 +30,6 @@ TABLES_AND_RULES = {"docs/benchmarks.md", "docs/topics/wire-format.md"}
 
 NOT_YET: set[str] = {
     "docs/benchmarks.md",
-    "docs/topics/across-machines.md",
-    "docs/topics/cancellation.md",
-    "docs/topics/clusters.md",
-    "docs/topics/blocking.md",
-    "docs/topics/security.md",
-    "docs/topics/threads.md",
 }
 """Pages that are still to be written anew."""
 

@@ -122,7 +122,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             other options count as they are when ``connect()`` is called. An option that is
             assigned is checked as here.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
-            ``None`` waits for ever.
+            ``None`` waits for ever. The start of a collector's workers counts as ``connect()``; for
+            a long start and short sends see ``docs/topics/cancellation.md``.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
             one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
             A single dtype does not round buffers that are not persistent.

@@ -32,7 +32,8 @@ class DistributedWeightSyncScheme(ClusterScheme):
     a process group of two ranks for large ones; they meet through the control stream. The
     default group of the process, of a DDP trainer for example, is never touched. Workers may
     come and go at any time. Those on the sender's own host do not need a group: they read updates
-    from shared memory, unless told otherwise (``shared_memory``). See ``docs/topics/clusters.md``.
+    from shared memory, unless told otherwise (``shared_memory``). See
+    ``docs/topics/torch-distributed.md``.
 
     Only the control stream is authenticated: ``torch.distributed`` itself is made
     for trusted networks.

@@ -42,7 +42,7 @@ class RayWeightSyncScheme(ClusterScheme):
     Large ones are put into Ray's object store, once for all workers; workers of one node share
     that memory and point their parameters at it. Workers on the sender's own host read all of
     them from shared memory, unless told otherwise (``shared_memory``). See
-    ``docs/topics/clusters.md``.
+    ``docs/topics/ray.md``.
 
     The object store's memory is read-only: a worker that writes to its parameters in place, for
     example by training them, dies with a segmentation fault.

@@ -42,7 +42,7 @@ class RPCWeightSyncScheme(ClusterScheme):
     calls ``init_rpc()`` itself, before :meth:`connect`, and ``rpc.shutdown()`` after
     :meth:`aclose`. Copies of this object may be made before :meth:`init_on_sender`, as TorchRL's
     collectors do: the sender then tells the workers that it knows by name. Workers may come and go
-    at any time. See ``docs/topics/clusters.md``.
+    at any time. See ``docs/topics/rpc.md``.
 
     RPC executes what its peers send, by design: use it only between hosts that trust each other.
 

@@ -2,7 +2,8 @@
 
 Each link has a group of two ranks of its own, which meet through the control stream instead of a
 store on a port. Work of Gloo can only be waited for by blocking, so each direction that is in use
-has one thread that waits. Drives torch; must not import schemes. See ``docs/topics/clusters.md``.
+has one thread that waits. Drives torch; must not import schemes. See
+``docs/topics/torch-distributed.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What runs in other processes of a Ray cluster: pickled by value, so they need no aiosync.
 
 It has to stand alone: must not import anything of aiosync, and torch only where an actor asked
-for tensors. See ``docs/topics/clusters.md``.
+for tensors. See ``docs/topics/ray.md``.
 """
 
 from __future__ import annotations
