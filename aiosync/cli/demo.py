@@ -49,7 +49,7 @@ def demo(
     ] = 50.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of networks and environments.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Save a plot of return and lag over time.")
+        Path | None, typer.Option(help="Save a plot of return and versions over time.")
     ] = None,
     json_to: Annotated[
         str | None,
@@ -108,7 +108,7 @@ class Progress:
         seconds: Longest training time.
         show: Called after every update of the policy.
         returns: (time, return) of every episode, in the order in which they arrived.
-        lags: (time, worker, mean lag of the steps) of every episode, in versions.
+        lags: (time, worker, newest version, mean lag of the steps) of every episode, in versions.
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
         workers: Newest version, its lag, steps and episodes of each worker.
         version: Newest version that was sent.
@@ -121,7 +121,7 @@ class Progress:
     show: Callable[[Progress], None]
     workers: list[dict[str, int]] = field(init=False)
     returns: list[tuple[float, float]] = field(default_factory=list)
-    lags: list[tuple[float, int, float]] = field(default_factory=list)
+    lags: list[tuple[float, int, int, float]] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     version: int = 0
     started: float = 0.0
@@ -144,7 +144,7 @@ class Progress:
             worker["episodes"] += 1
             self.returns.append((now, steps))
             lag = version - statistics.fmean(episode.versions)
-            self.lags.append((now, episode.worker_idx, lag))
+            self.lags.append((now, episode.worker_idx, version, lag))
         return max(0.1, 1.0 - now / self.seconds)
 
     def sent(self, report: SendReport) -> bool:
@@ -186,7 +186,7 @@ class Progress:
             "versions": self.version,
             "send_latency_p50": self.latency(50),
             "send_latency_p95": self.latency(95),
-            "mean_lag": _mean([lag for _, _, lag in self.lags]),
+            "mean_lag": _mean([lag for *_, lag in self.lags]),
             "workers": self.workers,
         }
 
@@ -250,7 +250,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _save_plot(progress: Progress, path: Path, title: str) -> None:
-    """Save return and lag over time as a picture; the ending of ``path`` says which format."""
+    """Save return and versions over time as a picture; the ending of ``path`` says which format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -260,11 +260,16 @@ def _save_plot(progress: Progress, path: Path, title: str) -> None:
     means = [_mean(values[max(0, i - _WINDOW) : i]) for i in range(1, len(values) + 1)]
     upper.plot(times, values, ".", markersize=3, alpha=0.35, label="episode")
     upper.plot(times, means, label=f"mean of the last {_WINDOW}")
+    lower.step(
+        times, [version for _, _, version, _ in progress.lags], where="post", label="trainer"
+    )
     for idx in range(progress.num_workers):
-        points = [(at, lag) for at, worker, lag in progress.lags if worker == idx]
-        lower.plot(*zip(*points, strict=True), ".", markersize=3, label=f"worker {idx}")
+        points = [
+            (at, version - lag) for at, worker, version, lag in progress.lags if worker == idx
+        ]
+        lower.plot(*zip(*points, strict=True), ".", markersize=4, label=f"worker {idx}")
     upper.set(ylabel="return")
-    lower.set(ylabel="lag (versions)", xlabel="time (s)", ylim=(0, None))
+    lower.set(ylabel="version", xlabel="time (s)", ylim=(0, None))
     for axes in (upper, lower):
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the points
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False)
     figure.savefig(path, dpi=120)
