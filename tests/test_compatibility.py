@@ -1,4 +1,4 @@
-"""The page about versions says what pyproject.toml asks for."""
+"""What pages say of versions and of TorchRL is so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import aiosync.sync
 from aiosync.wire import WIRE_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -41,3 +42,20 @@ def test_the_page_names_pythons_and_the_wire_format() -> None:
     listed = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if " 3." in line]
     assert all(version in PAGE for version in listed)
     assert f"today {WIRE_VERSION}." in PAGE
+
+
+@pytest.mark.slow
+def test_what_is_said_of_torchrl_is_so() -> None:
+    """The page for those who move, compared with the TorchRL that is installed."""
+    theirs = pytest.importorskip("torchrl.weight_update")
+    page = (ROOT / "docs" / "coming-from" / "torchrl.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    named = {name for left, _ in rows for name in re.findall(r"\w+WeightSyncScheme", left)}
+    assert len(named) >= 6
+    assert [name for name in named if not hasattr(theirs, name)] == []
+    mine = {name for _, right in rows for name in re.findall(r"`scheme\.(\w+)\(", right)}
+    assert [name for name in mine if not hasattr(aiosync.sync.WeightSyncScheme, name)] == []
+    scheme = theirs.SharedMemWeightSyncScheme
+    assert "send_async" in (scheme.__doc__ or "")
+    assert not hasattr(scheme, "send_async")
+    assert not hasattr(scheme, "wait_async")
