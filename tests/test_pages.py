@@ -324,7 +324,7 @@ def test_the_two_programs_of_the_quickstart_find_each_other(tmp_path: Path) -> N
     try:
         trainer, worker = start("train", train), start("act", act)
         wait_until(lambda: newest(worker()) >= 3)
-        assert re.search(r"^loss \d.*version \d+, applied by \[0\]$", trainer(), re.MULTILINE)
+        assert re.search(r"^loss \d.*workers \[0\] have version \d+$", trainer(), re.MULTILINE)
         started[1].send_signal(signal.SIGINT)
         started[1].wait(30)
         left_at = newest(worker())
