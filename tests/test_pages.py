@@ -28,11 +28,6 @@ LONG_ONES = 0.03
 TABLES_AND_RULES = {"docs/benchmarks.md", "docs/topics/wire-format.md"}
 """Pages to look things up in, which may have any number of words."""
 
-NOT_YET: set[str] = {
-    "docs/benchmarks.md",
-}
-"""Pages that are still to be written anew."""
-
 FENCE = re.compile(r"^ *(`{3,}|:{3,}|~{3,})(.*?)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
 SHELLS = {"bash", "console", "sh", "shell"}
 
@@ -71,8 +66,6 @@ def _long_sentences(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_a_page_has_few_words_and_short_sentences(page: Path) -> None:
     text = page.read_text()
-    if _name(page) in NOT_YET:
-        pytest.skip("still to be written anew")
     assert _words(text) <= MOST_WORDS or _name(page) in TABLES_AND_RULES
     long = _long_sentences(text)
     assert len(long) <= LONG_ONES * len(_sentences(text)), "\n".join(long)
@@ -252,8 +245,6 @@ def help_of(
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_shell_commands_and_their_options_exist(page: Path, help_of: Callable[[str], str]) -> None:
-    if _name(page) in NOT_YET:
-        pytest.skip("still to be written anew")
     faults = [
         f"{' '.join(words)}: {fault}"
         for _, language, text in FENCE.findall(page.read_text())
