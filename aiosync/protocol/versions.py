@@ -1,5 +1,6 @@
 """Identity and order of updates, on both sides of a link.
 
+What is on its way at the trainer compares in ``outbox``.
 Pure bookkeeping. This module must never import asyncio, anyio or torch, and reads no clock.
 """
 

@@ -1044,7 +1044,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: Not a connected sender.
 
         Cancellation:
-            Class C: the transfer goes on in the background, from the sender's own snapshot.
+            Class C: the transfer goes on in the background, from the sender's own snapshot; of a
+            call that is cancelled before that has been copied, nothing is sent.
         """
         sender: WeightSender = self._require("send", "sender")
         limit = self._limit(timeout)

@@ -1,8 +1,9 @@
 """The trainer's runtime: versions, sends and their deadlines, and what can be waited for.
 
 A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead one
-never delays another. A send that is cancelled stops only the wait: the transfer goes on, from a
-copy, and who failed is said by the next send. Must not import the receiver.
+never delays another. A send that is cancelled while the weights are copied leaves nothing, not even
+a version; later only the wait stops: the transfer goes on, from a copy, and the next send says who
+failed. Must not import the receiver.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class SnapshotCopier:
         if self._growing is not None:  # of a call that was cancelled
             await asyncio.wait({self._growing})
         pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
-        while (slot := arena.free_slot(nbytes)) is None:
+        while (slot := arena.take_slot(nbytes)) is None:
             late = time.monotonic() >= until
             if self._may_grow(arena, nbytes, at_once=not late):
                 grow = functools.partial(arena.grow, nbytes)
@@ -372,7 +372,7 @@ class SnapshotCopier:
         if nbytes > _INLINE_NBYTES and not always:
             return None
         if arena is not None:
-            slot = arena.free_slot(nbytes, growing=self._growing is not None)
+            slot = arena.take_slot(nbytes, growing=self._growing is not None)
             if slot is None and self._may_grow(arena, nbytes, at_once=not always):
                 slot = arena.grow(nbytes)
             if slot is None and not always:

@@ -2,7 +2,7 @@
 
 Writing happens at once where the link takes it and in a task where it does not; a second task
 reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
-``sender.workers`` has watch its process.
+``sender.workers`` has watch its process; of a plain Ray actor by ``transports.ray``.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.encrypted_stream import why_refused
 from aiosync.transports.stream import FramedTransport
+from aiosync.transports.tls_stream import why_refused
 from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
 
 __all__ = ["name_from", "prove_as_dialer", "prove_as_listener"]

@@ -19,9 +19,9 @@ from aiohappyeyeballs import AddrInfoType, start_connection
 from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.encrypted_stream import TlsStream
 from aiosync.transports.handshake import prove_as_dialer, prove_as_listener
 from aiosync.transports.stream import ByteStream, FramedTransport, socket_of, widen_socket
+from aiosync.transports.tls_stream import TlsStream
 from aiosync.types import Cancellation, Capabilities, Limits
 
 __all__ = ["TCP_LIMITS", "TCPTransport"]

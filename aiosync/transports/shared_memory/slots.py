@@ -307,7 +307,7 @@ class Arena:
         """Slots of the current segment."""
         return len(self.segment.taken) if self.segment else 0
 
-    def free_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
+    def take_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
         """Acquire a slot that no process reads, or ``None``. The caller says that it is in use.
 
         Args:

@@ -3,7 +3,7 @@
 A socket that OpenSSL drives itself wants a write that did not fit to be repeated with the same
 bytes; a framed link may have changed its mind by then. Here a byte that was taken is encrypted,
 kept and sent in order, whatever comes after it. Which certificates, and what is checked, is in
-``credentials``. Must not import torch.
+``credentials``; ``tcp`` puts it on a socket. Must not import torch.
 """
 
 from __future__ import annotations
