@@ -34,6 +34,7 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"aiosync {release}"
+pygments_dark_style = "github-dark"  # furo's own underlines each module
 # What a program printed is not for copying.
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 
