@@ -194,6 +194,16 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_examples_that_are_named_exist() -> None:
+    named = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in re.findall(r"\bexamples/\w+\.py\b", page.read_text())
+        if not (ROOT / name).exists()
+    }
+    assert named == set()
+
+
 def test_every_exception_is_in_the_drawn_tree() -> None:
     errors = importlib.import_module("aiosync.errors")
     drawn = set(re.findall(r"\w+", inspect.getdoc(errors) or ""))

@@ -1,23 +1,131 @@
-"""Every example runs by itself, shows what its first line says, and is quick."""
+"""Every example runs by itself and prints what its page shows; the files of a container work."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import socket
+import runpy
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tomllib
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+import aiosync
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+DOCS = ROOT / "docs" / "examples"
+CONTAINER = EXAMPLES / "container"
+LARGER = [
+    "distributed_trainer",
+    "generation_server",
+    "ray_serve_policy",
+    "rpc_trainer",
+    "two_models",
+]
+NEEDS = {"fastapi_server": "fastapi", "ray_actors": "ray", "torchrl_collector": "torchrl"}
+
+_script = runpy.run_path(str(DOCS / "outputs.py"))
+masked, run_shown = _script["masked"], _script["run"]
+SHOWN = [
+    pytest.param(
+        page, what, text, id=what if what.startswith("examples/") else f"{page.name}-commands"
+    )
+    for page in _script["pages"]()
+    for what, text in _script["outputs"](page)
+]
+
+
+def programs() -> list[str]:
+    return sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+# -- the pages --------------------------------------------------------------------------------
+
+
+def test_every_short_program_has_a_page_and_every_larger_one_is_named() -> None:
+    gallery = (DOCS / "index.md").read_text()
+    for name in programs():
+        text = (EXAMPLES / f"{name}.py").read_text()
+        assert text.startswith('"""Shows ')
+        if name in LARGER:
+            assert f"`{name}.py`" in gallery
+            continue
+        assert len(text.splitlines()) <= 60, name
+        page = f"{name.replace('_', '-')}.md"
+        assert f"]({page})" in gallery
+        shown = (DOCS / page).read_text()
+        assert f"```{{literalinclude}} ../../examples/{name}.py\n" in shown
+        assert f"<!-- output of examples/{name}.py -->\n" in shown
+    assert set(LARGER) < set(programs())
+
+
+def test_every_page_is_in_the_gallery() -> None:
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    gallery = (DOCS / "index.md").read_text()
+    assert set(re.findall(r"\]\(([a-z-]+)\.md\)", gallery)) == pages
+    listed = re.search(r"```\{toctree\}\n:hidden:\n\n(.*?)\n```", gallery, re.DOTALL)
+    assert listed is not None
+    assert set(listed[1].split()) == pages
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "same"),
+    [
+        ("version 2 of epoch 00ff00ff00ff00ff", "version 2 of epoch 0123456789abcdef", True),
+        ("took 1.25 ms", "took 3 ms", True),
+        ("reward 0.51", "reward 0.93", True),
+        ("version 2 is applied by [0]", "version 3 is applied by [0]", False),
+        ("applied by [0, 1]", "applied by [0]", False),
+    ],
+)
+def test_only_what_differs_from_run_to_run_is_masked(text: str, other: str, same: bool) -> None:
+    assert (masked(text) == masked(other)) is same
+
+
+@pytest.fixture(scope="module")
+def printed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the examples print that the chosen tests ask for; two at a time, on two cores."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {
+        call.params["what"]: call.params["page"] for call in calls if call and "what" in call.params
+    }
+
+    def run(item: tuple[str, Path]) -> str | Exception:
+        what, page = item
+        try:
+            return run_shown(page, what)
+        except (RuntimeError, subprocess.TimeoutExpired) as exc:
+            return exc
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(wanted, pool.map(run, wanted.items()), strict=True))
+
+
+@pytest.mark.apart
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("page", "what", "text"), SHOWN)
+def test_a_page_shows_what_is_printed(
+    page: Path, what: str, text: str, printed: dict[str, Any]
+) -> None:
+    pytest.importorskip(NEEDS.get(Path(what).stem, "typer"))
+    assert isinstance(printed[what], str), printed[what]
+    assert masked(printed[what]) == masked(text)
+
+
+# -- larger programs --------------------------------------------------------------------------
 
 
 def run(name: str, *, quiet: bool = True) -> str:
-    pytest.importorskip("gymnasium")
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
         capture_output=True,
@@ -30,42 +138,9 @@ def run(name: str, *, quiet: bool = True) -> str:
     return done.stdout
 
 
-def test_every_example_is_tested_and_says_what_it_shows() -> None:
-    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == [
-        "async_trainer.py",
-        "bare_schemes.py",
-        "classic_trainer.py",
-        "distributed_trainer.py",
-        "generation_server.py",
-        "policy_server.py",
-        "ray_serve_policy.py",
-        "ray_trainer.py",
-        "rpc_trainer.py",
-        "tcp_trainer.py",
-        "tcp_worker.py",
-        "torchrl_collector.py",
-    ]
-    for name in names:
-        first_line = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()[0]
-        assert first_line.startswith('"""Shows ')
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["async_trainer.py", "classic_trainer.py"])
-def test_trainer(name: str) -> None:
-    out = run(name)
-    versions = re.search(r"^(\d+) versions", out)
-    assert versions is not None
-    assert int(versions[1]) > 10
-    rise = re.search(r"mean return (\d+) -> (\d+)", out)
-    assert rise is not None
-    assert int(rise[2]) > int(rise[1])
-
-
-@pytest.mark.slow
-def test_bare_schemes() -> None:
-    out = run("bare_schemes.py")  # three processes write to it: lines may be mixed
+def test_two_models() -> None:
+    out = run("two_models.py")  # three processes write to it: lines may be mixed
     assert re.findall(r"trainer: (\w+) version (\d+) applied by \[0, 1\]", out) == [
         ("policy", "2"),
         ("policy", "3"),
@@ -98,102 +173,6 @@ def test_a_trainer_in_a_cluster(name: str, workers: int) -> None:
     assert len({total for _, total in seen}) == 1  # the same weights in all of them
 
 
-# -- a trainer and workers that know nothing of each other but an address and a token ---------
-
-
-@contextmanager
-def started(name: str, *args: str, token: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    env = {key: value for key, value in os.environ.items() if key != "AIOSYNC_TOKEN"}
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLES / name, *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env if token is None else env | {"AIOSYNC_TOKEN": token},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(process: subprocess.Popen[str], pattern: str) -> tuple[re.Match[str], list[str]]:
-    """The first line of stdout that matches, and those before it."""
-    assert process.stdout is not None
-    before: list[str] = []
-    for line in process.stdout:
-        match = re.search(pattern, line)
-        if match is not None:
-            return match, before
-        before.append(line)
-    assert process.stderr is not None
-    raise AssertionError(f"no line like {pattern!r} in {before}; stderr: {process.stderr.read()}")
-
-
-def free_port() -> int:
-    """Below those that the system gives to clients, so that it stays free between two trainers."""
-    for port in range(20000 + os.getpid() % 10000, 32000):
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.apart
-def test_tcp_workers_outlive_the_trainer(tmp_path: Path) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    token_file = tmp_path / "token"
-    token_file.write_text("a token of this test\n")
-    worker = ["tcp_worker.py", url, "--patience", "100"]
-    trainer = ["--listen", url, "--workers", "2", "--pause", "0", "--steps"]
-    with (
-        started(*worker, token="a token of this test") as one,  # they dial before it listens
-        started(*worker, "--token-file", str(token_file)) as two,
-    ):
-        trainers = set()
-        for steps in (3, 5):
-            with started(
-                "tcp_trainer.py", *trainer, str(steps), token="a token of this test"
-            ) as process:
-                out, err = process.communicate(timeout=100)
-            assert (process.returncode, err) == (0, "")
-            assert out.startswith(f"listening on {url}\n")
-            last = rf"step {steps}: loss \d+\.\d+, version {steps + 1} applied by \[0, 1\]\n$"
-            assert re.search(last, out)
-            # The pipe keeps what they said; both say the same of the same weights.
-            seen = rf"^trainer (\w{{4}}), version {steps + 1}: (policy\(1\) = .*)$"
-            matches = [wait_for(each, seen)[0] for each in (one, two)]
-            assert matches[0].groups() == matches[1].groups()
-            trainers.add(matches[0][1])
-        assert len(trainers) == 2
-        assert one.poll() is None and two.poll() is None
-
-
-@pytest.mark.slow
-@pytest.mark.apart
-def test_policy_server() -> None:
-    pytest.importorskip("uvicorn")
-    out = run("policy_server.py")
-    answers = re.search(
-        r"^(\d+) answers by versions (\d+) to (\d+), for each client in order: True$", out, re.M
-    )
-    assert answers is not None, out
-    assert int(answers[1]) > 20
-    assert int(answers[3]) > int(answers[2])
-    asked = re.search(r"^version (\d+) was asked for: (\d+) answered$", out, re.M)
-    assert asked is not None, out
-    assert int(asked[2]) >= int(asked[1])
-    assert re.search(r"^the trainer has left: .*lost", out, re.M)
-    assert re.search(r"^the server goes on: 200 by version \d+$", out, re.M)
-
-
 @pytest.mark.slow
 @pytest.mark.apart
 def test_generation_server() -> None:
@@ -219,3 +198,140 @@ def test_a_policy_in_ray_serve() -> None:
     out = run("ray_serve_policy.py", quiet=False)
     assert "version 21 applied by [0, 1]" in out
     assert "got an answer of version 21" in out
+
+
+# -- a weight server in a container -----------------------------------------------------------
+
+
+def container_file(name: str) -> str:
+    """A file, with lines that were folded unfolded."""
+    return (CONTAINER / name).read_text().replace("\\\n", " ")
+
+
+def image() -> dict[str, list[str]]:
+    """What the image runs, by instruction."""
+    found = re.findall(
+        r"^(\w+)(?: +--\S+)*(?: +CMD)? +(\[.*\])$", container_file("Containerfile"), re.M
+    )
+    return {name: json.loads(command) for name, command in found}
+
+
+def manifest() -> dict[str, Any]:
+    """The objects of the manifest, by kind."""
+    yaml = pytest.importorskip("yaml")
+    text = container_file("kubernetes.yaml")
+    return {part["kind"]: part["spec"] for part in yaml.safe_load_all(text)}
+
+
+def unit_command() -> list[str]:
+    found = re.search(r"^ExecStart=(.*)$", container_file("aiosync-serve.service"), re.M)
+    assert found is not None
+    return shlex.split(found[1])
+
+
+def serve_options(kind: str) -> dict[str, str]:
+    """The options that `aiosync serve` has in a container, a pod or a unit."""
+    if kind == "unit":
+        program, command, *args = unit_command()
+        assert (Path(program).name, command) == ("aiosync", "serve")
+    else:
+        assert image()["ENTRYPOINT"] == ["aiosync", "serve"]
+        args = image()["CMD"]
+        if kind == "pod":
+            (container,) = manifest()["StatefulSet"]["template"]["spec"]["containers"]
+            args = [part for arg in container["args"] for part in arg.split("=", 1)]
+    return dict(zip(args[::2], args[1::2], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.apart
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["container", "pod", "unit"])
+def test_the_weight_server_of_a_file_starts_is_healthy_and_ends(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("typer")
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    for path in (token, wrong):
+        path.touch(0o600)
+        path.write_text(f"a {path.name} of this test\n")
+    here = {
+        "--listen": "tcp://127.0.0.1:0",
+        "--token-file": str(token),
+        "--store": str(tmp_path / "store"),
+        "--metrics": "127.0.0.1:0",
+    }
+    options = serve_options(kind)
+    assert here.keys() <= options.keys()
+    command = [sys.executable, "-m", "aiosync"]
+    args = [arg for option in (options | here).items() for arg in option]
+    server = subprocess.Popen(
+        [*command, "serve", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            told = re.fullmatch(r"Metrics at (http://.*)/metrics\n", server.stderr.readline())
+            assert told is not None
+            url = server.stdout.readline().strip()
+            for path in ("/readyz", "/healthz"):
+                with urllib.request.urlopen(told[1] + path, timeout=30) as answer:
+                    assert answer.status == 200
+            if kind == "container":
+                _, *check = image()["HEALTHCHECK"]
+                check[check.index("tcp://127.0.0.1:7000")] = url
+                for file, healthy in ((token, True), (wrong, False)):
+                    check[check.index("--token-file") + 1] = str(file)
+                    asked = subprocess.run([*command, *check], capture_output=True, check=False)
+                    assert (asked.returncode == 0) is healthy
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+
+
+def test_the_image_has_the_pinned_torch_and_its_extras_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (torch,) = [each for each in extras["demo"] if each.startswith("torch==")]
+    found = re.search(r"pip install \S+ (\S+) '/src\[(.*)\]'", container_file("Containerfile"))
+    assert found is not None
+    assert found[1] == torch
+    assert set(found[2].split(",")) <= extras.keys()
+
+
+def test_the_parts_of_the_manifest_and_the_image_fit_together() -> None:
+    parts = manifest()
+    states = parts["StatefulSet"]
+    pod = states["template"]["spec"]
+    (container,) = pod["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    listens = {name: serve_options("pod")[f"--{name}"] for name in ("listen", "metrics")}
+    assert listens["listen"].endswith(f":{ports['weights']}")
+    assert listens["metrics"].endswith(f":{ports['metrics']}")
+    assert f"EXPOSE {ports['weights']} {ports['metrics']}\n" in container_file("Containerfile")
+    assert [each["targetPort"] for each in parts["Service"]["ports"]] == ["weights"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "metrics"
+    labels = states["template"]["metadata"]["labels"]
+    assert labels == parts["Service"]["selector"] == states["selector"]["matchLabels"]
+    assert labels == parts["NetworkPolicy"]["podSelector"]["matchLabels"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    volumes = {each["name"] for each in pod["volumes"]}
+    volumes |= {each["metadata"]["name"] for each in states["volumeClaimTemplates"]}
+    assert mounts.keys() == volumes
+    assert serve_options("pod")["--token-file"] == f"{mounts['token']}/token"
+    assert serve_options("pod")["--store"] == mounts["store"]
+    assert serve_options("pod") == serve_options("container")
+    tag = re.search(r"--tag (\S+) ", container_file("Containerfile"))
+    assert tag is not None
+    assert container["image"] == tag[1] == f"aiosync:{aiosync.__version__}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not there")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    text = (CONTAINER / "aiosync-serve.service").read_text()
+    unit = tmp_path / "aiosync-serve.service"
+    unit.write_text(text.replace(unit_command()[0], sys.executable))  # one that is there
+    verify = ["systemd-analyze", "verify", str(unit)]
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "aiosync-serve" not in done.stderr

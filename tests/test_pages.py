@@ -265,7 +265,7 @@ def test_shell_commands_and_their_options_exist(page: Path, help_of: Callable[[s
         ("(umask 077; aiosync --version --nothing) > token", ["--nothing"]),
         ("python -m tests.bench --profile full --nothing", ["--nothing"]),
         ("python -m tests.bench.nothing", ["tests.bench.nothing"]),
-        ("python examples/tcp_worker.py URL --patience 3 --nothing", ["--nothing"]),
+        ("python examples/two_machines.py work URL token --nothing", ["--nothing"]),
         ("python examples/nothing.py", ["examples/nothing.py"]),
         (
             ".venv/bin/pip install torch -e '.[cli,nothing]' 'aiosync[cli]'",

@@ -2,8 +2,8 @@
 
     python -m tests.bench.asgi_under_load [--mib 1024] [--rate 200] [--seconds 20] [--json FILE]
 
-Three processes: the application of ``examples/policy_server.py`` under uvicorn, with a model of
-the given size; a trainer that fills the model with the number of each version and sends it over
+Three processes: a Starlette application with a feed under uvicorn, and a model of the given size;
+a trainer that fills the model with the number of each version and sends it over
 TCP, one after the other without a pause; and this one, which asks at a steady rate. The load is
 open: requests begin when the clock says so, not when earlier ones have ended, and latencies count
 from then. Half of the requests are answered by one forward, half by two forwards with a pause of
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -43,7 +42,6 @@ import aiosync
 from aiosync.serving import AdmissionGate, WeightFeed
 from tests.bench._loop_time import Spans, Ticker, summary, watch_everything
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "policy_server.py"
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 120.0
 PAUSE = 0.002
@@ -66,14 +64,6 @@ class Probe(nn.Module):
     def forward(self, where: torch.Tensor) -> torch.Tensor:
         at = int(where.sum()) % self.size
         return torch.stack([tensor[at] for tensor in self.tensors])
-
-
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("policy_server", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the trainer ------------------------------------------------------------------------------
@@ -120,8 +110,11 @@ def _fill(model: nn.Module, version: int) -> None:
 
 def serve(sock: socket.socket, address: str, args: Any) -> None:
     import uvicorn
+    from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
+
+    from aiosync.integrations.asgi import WeightsMiddleware
 
     torch.set_num_threads(1)
     policy = Probe(args.mib * 2**20, args.tensors)
@@ -130,6 +123,11 @@ def serve(sock: socket.socket, address: str, args: Any) -> None:
     )
     ticker, spans = Ticker(), watch_everything() if args.blame else Spans()
     ticking: list[asyncio.Task[None]] = []
+
+    async def act(request: Any) -> Any:
+        observation = torch.tensor(await request.json())
+        with torch.no_grad():
+            return JSONResponse(policy(observation).tolist())
 
     async def twice(request: Any) -> Any:
         observation = torch.tensor(await request.json())
@@ -149,9 +147,12 @@ def serve(sock: socket.socket, address: str, args: Any) -> None:
         }
         return JSONResponse(found)
 
-    app = load_example().make_app(policy, feed, exempt=("/measured",))
-    app.app.routes.append(Route("/twice", twice, methods=["POST"]))
-    app.app.routes.append(Route("/measured", measured))
+    routes = [
+        Route("/act", act, methods=["POST"]),
+        Route("/twice", twice, methods=["POST"]),
+        Route("/measured", measured),
+    ]
+    app = WeightsMiddleware(Starlette(routes=routes), feed, exempt=("/measured",))
     config = uvicorn.Config(
         app, loop=args.loop, log_level="warning", access_log=False, timeout_keep_alive=600
     )

@@ -1,4 +1,4 @@
-"""The example with a collector of TorchRL: short runs of each scheme, and one that learns."""
+"""PPO with a collector of TorchRL: short runs of each scheme, and one that learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("gymnasium")
 pytest.importorskip("torchrl")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrl_collector.py"
+PROGRAM = Path(__file__).parents[1] / "bench" / "torchrl_ppo.py"
 UPDATE = re.compile(r"^update (\d+): version (\d+) played, mean return (\d+)$", re.MULTILINE)
 
 pytestmark = [pytest.mark.slow, pytest.mark.apart]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 def run(*args: str, seconds: float = 55.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, EXAMPLE, *args],
+        [sys.executable, PROGRAM, *args],
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -1,6 +1,6 @@
-"""Shows the schemes alone: two models, one over pipes and one in shared memory, in two workers.
+"""Shows two models with a scheme each: one over pipes, one in shared memory, in two workers.
 
-Run it with `python examples/bare_schemes.py`; it takes a few seconds.
+Run it with `python examples/two_models.py`; it takes a few seconds.
 """
 
 import asyncio
