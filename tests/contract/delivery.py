@@ -73,6 +73,11 @@ async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
             fill(crew.source, 9.0)
             late = await crew.join(build())
             assert (await late.version(), await late.value()) == (2, 2.0)
+            for worker in crew.workers:
+                await worker.leave()
+            await crew.send(3.0)  # to nobody
+            fill(crew.source, 9.0)
+            assert await (await crew.join(build())).value() == 3.0
 
 
 async def check_no_first_weights(bench: Bench) -> None:
