@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["limit_of", "show"]
 
+_WIDE = 90  # columns from which there is room for a second line in each cell
 _LEGEND = (
     "\nA cell: from the call of send() until every worker has applied the weights; the median, and "
-    "below it the 10th and the 90th percentile."
+    "below it, where there is room, the 10th and the 90th percentile."
     "\nwork: 4x2 is one layer of 40 bytes, 1MB a policy, 1000x4KiB a thousand tensors of 4 KiB."
     "\naiosync/facade: the blocking API, aiosync.sync. aiosync/asyncio: without uvloop."
     "\nlimit: the least that this machine needs for the same bytes. of the limit: 1.00 is as fast "
@@ -53,7 +54,7 @@ def show(results: Results, console: Console) -> None:
     )
     for transport in dict.fromkeys(timing.case.transport for timing in results.timings):
         console.print()
-        console.print(_transport_table(results, transport))
+        console.print(_transport_table(results, transport, console.width < _WIDE))
     console.print(_LEGEND if results.timings else "Nothing was measured.")
     for missing in results.missing:
         # The error of a traceback; lines of it that go on are of no use without the rest.
@@ -63,20 +64,29 @@ def show(results: Results, console: Console) -> None:
         console.print(f"Not measured: {missing.what}: {text}", markup=False)
 
 
-def _transport_table(results: Results, transport: str) -> Table:
+def _transport_table(results: Results, transport: str, narrow: bool) -> Table:
+    """A row for each case; where it is narrow, with the first line of each cell."""
     timings = [timing for timing in results.timings if timing.case.transport == transport]
     names = dict.fromkeys(each.contender for each in timings if LIMIT not in each.contender)
-    table = Table(title=f"Transport {transport}: send to applied", title_justify="left")
+    title = f"Transport {transport}: send to applied"
+    table = Table(title=title, title_justify="left")
+    if narrow:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
     for heading in ("work", "workers", *names, "limit", "of the limit"):
-        # Broken at its slash a heading is as narrow as the numbers below it.
+        # Broken a heading is as narrow as the numbers below it.
         words = heading in ("work", "workers")
-        table.add_column(heading.replace("/", "/\n"), justify="left" if words else "right")
+        table.add_column(
+            heading.replace("/", "/\n").replace("the ", "the\n"),
+            justify="left" if words else "right",
+        )
     for case in dict.fromkeys(timing.case for timing in timings):
         limit = limit_of(results, case)
         ours = results.timing(case, "aiosync")
         cells = [_range(results.timing(case, name)) for name in names]
         cells.append(Text("-") if limit is None else _limit(limit))
         cells.append(Text("-") if limit is None or ours is None else _share(case, ours, limit))
+        if narrow:
+            cells = [Text(cell.plain.partition("\n")[0]) for cell in cells]
         busy = " busy" if case.busy else ""
         table.add_row(case.workload, f"{case.workers}{busy}", *cells)
     return table

@@ -245,7 +245,8 @@ def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
     started = time.monotonic()
     models = run(Connection(url, token, tls).client().stats(timeout=_ANSWER_SECONDS))
     listed = "; ".join(
-        f"{plain(each.model, 60)} version {each.version}, {len(each.workers)} workers"
+        f"{plain(each.model, 60)} has version {each.version}, workers: "
+        f"{sum(worker.state not in ('lost', 'left') for worker in each.workers)}"
         for each in models
     )
     seconds = time.monotonic() - started

@@ -120,6 +120,25 @@ def test_older_results_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row["median"] == row["p10"] == row["p90"] == row["p99"] == 1e-4
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_shows_whole_numbers(width: int) -> None:
+    results = Results(machine(), "quick")
+    for name, seconds in (
+        *(("aiosync", 1e-4), ("aiosync/asyncio", 1.231)),
+        *(("aiosync/facade", 1.2e-4), ("limit/memcpy all threads", 5e-5)),
+    ):
+        case = Case("shm", "1000-layers", 4)
+        results.timings.append(Timing(case, name, [seconds] * 4, 0.1, 0.1))
+    stream = io.StringIO()
+    show(results, Console(file=stream, width=width))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(
+        re.fullmatch(r"1000-layers +4 +100 µs +1231 ms +120 µs +50.0 µs +0.50", line.strip())
+        for line in lines
+    )
+
+
 @pytest.mark.parametrize(
     ("timings", "missing", "status"),
     [

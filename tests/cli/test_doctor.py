@@ -20,10 +20,10 @@ pytest.importorskip("typer")
 import torch
 
 import aiosync.cli
-from aiosync.server import WeightServer
+from aiosync.server import WeightClient, WeightServer
 from tests._certificates import certificates
 from tests.cli._serving import SECRET, environment, refused
-from tests.server._tools import URL, send, trainer
+from tests.server._tools import URL, send, trainer, worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,8 +145,10 @@ async def test_a_server_is_reached_with_its_token_and_not_with_another(
 async def test_what_a_server_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     async with WeightServer(URL) as server, trainer(server) as source:
         await send(source, 1.0)
-        _, found = await asked(capsys, server.url)
-    assert found["reachable"].endswith(" ms: policy version 1, 0 workers")
+        await WeightClient(server.url).pull()  # a worker that has left
+        async with worker(server):
+            _, found = await asked(capsys, server.url)
+    assert found["reachable"].endswith(" ms: policy has version 1, workers: 1")
 
 
 @pytest.mark.parametrize(
