@@ -87,7 +87,7 @@ def test_refusals(target: Any, weights: Any, inplace: bool, text: str) -> None:
         ),
         (
             {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
-            "got .3, 2..*was changed.$",
+            "got .3, 2..*was changed.(\\n|$)",  # a note follows
             "strict",
         ),
         (
