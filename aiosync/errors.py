@@ -77,8 +77,8 @@ class AiosyncError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        others = isinstance(self, (SyncTimeout, WeightsError, PartialSyncError))
-        page = "errors-updates" if others else "errors"
+        second = isinstance(self, (SyncTimeout, WeightsError, PartialSyncError))
+        page = "errors-updates" if second else "errors"
         name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__)
         self.add_note(f"See reference/{page}#{name.lower()} in the documentation of aiosync.")
 

@@ -68,8 +68,7 @@ def _transport_table(results: Results, transport: str, narrow: bool) -> Table:
     """A row for each case; where it is narrow, with the first line of each cell."""
     timings = [timing for timing in results.timings if timing.case.transport == transport]
     names = dict.fromkeys(each.contender for each in timings if LIMIT not in each.contender)
-    title = f"Transport {transport}: send to applied"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"Transport {transport}: send to applied", title_justify="left")
     if narrow:
         table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
     for heading in ("work", "workers", *names, "limit", "of the limit"):

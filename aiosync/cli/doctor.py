@@ -6,7 +6,6 @@ passes a byte and a descriptor, the address is dialled. Imports torch once the o
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import importlib.metadata
@@ -27,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from aiosync._cores import usable_cores
-from aiosync._run import run
+from aiosync._run import new_event_loop, run
 from aiosync._version import __version__
 from aiosync.cli._common import (
     TOKEN_VARIABLE,
@@ -157,11 +156,9 @@ def _optional() -> str:
 
 
 def _event_loop() -> str:
-    async def name() -> str:
-        loop = asyncio.get_running_loop()
-        return f"{type(loop).__module__}.{type(loop).__qualname__}"
-
-    found = run(name())
+    loop = new_event_loop()
+    loop.close()
+    found = f"{type(loop).__module__}.{type(loop).__qualname__}"
     return found if found.startswith("uvloop") else f"{found}\nuvloop is faster: pip install uvloop"
 
 
@@ -249,5 +246,5 @@ def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
         f"{sum(worker.state not in ('lost', 'left') for worker in each.workers)}"
         for each in models
     )
-    seconds = time.monotonic() - started
-    return f"{url} answered in {seconds * 1e3:.0f} ms: {listed or 'no models yet'}"
+    took = (time.monotonic() - started) * 1e3
+    return f"{url} answered in {took:.0f} ms: {listed or 'no models yet'}"
