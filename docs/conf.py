@@ -59,7 +59,8 @@ napoleon_use_ivar = True
 
 def _text(app: Sphinx, name: str) -> str:
     """A page as Markdown: its source, or, where that only names docstrings, what came of them."""
-    source = Path(app.env.doc2path(name)).read_text()
+    path = Path(app.env.doc2path(name))
+    source = path.read_text()
     if "{eval-rst}" in source:
         doctree, builder = app.env.get_doctree(name), TextBuilder(app, app.env)
         builder.secnumbers = {}
@@ -68,6 +69,12 @@ def _text(app: Sphinx, name: str) -> str:
         visitor = TextTranslator(doctree, builder)
         doctree.walkabout(visitor)
         return visitor.body
+
+    def included(match: re.Match[str]) -> str:
+        return f"```{match[2]}\n{(path.parent / match[1]).read_text()}```\n"
+
+    include = r"^```\{literalinclude\} (\S+)\n:language: (\S+)\n```\n"
+    source = re.sub(include, included, source, flags=re.MULTILINE)
     source = re.sub(r"^!.*\{\.only-dark\}\n", "", source, flags=re.MULTILINE)
     return re.sub(r"^!\[(.*)\]\(.*\)\{\.only-light\}", r"(Picture: \1)", source, flags=re.MULTILINE)
 

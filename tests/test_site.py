@@ -37,6 +37,10 @@ print("copied")
 ```text
 printed
 ```
+
+```{literalinclude} program.py
+:language: python
+```
 """,
     "about/index.md": """\
 # About
@@ -63,6 +67,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in PAGES.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
+    (source / "program.py").write_text('print("included")\n')
     (source / "pictures").symlink_to(DOCS / "pictures")
     command = ["-m", "sphinx", "-W", "-q", "-b", "html", "-c", str(DOCS), str(source), str(site)]
     subprocess.run([sys.executable, *command], check=True, stdin=subprocess.DEVNULL)
@@ -78,6 +83,7 @@ def test_each_page_has_its_markdown_beside_it(site: Path) -> None:
     assert "(Picture: A box)" in alone
     assert "only-" not in alone
     assert 'print("copied")' in alone
+    assert '```python\nprint("included")\n```\n' in alone
 
 
 @pytest.mark.slow
