@@ -218,5 +218,5 @@ class Pull:
         return (
             f"{url} has no version {self._least} of {what}, and got none{within}; it had version "
             f"{self._welcome.version}; min_version= may be too high: each `aiosync push`, and each "
-            "restarted trainer, counts from 1 again"
+            "trainer restarted without first_version=, counts from 1 again"
         )
