@@ -315,7 +315,8 @@ def test_the_two_programs_of_the_quickstart_find_each_other(tmp_path: Path) -> N
     try:
         trainer, worker = start("train", train), start("act", act)
         wait_until(lambda: newest(worker()) >= 3)
-        assert re.search(r"^loss \d.*workers \[0\] have version \d+$", trainer(), re.MULTILINE)
+        told = re.compile(r"^loss \d.*workers \[0\] have version \d+$", re.MULTILINE)
+        wait_until(lambda: told.search(trainer()) is not None)
         started[1].send_signal(signal.SIGINT)
         started[1].wait(30)
         left_at = newest(worker())
