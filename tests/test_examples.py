@@ -112,7 +112,7 @@ def printed(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.apart
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("page", "what", "text"), SHOWN)
 def test_a_page_shows_what_is_printed(
     page: Path, what: str, text: str, printed: dict[str, Any]

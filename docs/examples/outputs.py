@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SECONDS = 120.0
+SECONDS = 300.0
 PORT = "7000"  # of the pages; commands run with a free one in its place
 
 PROGRAM = re.compile(r"<!-- output of (examples/\w+\.py) -->\n```text\n(.*?)```\n", re.DOTALL)
