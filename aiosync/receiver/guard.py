@@ -530,7 +530,7 @@ class Guard:
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self))
         self._module = weakref.ref(module)  # now: whoever was interrupted has to begin anew
-        if watch and "torch._dynamo" not in sys.modules:
+        if watch:
             children = {child for part in parts for child in part.children()}
             self._watch = _Watch(self, type(module).__name__, children - parts.keys())
 
@@ -637,7 +637,8 @@ class _Watch:
     """Before the forwards of a model's children: warns once of one outside of every read.
 
     It looks at the first thousand, and is gone then: no hook costs as much as a tenth of the
-    forward of a small model.
+    forward of a small model. Where something was compiled it stays and does nothing, as that would
+    have to be compiled anew without it.
     """
 
     def __init__(self, guard: Guard, model: str, children: Iterable[nn.Module]) -> None:
@@ -645,7 +646,7 @@ class _Watch:
         self._handles = [child.register_forward_pre_hook(self) for child in children]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._left:
             return
         self._left -= 1
         outside = not self._guard.is_read
@@ -662,7 +663,8 @@ class _Watch:
 
     def end(self) -> None:
         """Look no more."""
-        while self._handles:
+        self._left, dynamo = 0, sys.modules.get("torch._dynamo.utils")
+        while self._handles and not (dynamo and dynamo.counters["frames"]):
             self._handles.pop().remove()
 
     __reduce__ = _Hooks.__reduce__

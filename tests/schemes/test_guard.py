@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import copy
 import functools
+import importlib
 import pickle
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -546,8 +548,9 @@ class _Compilable(_Policy):
 
 
 @pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+def nothing_compiled() -> None:
+    torch.optim.Adam([torch.zeros(1)])  # loads the compiler, as most programs do
+    importlib.import_module("torch._dynamo.utils").counters.clear()
 
 
 @pytest.mark.asyncio
@@ -580,3 +583,21 @@ async def test_whoever_looks_for_such_children_stops_after_a_while() -> None:
     assert not _looks_at(other)
     async with _acting(lambda: aiosync.SharedMemWeightSyncScheme(apply="manual"), model):
         model.act(torch.ones(4))
+
+
+@pytest.mark.asyncio
+async def test_what_was_compiled_beside_such_a_look_is_not_compiled_anew() -> None:
+    model = _Policy()
+    async with _acting(aiosync.SharedMemWeightSyncScheme, model):
+        compiled = torch.compile(model, backend="eager")
+        child = torch.compile(model.first, backend="eager", fullgraph=True)
+        config = importlib.import_module("torch._dynamo.config")
+        with config.patch(error_on_recompile=True):
+            for _ in range(500):
+                compiled(torch.ones(4))
+                child(torch.ones(4))
+                model(torch.ones(4))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model.act(torch.ones(4))  # the look is over
+    torch.compiler.reset()
