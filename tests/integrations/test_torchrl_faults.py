@@ -31,6 +31,7 @@ from tests.integrations._multi_workers import (
     until,
     weights_of,
 )
+from tests.support.waiting import stop
 
 SOON = 5.0  # seconds
 
@@ -103,7 +104,7 @@ def test_03_a_dead_worker_is_named_and_the_other_is_updated(make: Any) -> None:
 def test_12_shutdown_after_a_death_with_updates_that_nobody_took(make: Any) -> None:
     scheme = make()
     with collecting(scheme, worlds.make_policy(1.0)) as collector:
-        os.kill(collector.procs[1].pid, signal.SIGSTOP)
+        stop(collector.procs[1].pid)
         for value in range(12):
             scheme.send_async(worlds.make_policy(float(value)))
         kill(collector.procs[1])
@@ -120,7 +121,7 @@ def test_the_start_may_take_longer_than_an_update() -> None:
     scheme = aiosync.sync.MultiProcessWeightSyncScheme(timeout=workers.PATIENCE)
     with collecting(scheme, worlds.make_policy(1.0)) as collector:
         scheme.timeout = 3.0
-        os.kill(collector.procs[1].pid, signal.SIGSTOP)
+        stop(collector.procs[1].pid)
         try:
             with pytest.raises(aiosync.PartialSyncError, match="within 3 s") as caught:
                 collector.update_policy_weights_()

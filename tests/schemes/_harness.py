@@ -24,6 +24,7 @@ import torch
 
 import aiosync
 from tests.schemes import _models as models
+from tests.support.waiting import stop
 from tests.support.waiting import until as until
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class Worker:
         os.close(pidfd)
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import threading
 import time
@@ -28,6 +29,21 @@ def wait_until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         pause.wait(0.001)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has: on a busy machine they go on."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def have_stopped() -> bool:
+        try:
+            stats = [(task / "stat").read_text() for task in tasks.iterdir()]
+        except OSError:  # one has just ended
+            return False
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    wait_until(have_stopped)
 
 
 def free_port() -> int:
