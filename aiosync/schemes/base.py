@@ -259,7 +259,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     # How send() copies large weights, see SnapshotCopier.take().
     _how: How = "copy"
     _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
-    _serves = False  # what it meets is a weight server: there will be weights
     _subscribes = True  # gets every update, and not only those it asks for
 
     def _streaming(self) -> Streaming | None:
@@ -972,7 +971,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         )
         receiver.applier.submit()  # guards the model
         receiver.start()
-        if initial and self._subscribes and (welcome.version or self._serves):
+        # Only a weight server has a note: there will be weights.
+        if initial and self._subscribes and (welcome.version or welcome.note):
             late = "the initial weights did not arrive"
             note = f"; {welcome.note}" if welcome.note else ""
             if not welcome.version:

@@ -146,10 +146,6 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         return self.subscribe
 
     @property
-    def _serves(self) -> bool:  # type: ignore[override]  # as well
-        return self._dial == "both"
-
-    @property
     def _keepalive(self) -> float | None:  # type: ignore[override]  # as well
         return self.keepalive
 

@@ -67,6 +67,11 @@ async def test_a_worker_that_is_ready_has_weights() -> None:
         with pytest.raises(ConnectTimeout, match="got no version of 'policy' within 0.2 s"):
             async with worker(server, timeout=0.2):
                 pass
+        plain = aiosync.TCPWeightSyncScheme(server.url)  # which dials a trainer as well
+        plain.init_on_receiver(model=linear())
+        async with plain:
+            with pytest.raises(ConnectTimeout, match="weights of: none yet"):
+                await plain.connect(timeout=0.2)
         scheme = aiosync.TCPWeightSyncScheme(server.url, dial="both", timeout=PATIENCE)
         scheme.init_on_receiver(model=linear())
         async with trainer(server) as source, scheme:
