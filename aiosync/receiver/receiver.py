@@ -237,6 +237,9 @@ class WeightReceiver:
             try:
                 link, welcome = await self._trainer.reconnect(lost, self._lasting, self.progress)
             except AiosyncError as exc:
+                self.lost = without_frames(exc)
+                held = f"the model keeps version {self.inbox.version}"
+                self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
                 self.fail(exc)
                 return
             same = welcome.epoch == self.inbox.newest_epoch

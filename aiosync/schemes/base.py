@@ -559,7 +559,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def link_lost(self) -> AiosyncError | None:
         """Receiver: why there is no link to the trainer; ``None`` while there is one.
 
-        The scheme may be reconnecting at this moment; :meth:`receive` raises once it gives up.
+        The scheme may be reconnecting at this moment. Once it has given up, this says so, and
+        :meth:`receive` raises it.
         """
         return None if self._receiver is None else self._receiver.lost
 

@@ -170,6 +170,21 @@ async def test_a_refusal_and_another_trainer_are_said(told: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_worker_that_gives_up_says_so(told: Any) -> None:
+    trainer = sender_of()
+    worker = aiosync.TCPWeightSyncScheme(trainer.address, reconnect=0.1)
+    worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+    async with worker:
+        await asyncio.gather(trainer.connect(), worker.connect())
+        await trainer.aclose()
+        await until(lambda: told("gave up"))
+        [record] = told("gave up")
+        assert record.levelno == logging.WARNING
+        assert "keeps version 1: the link to the trainer was lost" in record.getMessage()
+        assert "not restored within 0.1 s" in str(worker.link_lost)
+
+
+@pytest.mark.asyncio
 async def test_strangers_do_not_fill_the_log(told: Any) -> None:
     async with sender_of(token="0123456789abcdef") as trainer:
         joining = asyncio.create_task(trainer.connect(timeout=30))
