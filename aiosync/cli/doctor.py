@@ -56,6 +56,7 @@ _OPTIONAL = (
     *("uvloop", "typer", "rich", "safetensors", "gymnasium", "matplotlib"),
     *("torchrl", "ray", "vllm"),
 )
+_ADVICE = {"reachable": "is the trainer past connect() there, or `aiosync serve` running?"}
 _ANSWER_SECONDS = 10.0
 _WIDTH = 160  # a pipe has none; rows stay whole
 _EMPTY = "99aa06d3014798d86001c324468d497f"  # XXH3-128 of no bytes
@@ -129,7 +130,7 @@ def _report(checks: dict[str, Callable[[], str]]) -> None:
             mark = "[yellow]advice[/yellow]" if advice else "[green]ok[/green]"
         except Exception as exc:  # noqa: BLE001  # the reader of the report sees the error
             text, mark = with_flags(f"{type(exc).__name__}: {exc}"), "[red]FAILED[/red]"
-            advice = f"pip install {name}" if name in _REQUIRED else ""
+            advice = f"pip install {name}" if name in _REQUIRED else _ADVICE.get(name, "")
             failed.append(name)
         below = f"\n[yellow]{escape(advice)}[/yellow]" if advice else ""
         table.add_row(mark, name, escape(plain(text, 2000)) + below)

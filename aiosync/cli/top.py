@@ -141,7 +141,7 @@ async def _show(
 def draw(url: str, look: Look, height: int | None = None) -> RenderableType:
     """Return what a look has to show, in about ``height`` lines: of the workers the worst first."""
     found = workers(look.models)
-    total = Text(f"{plain(url)}: {len(found)} workers")
+    total = Text(f"{plain(url)}: {len(found)} worker{'s' * (len(found) != 1)}")
     for state, count in counts(found).items():
         total.append(", ").append(f"{count} {state}", _STYLES[state])
     parts: list[RenderableType] = [total]

@@ -299,7 +299,7 @@ async def test_without_a_terminal_it_shows_one_table(capsys: pytest.CaptureFixtu
         assert await main("top", server.url, "--interval", "0.1") == 0
         shown = capsys.readouterr()
         assert shown.err == ""
-        assert shown.out.startswith(f"{server.url}: 1 workers, 1 ready\n")
+        assert shown.out.startswith(f"{server.url}: 1 worker, 1 ready\n")
         assert re.search(r"policy *│ *1 *│ *0 *│ *0\.0/s", shown.out), shown.out
         assert await main("top", server.url, "--json") == 0
         (model,) = json.loads(capsys.readouterr().out)
