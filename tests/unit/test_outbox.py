@@ -123,6 +123,13 @@ def test_a_nack_fails_one_version_and_says_why(reason: tuple[str, str], text: st
     assert text in str(error)
 
 
+@pytest.mark.parametrize("status", [APPLIED, NACK, RECEIVED])
+def test_an_answer_to_another_epoch_counts_for_nothing(status: AckStatus) -> None:
+    outbox = outbox_with(1, received=False)
+    assert outbox.on_ack(ack(1, status, EPOCH + 1)) == []
+    assert (outbox.in_flight, outbox.unreceived, outbox.applied) == ((1,), 1, 0)
+
+
 def test_a_version_that_the_link_cannot_carry_fails_alone() -> None:
     outbox = outbox_with(1)
     offer_and_take(outbox, 2)
