@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import selectors
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -323,11 +322,6 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
         LocalProtocolError: An event loop runs in this thread: it would be blocked. Or a
             :meth:`Lease.at_once` of this thread is under way, for which the portal waits.
     """
-    if _inside_trio():
-        raise LocalProtocolError(
-            f"aiosync.sync: {what}() was called inside trio's event loop, which it would block; "
-            f"use `await trio.to_thread.run_sync(scheme.{what})`"
-        )
     loop = asyncio._get_running_loop()
     if loop is None and any(portal.has_turn_here for portal in _portals):
         raise LocalProtocolError(
@@ -340,16 +334,6 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
             f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
             "of `aiosync`"
         )
-
-
-def _inside_trio() -> bool:
-    sniffio = sys.modules.get("sniffio")  # which trio needs to be found out
-    if sniffio is None:
-        return False
-    try:
-        return bool(sniffio.current_async_library() == "trio")
-    except sniffio.AsyncLibraryNotFoundError:
-        return False
 
 
 def _forget() -> None:

@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -60,7 +62,6 @@ from aiosync.sync._blocking import (
     initialising,
     on_loop,
 )
-from aiosync.sync._discovery import Owner, discover, owner_of, rpc_runs
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
@@ -75,6 +76,7 @@ __all__ = [
     "InitialSyncTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "Owner",
     "RPCWeightSyncScheme",
     "RayModuleTransformScheme",
     "RayWeightSyncScheme",
@@ -84,6 +86,7 @@ __all__ = [
     "WeightSyncScheme",
     "core_of",
     "is_copy",
+    "rpc_runs",
     "run_on_loop",
     "twin_of",
 ]
@@ -91,6 +94,12 @@ __all__ = [
 _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
 _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
+# Collectors and servers of other libraries call schemes in ways of their own. What is special about
+# one of them is in aiosync.integrations, which is loaded when an object of that library is seen,
+# and never before: these names are all that this layer knows of them.
+_LIBRARY = "torchrl"
+_SEEN = "torchrl.weight_update.weight_sync_schemes"  # all its users of schemes have imported it
+_INTEGRATION = "aiosync.integrations.torchrl"
 _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
 
 
@@ -123,6 +132,36 @@ class InitialSyncTransport(Protocol):
         Returns:
             The initial weights; ``None`` where there are none yet.
         """
+
+
+class Owner(Protocol):
+    """Stands between a library's object and the scheme that it calls.
+
+    Attributes:
+        blocks_loops: Whether the object blocks the event loop of its caller anyway, as in a
+            notebook, where there is no other API. The scheme does, too, then.
+    """
+
+    blocks_loops: bool
+
+    def call(
+        self,
+        name: str,
+        proceed: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Do what calling the method ``name`` of the scheme shall do.
+
+        Args:
+            name: Name of the method.
+            proceed: What the method does for everybody else.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+
+    def stands_for(self, context: object) -> bool:
+        """Whether it was made for that object."""
 
 
 class _Tenant:
@@ -229,13 +268,13 @@ class WeightSyncScheme(SchemeOptions):
         self._closing = threading.RLock()
         self._handles: list[aio.SendHandle] = []  # that wait_async() is going to wait for
         self._pid = os.getpid()
-        discover()
+        _discover()
 
     def _find_owner(self, context: Any) -> None:
         self._after_fork()
         owner = self._tenant.owner
         if context is not None and not (owner and owner.stands_for(context)):
-            self._tenant.owner = owner_of(context, self)
+            self._tenant.owner = _owner_of(context, self)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -385,7 +424,7 @@ class WeightSyncScheme(SchemeOptions):
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
-        discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
+        _discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
         return self._scheme.initialized_on_sender
 
     # -- the same methods, waiting -------------------------------------------------------------
@@ -570,6 +609,28 @@ def run_on_loop(facade: WeightSyncScheme, coroutine: Coroutine[Any, Any, _T]) ->
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
     """The blocking class of an async one; the base class where it has none of its own."""
     return _TWINS.get(cls, WeightSyncScheme)
+
+
+def _discover() -> None:
+    """Load the integration with the library if that is imported already."""
+    # Not while it is still being imported: the classes are not there yet.
+    if _INTEGRATION not in sys.modules and hasattr(sys.modules.get(_SEEN), "WeightSyncScheme"):
+        importlib.import_module(_INTEGRATION)
+
+
+def _owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
+    """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(context).__mro__}
+    if _LIBRARY not in packages or _SEEN not in sys.modules:  # what has schemes has imported it
+        return None
+    found: Owner | None = importlib.import_module(_INTEGRATION).owner_of(context, scheme)
+    return found
+
+
+def rpc_runs() -> bool:
+    """Whether this process has joined ``torch.distributed.rpc``."""
+    rpc = sys.modules.get("torch.distributed.rpc")
+    return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()
 
 
 def _mirror_options(cls: type) -> None:

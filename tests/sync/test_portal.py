@@ -8,7 +8,6 @@ import gc
 import sys
 import threading
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,9 +131,6 @@ def test_a_call_inside_of_a_send_is_refused(call: str) -> None:
         assert sender.send().acked == {0}
 
 
-# -- under trio -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "make", [aiosync.SharedMemWeightSyncScheme, aiosync.NoWeightSyncScheme], ids=["shm", "none"]
 )
@@ -145,27 +141,6 @@ def test_connect_without_an_asyncio_loop_says_what_to_use(make) -> None:
     with pytest.raises(aiosync.LocalProtocolError, match="asyncio event loop"):
         connecting.send(None)  # as trio steps it: no asyncio loop runs
     scheme.abort()
-
-
-class _NotFoundError(RuntimeError):
-    pass
-
-
-def _not_async() -> str:
-    raise _NotFoundError
-
-
-def test_a_blocking_call_inside_trio_is_refused(monkeypatch) -> None:
-    sniffio = SimpleNamespace(
-        current_async_library=lambda: "trio", AsyncLibraryNotFoundError=_NotFoundError
-    )
-    monkeypatch.setitem(sys.modules, "sniffio", sniffio)
-    with aiosync.sync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model_id="policy", model=models.linear())
-        with pytest.raises(aiosync.LocalProtocolError, match="trio"):
-            scheme.connect()
-        sniffio.current_async_library = _not_async  # in a thread of its own
-        scheme.connect()
 
 
 # -- an interpreter that ends without shutdown() --------------------------------------------------

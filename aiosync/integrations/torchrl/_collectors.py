@@ -48,8 +48,7 @@ from aiosync.sync import (
     RPCWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.sync._discovery import rpc_runs
-from aiosync.sync._schemes import core_of, is_copy
+from aiosync.sync._schemes import core_of, is_copy, rpc_runs
 from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner"]
@@ -96,7 +95,7 @@ class CollectorOwner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """See :class:`aiosync.sync._discovery.Owner`."""
+        """See :class:`aiosync.sync._schemes.Owner`."""
         scheme, collector = self._scheme(), self._collector()
         if scheme is None or collector is None:
             return proceed(*args, **kwargs)
@@ -114,7 +113,7 @@ class CollectorOwner:
         return proceed(*args, **kwargs)
 
     def stands_for(self, context: object) -> bool:
-        """See :class:`aiosync.sync._discovery.Owner`."""
+        """See :class:`aiosync.sync._schemes.Owner`."""
         return self._collector() is context
 
     # -- the trainer ---------------------------------------------------------------------------

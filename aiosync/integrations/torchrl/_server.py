@@ -59,7 +59,7 @@ class ServerOwner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """See :class:`aiosync.sync._discovery.Owner`."""
+        """See :class:`aiosync.sync._schemes.Owner`."""
         if name in ("init_on_receiver", "init_on_worker"):
             return self._init(proceed, args, kwargs)
         if name == "receive":
@@ -71,7 +71,7 @@ class ServerOwner:
         return result
 
     def stands_for(self, context: object) -> bool:
-        """See :class:`aiosync.sync._discovery.Owner`."""
+        """See :class:`aiosync.sync._schemes.Owner`."""
         return self._server() is context
 
     def _look_after(self) -> None:
