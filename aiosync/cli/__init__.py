@@ -25,9 +25,11 @@ def main(args: Sequence[str] | None = None) -> int:
         130 ended by Ctrl-C.
     """
     try:
-        from aiosync.cli._app import run_app
+        from aiosync.cli._app import app
 
-        return run_app(args)
+        app(args, prog_name="aiosync")  # also of "python -m aiosync", for completion
+    except SystemExit as exc:  # how typer ends every command, also after it showed wrong usage
+        return exc.code if isinstance(exc.code, int) else 0
     except KeyboardInterrupt:  # while modules are imported; the commands handle their own
         sys.stderr.write("aiosync: stopped by Ctrl-C\n")
         return 130
@@ -43,3 +45,4 @@ def main(args: Sequence[str] | None = None) -> int:
             f"    pip install 'aiosync[{extra}]'\n"
         )
         return 1
+    return 0

@@ -6,7 +6,6 @@ function: ``--help`` has to be quick, and to work without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,15 +13,14 @@ import typer
 from aiosync._version import __version__
 from aiosync.cli.bench import bench
 from aiosync.cli.demo import demo
-from aiosync.cli.doctor import doctor
+from aiosync.cli.doctor import doctor, token
 from aiosync.cli.pull import pull
 from aiosync.cli.push import push
 from aiosync.cli.serve import serve
 from aiosync.cli.status import status
-from aiosync.cli.token import token
 from aiosync.cli.top import top
 
-__all__ = ["app", "run_app"]
+__all__ = ["app"]
 
 app = typer.Typer(
     name="aiosync",
@@ -33,15 +31,6 @@ app = typer.Typer(
 )
 for command in (demo, doctor, token, serve, push, pull, status, top, bench):
     app.command()(command)
-
-
-def run_app(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; see :func:`aiosync.cli.main`."""
-    try:
-        app(args, prog_name="aiosync")  # also of "python -m aiosync", for completion
-    except SystemExit as exc:  # how typer ends every command, also after it showed wrong usage
-        return exc.code if isinstance(exc.code, int) else 0
-    return 0
 
 
 def _print_version(wanted: bool) -> None:

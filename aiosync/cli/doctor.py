@@ -1,5 +1,7 @@
 """``aiosync doctor``: what this machine offers aiosync, whether somebody is reached, what to do.
 
+And ``aiosync token``, which makes what both sides need to prove that they may.
+
 Every check is tried for real: packages are imported, a memfd is made and mapped, a socket pair
 passes a byte and a descriptor, the address is dialled. Imports torch once the options are right.
 """
@@ -13,6 +15,7 @@ import io
 import mmap
 import os
 import platform
+import secrets
 import socket
 import sys
 import time
@@ -49,7 +52,7 @@ from aiosync.errors import ConfigError
 if TYPE_CHECKING:
     from aiosync.transports.credentials import TLS
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "token"]
 
 _REQUIRED = ("torch", "tensordict", "anyio", "msgpack", "numpy", "xxhash")
 _OPTIONAL = (
@@ -110,6 +113,24 @@ def doctor(
         if url is not None:
             checks["reachable"] = functools.partial(_reach, url, token_file, given)
         _report(checks)
+
+
+def token(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file; there must be none yet.")],
+) -> None:
+    """Make a token, in a new file that only you can read.
+
+    Copy the file to each machine: commands take it as --token-file, a scheme as token=.
+
+    - `aiosync token token`
+    """
+    with failing("token", errors_to()):
+        try:
+            with open(file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as new:
+                new.write(secrets.token_urlsafe(32))  # no newline, which would be a part of token=
+        except OSError as exc:
+            raise ConfigError(f"{file}: cannot be written: {exc.strerror}") from exc
+        typer.echo(f"Token in {file}")
 
 
 def _report(checks: dict[str, Callable[[], str]]) -> None:

@@ -32,8 +32,8 @@ from aiosync.cli._common import (
     read_token,
     tls_of,
 )
-from aiosync.cli.dashboard import serve_page
 from aiosync.cli.status import models_table, version_line
+from aiosync.cli.top import serve_page
 
 if TYPE_CHECKING:
     from types import FrameType

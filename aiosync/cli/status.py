@@ -5,11 +5,12 @@ Must not import torch: people ask often.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +38,9 @@ __all__ = ["make_table", "models_table", "show_seconds", "status", "version_line
 Values = Mapping[str, Any]
 
 _WIDTH = 200  # a pipe has none; rows stay whole
-_WIDE = 90  # where there is room between the columns
+_ALL = 80  # from where there is room for every column
+_WIDE = 90  # and from where there is some between the columns
+_WORDS = ("model", "strategy", "trainer", "address", "state")  # the other columns are numbers
 
 
 def status(
@@ -85,41 +88,37 @@ def show_seconds(seconds: float) -> str:
 
 def models_table(values: Values) -> Table:
     """Return one row for each model of a status, which ``WeightServer.status()`` returned."""
-    table = make_table(
-        "model", "strategy", ">version", ">size", ">tensors", ">age", ">workers", ">lag", "trainer"
-    )
-    for model in values["models"]:
-        newest = ["-"] * 4
-        if model["version"]:
-            age = show_seconds(time.time() - model["updated_at"])
-            nbytes, tensors = show_nbytes(model["nbytes"]), _text(model["tensors"])
-            newest = [_text(model["version"]), nbytes, tensors, age]
-        table.add_row(
-            _text(model["model_id"]),
-            _text(model["strategy"]),
-            *newest,
-            str(len(model["workers"])),
-            str(_lag(model)),
-            _text(model["trainer"] or "-"),
-        )
-    return table
+    return make_table(map(_model_row, values["models"]), narrow_without=("strategy", "tensors"))
 
 
-def _workers_table(values: Values) -> Table:
-    table = make_table(
-        "model", ">worker", "address", ">pid", ">version", ">lag", ">sent", ">rate", ">since"
-    )
-    for model in values["models"]:
-        for worker in model["workers"]:
-            sent, seconds = worker["sent_nbytes"], worker["connected_seconds"]
-            table.add_row(
-                _text(model["model_id"]),
-                *(_text(worker[name]) for name in ("worker_idx", "name", "pid", "version", "lag")),
-                show_nbytes(sent),
-                f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
-                show_seconds(seconds),
-            )
-    return table
+def _model_row(model: Values) -> dict[str, Any]:
+    has = bool(model["version"])
+    return {
+        "model": model["model_id"],
+        "strategy": model["strategy"],
+        "version": model["version"] if has else "-",
+        "size": show_nbytes(model["nbytes"]) if has else "-",
+        "tensors": model["tensors"] if has else "-",
+        "age": show_seconds(time.time() - model["updated_at"]) if has else "-",
+        "workers": len(model["workers"]),
+        "lag": _lag(model),
+        "trainer": model["trainer"] or "-",
+    }
+
+
+def _worker_row(model: Values, worker: Values) -> dict[str, Any]:
+    sent, seconds = worker["sent_nbytes"], worker["connected_seconds"]
+    return {
+        "model": model["model_id"],
+        "worker": worker["worker_idx"],
+        "address": worker["name"],
+        "pid": worker["pid"],
+        "version": worker["version"],
+        "lag": worker["lag"],
+        "sent": show_nbytes(sent),
+        "rate": f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
+        "since": show_seconds(seconds),
+    }
 
 
 def _tables(values: Values) -> RenderableType:
@@ -134,8 +133,9 @@ def _tables(values: Values) -> RenderableType:
         ),
         models_table(values) if models else Text("No models yet."),
     ]
-    if any(model["workers"] for model in models):
-        parts.append(_workers_table(values))
+    workers = [_worker_row(model, worker) for model in models for worker in model["workers"]]
+    if workers:
+        parts.append(make_table(workers, narrow_without=("sent", "since")))
     parts += [
         Text(plain(f"{model['model_id']}: {model['refusal']}", 2000))
         for model in models
@@ -163,17 +163,31 @@ def version_line(model: Values) -> str:
     )
 
 
-def make_table(*headings: str) -> Table:
-    """Return a table that folds texts where there is no room, and cuts no number."""
-    wide = shutil.get_terminal_size((_WIDTH, 0)).columns >= _WIDE
-    table = Table(pad_edge=False, padding=(0, 1 if wide else 0))
-    for heading in headings:
-        if heading.startswith(">"):
-            table.add_column(heading[1:], justify="right", no_wrap=True)
-        else:
-            table.add_column(heading, overflow="fold")
+def make_table(
+    rows: Iterable[Mapping[str, Any]],
+    styles: Iterable[str] = itertools.repeat(""),
+    narrow_without: Collection[str] = (),
+) -> Table:
+    """Return a table that folds texts where there is no room, and cuts no number.
+
+    Args:
+        rows: What is in each row, by the headings of the columns; at least one.
+        styles: One for each row.
+        narrow_without: Columns that are left out below 80 columns of a terminal.
+    """
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    table = Table(pad_edge=False, padding=(0, 1 if width >= _WIDE else 0))
+    for row, style in zip(rows, styles, strict=False):
+        shown = {name: row[name] for name in row if width >= _ALL or name not in narrow_without}
+        if not table.columns:
+            for name in shown:
+                words = name in _WORDS
+                table.add_column(
+                    name,
+                    justify="left" if words else "right",
+                    no_wrap=not words,
+                    overflow="fold",
+                    min_width=len(name),
+                )
+        table.add_row(*(escape(plain(each, 60)) for each in shown.values()), style=style)
     return table
-
-
-def _text(value: Any) -> str:
-    return escape(plain(value, 60))

@@ -1,22 +1,33 @@
 """``aiosync top``: what a weight server, or a trainer that listens, does now; again and again.
 
-Must not import torch: people look often.
+On a terminal, and on a page, which ``aiosync serve`` has, too. Must not import torch but where a
+page is served: people look often.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import importlib.resources
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
+from http import HTTPStatus
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
 from aiosync._run import run
@@ -29,31 +40,23 @@ from aiosync.cli._common import (
     UseTls,
     dialling,
     plain,
+    show_nbytes,
 )
-from aiosync.cli.dashboard import serve_page
-from aiosync.cli.figures import (
-    STATES,
-    Facts,
-    Look,
-    counts,
-    facts,
-    look_again,
-    worker_facts,
-    workers,
-)
-from aiosync.cli.status import make_table
+from aiosync.cli.status import make_table, show_seconds
+from aiosync.errors import AiosyncError
+from aiosync.events import SyncStats, WorkerStats
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["STATES", "Look", "draw", "facts", "look_again", "serve_page", "top"]
 
-    from aiosync.events import SyncStats
+Facts: TypeAlias = dict[str, str]
+"""Names and texts, in the order in which they are shown."""
 
-__all__ = ["draw", "top"]
+STATES = ("lost", "lagging", "joining", "left", "ready")
+"""What a worker can be; what needs a look comes first."""
 
 _ANSWER_SECONDS = 10.0
 _WIDTH = 200  # a pipe has none; rows stay whole
 _FRAMES = 12  # lines of a screen that are no rows
-_WORDS = ("model", "state")  # the other columns are numbers
 _BAD = ("lost", "lagging")
 _STYLES = dict(zip(STATES, ("bold red", "bold yellow", "cyan", "dim", "green"), strict=True))
 
@@ -141,33 +144,179 @@ async def _show(
 def draw(url: str, look: Look, height: int | None = None) -> RenderableType:
     """Return what a look has to show, in about ``height`` lines: of the workers the worst first."""
     found = workers(look.models)
-    total = Text(f"{plain(url)}: {len(found)} worker{'s' * (len(found) != 1)}")
+    here = sum(worker.state != "left" for _, worker in found)
+    total = Text(f"{plain(url)}: {here} worker{'s' * (here != 1)}")
     for state, count in counts(found).items():
         total.append(", ").append(f"{count} {state}", _STYLES[state])
     parts: list[RenderableType] = [total]
     if look.error is not None:
         parts.append(Text(look.trouble, "bold red"))
     models = [{"model": each.model, **facts(look, each)} for each in look.models]
-    parts.append(_table((each, "") for each in models) if models else Text("No models yet."))
+    parts.append(make_table(models) if models else Text("No models yet."))
     room = len(found) if height is None else max(1, height - len(models) - _FRAMES)
-    named = len(models) > 1
-    rows = []
-    for model, worker in found[:room]:
-        state = worker.state.upper() if worker.state in _BAD else worker.state
-        row = {"worker": str(worker.index), "state": state, **worker_facts(worker)}
-        rows.append(({"model": model.model, **row} if named else row, _STYLES[worker.state]))
+    rows = [_worker_row(model, worker, len(models) > 1) for model, worker in found[:room]]
     if rows:
-        parts.append(_table(rows))
+        parts.append(make_table(rows, (_STYLES[worker.state] for _, worker in found)))
     if found[room:]:
         rest = ", ".join(f"{count} {state}" for state, count in counts(found[room:]).items())
         parts.append(Text(f"and {rest}"))
     return Group(*parts)
 
 
-def _table(rows: Iterable[tuple[Facts, str]]) -> Table:
-    """A table with a style for each row."""
-    given = list(rows)
-    table = make_table(*(name if name in _WORDS else f">{name}" for name in given[0][0]))
-    for row, style in given:
-        table.add_row(*(escape(plain(each, 60)) for each in row.values()), style=style)
-    return table
+def _worker_row(model: SyncStats, worker: WorkerStats, named: bool) -> Facts:
+    state = worker.state.upper() if worker.state in _BAD else worker.state
+    row = {"worker": str(worker.index), "state": state, **worker_facts(worker)}
+    return {"model": model.model, **row} if named else row
+
+
+# -- the figures: of two answers, as a rate needs two ----------------------------------------------
+
+
+class Look(NamedTuple):
+    """What somebody said, and what it had said before.
+
+    Attributes:
+        at: When it was asked, in seconds of ``time.monotonic()``.
+        models: What it said.
+        before: What it had said before.
+        error: Why there is nothing newer.
+    """
+
+    at: float
+    models: Sequence[SyncStats] = ()
+    before: Look | None = None
+    error: AiosyncError | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why there is nothing newer, in a sentence; empty where there is."""
+        if self.error is None:
+            return ""
+        since = show_seconds(time.monotonic() - self.at)
+        return f"No answer for {since}, asking again: {plain(self.error, 500)}"
+
+    def rate(self, model: SyncStats, count: Callable[[SyncStats], int]) -> float | None:
+        """How fast a count grows, a second; ``None`` while that is not known."""
+        before = self.before or self
+        for old in before.models:
+            if (old.role, old.model, old.epoch) == (model.role, model.model, model.epoch):
+                seconds = self.at - before.at
+                return max(0, count(model) - count(old)) / seconds if seconds else None
+        return None
+
+
+async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Look) -> Look:
+    """Ask once more; without an answer the look has what was said last."""
+    last = last._replace(before=None, error=None)
+    try:
+        return Look(time.monotonic(), await ask(), last)
+    except AiosyncError as exc:
+        return last._replace(error=exc)
+
+
+def workers(models: Iterable[SyncStats]) -> list[tuple[SyncStats, WorkerStats]]:
+    """The workers of all models, those first that need a look."""
+    found = [(model, worker) for model in models for worker in model.workers]
+    return sorted(found, key=lambda each: (STATES.index(each[1].state), -each[1].lag))
+
+
+def counts(found: Iterable[tuple[SyncStats, WorkerStats]]) -> dict[str, int]:
+    """How many workers are what."""
+    states = Counter[str](worker.state for _, worker in found)
+    return {state: states[state] for state in reversed(STATES) if states[state]}
+
+
+def facts(look: Look, model: SyncStats) -> Facts:
+    """What is shown of a model, besides its name and workers."""
+    rate = look.rate(model, lambda each: each.version)
+    nbytes = look.rate(model, lambda each: each.wire_nbytes)
+    pause = model.seconds.get("pause")
+    return {
+        "version": str(model.version),
+        "lag": str(model.lag),
+        "rate": "-" if rate is None else f"{rate:.1f}/s",
+        "bytes/s": "-" if nbytes is None else f"{show_nbytes(nbytes)}/s",
+        "age": show_seconds(model.age) if model.version else "-",
+        "pause": "-" if pause is None else f"{pause * 1e3:.1f} ms",
+    }
+
+
+def worker_facts(worker: WorkerStats) -> Facts:
+    """What is shown of a worker, besides its index and state."""
+    return {
+        "version": str(worker.version or "-"),
+        "lag": str(worker.lag),
+        "age": show_seconds(worker.age) if worker.version else "-",
+        "pid": str(worker.pid or "-"),
+    }
+
+
+# -- the page, and the events that keep it up to date ----------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serve_page(
+    listen: str, name: str, ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float
+) -> AsyncIterator[str]:
+    """Serve the page, and its events to whoever looks at it.
+
+    Args:
+        listen: ``HOST:PORT``; port 0 for any free one.
+        name: What it shows.
+        ask: Returns the newest statistics; asked for all who look together, while anybody does.
+        interval: Seconds between two events.
+
+    Yields:
+        The address of the page.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    from aiosync.metrics.http import HttpServer, Page
+
+    page = (importlib.resources.files(__package__) / "dashboard.html").read_bytes()
+
+    look, event, due, looking = Look(time.monotonic()), b"", 0.0, asyncio.Lock()
+
+    async def events() -> AsyncGenerator[bytes]:
+        nonlocal look, event, due
+        while True:
+            async with looking:
+                if time.monotonic() >= due:  # otherwise another reader has just looked
+                    look = await look_again(ask, look)
+                    event = f"data: {json.dumps(_said(name, look))}\n\n".encode()
+                    due = time.monotonic() + interval
+            yield event
+            await asyncio.sleep(interval)
+
+    pages: dict[str, Page] = {
+        "/": lambda _: (HTTPStatus.OK, "text/html; charset=utf-8", page),
+        "/events": lambda _: events(),
+    }
+    async with HttpServer(listen, pages) as url:
+        yield f"{url}/"
+
+
+def _said(name: str, look: Look) -> dict[str, Any]:
+    """A look as the page takes it: texts only, which it never takes for markup."""
+    return {
+        "about": plain(name),
+        "trouble": look.trouble,
+        "models": [
+            {
+                "name": plain(model.model),
+                "about": f"{model.role} over {plain(model.transport)}, epoch {model.epoch}",
+                "facts": list(facts(look, model).items()),
+                "counts": list(counts(workers([model])).items()),
+                "workers": [
+                    {
+                        "name": f"worker {worker.index}",
+                        "state": worker.state,
+                        "facts": list(worker_facts(worker).items()),
+                    }
+                    for _, worker in workers([model])
+                ],
+            }
+            for model in look.models
+        ],
+    }

@@ -33,9 +33,7 @@ from rich.console import Console
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.dashboard import serve_page
-from aiosync.cli.figures import STATES, Look, facts, look_again
-from aiosync.cli.top import draw
+from aiosync.cli.top import STATES, Look, draw, facts, look_again, serve_page
 from aiosync.events import SyncStats, WorkerStats
 from aiosync.server import WeightClient, WeightServer
 from aiosync.transports.tcp import TCPTransport
@@ -232,6 +230,12 @@ def test_a_low_terminal_shows_the_worst_and_counts_the_rest() -> None:
     assert [re.search("LOST|LAGGING|$", line)[0] for line in lines if "5" in line or "11" in line]
     assert "LOST" in "".join(lines) and "LAGGING" in "".join(lines)
     assert lines[-1] == "and 9 ready"
+
+
+def test_who_has_left_is_no_worker_any_more() -> None:
+    two = tuple(WorkerStats(idx, 1, 1, 0, state) for idx, state in enumerate(("ready", "left")))
+    lines = drawn(Look(0.0, [SyncStats("server", "policy", "tcp", 5, 1, workers=two)])).splitlines()
+    assert lines[0] == "tcp://host:1: 1 worker, 1 ready, 1 left"
 
 
 def test_names_are_text() -> None:
