@@ -42,9 +42,8 @@ from aiosync.receiver.updates import Buffers, UpdateReader
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.tensordicts import is_tensordict
-from aiosync.transports._kept_errors import LinkError, again, without_frames
-from aiosync.transports._pidfd import is_gone
-from aiosync.transports.base import Received, make_ack
+from aiosync.transports._processes import is_gone
+from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update, encode_frame
 

@@ -37,8 +37,8 @@ from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
 from aiosync.sync._schemes import core_of
 from aiosync.tensors import Target
 from aiosync.tensors.match import Strict
-from aiosync.transports._fork import FORKING
-from aiosync.transports._kept_errors import without_frames
+from aiosync.transports._processes import FORKING
+from aiosync.transports.base import without_frames
 
 if TYPE_CHECKING:
     from typing import Self

@@ -11,33 +11,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aiosync.errors import AckTimeout, AiosyncError, ApplyError, ConfigError, PartialSyncError
+from aiosync.errors import AckTimeout, AiosyncError, ApplyError, PartialSyncError
 from aiosync.events import SyncOutcome
 from aiosync.protocol.outbox import Outcome, WorkerLeft
 from aiosync.types import Require, SendReport
 
-__all__ = ["SendTracker", "validate_require"]
-
-
-def validate_require(require: Require) -> None:
-    """Check what counts as success of a send.
-
-    Args:
-        require: ``"all"``; an int of at least 1 for at least that many workers; or a float in
-            (0, 1] for at least that fraction of them.
-
-    Raises:
-        ConfigError: Something else.
-    """
-    value: Any = require
-    if type(value) is int and value >= 1:
-        return
-    if type(value) is float and 0.0 < value <= 1.0:
-        return
-    if type(value) is not str or value != "all":
-        raise ConfigError(
-            f"require is {value!r}; it must be 'all', an int of at least 1, or a float in (0, 1]"
-        )
+__all__ = ["SendTracker"]
 
 
 class SendTracker:

@@ -8,45 +8,31 @@ from __future__ import annotations
 
 import secrets
 
-from aiosync.errors import ConfigError, LocalProtocolError, StaleVersion
+from aiosync.errors import LocalProtocolError, StaleVersion
 
-__all__ = ["MAX_VERSION", "Inbox", "VersionClock", "new_epoch"]
+__all__ = ["MAX_VERSION", "Inbox", "VersionClock"]
 
 MAX_VERSION = 2**63 - 1
 """Largest epoch and largest version."""
-
-
-def new_epoch() -> int:
-    """Draw the id of a new sender: random, 1 to 2**63 - 1.
-
-    Two senders get the same one with a probability of about 1e-19.
-    """
-    return secrets.randbelow(MAX_VERSION) + 1
 
 
 class VersionClock:
     """Hands out the versions of one sender, each greater than the one before.
 
     Args:
-        epoch: Epoch of the sender; drawn when ``None``.
+        epoch: Epoch of the sender, 1 to 2**63 - 1; drawn when ``None``. Two senders draw the same
+            one with a probability of about 1e-19.
         first: The first version, which continues the count of another sender.
 
     Attributes:
         epoch: Epoch of the sender.
         current: The version that was handed out last; 0 before the first.
-
-    Raises:
-        ConfigError: The epoch is not in 1 to 2**63 - 1.
     """
 
     __slots__ = ("_first", "current", "epoch")
 
     def __init__(self, epoch: int | None = None, first: int = 1) -> None:
-        if epoch is None:
-            epoch = new_epoch()
-        elif type(epoch) is not int or not 1 <= epoch <= MAX_VERSION:
-            raise ConfigError(f"epoch is {epoch!r}; it must be an int from 1 to 2**63 - 1")
-        self.epoch: int = epoch
+        self.epoch: int = epoch or secrets.randbelow(MAX_VERSION) + 1
         self.current: int = 0
         self._first = first
 

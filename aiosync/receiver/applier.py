@@ -32,7 +32,7 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import LoadTarget
 from aiosync.tensors.match import Strict
-from aiosync.transports._fork import FORKING
+from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 
 __all__ = ["Applier", "Owner", "Result"]

@@ -51,8 +51,7 @@ from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.tensors.match import Strict
-from aiosync.transports._kept_errors import without_frames
-from aiosync.transports.base import Received, Transport, make_ack
+from aiosync.transports.base import Received, Transport, make_ack, without_frames
 from aiosync.types import AckStatus
 from aiosync.wire import Current, Leave, ManifestMessage, Promise, Take, Update, Welcome
 

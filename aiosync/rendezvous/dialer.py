@@ -19,8 +19,8 @@ from aiosync.errors import (
     ConnectTimeout,
     LocalProtocolError,
 )
-from aiosync.transports._kept_errors import without_frames
 from aiosync.transports.address import Address
+from aiosync.transports.base import without_frames
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits

@@ -27,10 +27,9 @@ from typing import Any
 from aiosync._log import log
 from aiosync._tasks import TaskOwner
 from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError
-from aiosync.protocol import validate_seconds
-from aiosync.protocol.indices import as_count
+from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.transports._fork import close_in_child
+from aiosync.transports._processes import close_in_child
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials

@@ -22,8 +22,7 @@ from aiosync.errors import (
 from aiosync.rendezvous.dialer import Backoff, Left, is_final, retry
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import AnyListener
-from aiosync.transports._kept_errors import without_frames
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Transport, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello, Refuse
 

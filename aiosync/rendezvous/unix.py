@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from aiosync.errors import ConfigError, ConnectError
 from aiosync.rendezvous.listener import AcceptLoop, AnyListener
-from aiosync.transports._pidfd import is_gone
+from aiosync.transports._processes import is_gone
 
 __all__ = ["NobodyListens", "UnixListener", "connect", "new_address"]
 

@@ -39,8 +39,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import Observer, SyncStats
-from aiosync.protocol import validate_timeout
-from aiosync.protocol.indices import as_count, as_index, as_indices
+from aiosync.protocol import as_count, as_index, as_indices, validate_timeout
 from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
 from aiosync.receiver.reading import Guarded, Methods, Reading

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.protocol.indices import as_count
+from aiosync.protocol import as_count
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory

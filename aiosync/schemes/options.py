@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from aiosync.errors import ConfigError
-from aiosync.protocol import MAX_VERSION, ChunkPlan, validate_require, validate_seconds
-from aiosync.protocol.indices import as_count
+from aiosync.protocol import MAX_VERSION, ChunkPlan, as_count, validate_require, validate_seconds
 from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.types import Limits, Require
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.protocol.indices import as_index, as_indices
+from aiosync.protocol import as_index, as_indices
 from aiosync.schemes.options import refuse
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.tensordicts import is_tensordict

@@ -24,8 +24,7 @@ from aiosync.protocol import Outbox, WorkerLeft
 from aiosync.sender.chunks import ChunkWriter
 from aiosync.sender.history import Chain, Group, names_of, together
 from aiosync.sender.snapshots import Snapshot
-from aiosync.transports._kept_errors import without_frames
-from aiosync.transports.base import Received, Transport
+from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import SlotPublisher
 from aiosync.types import AckStatus

@@ -34,7 +34,7 @@ from aiosync.rendezvous.handshake import admit
 from aiosync.sender.chunks import Streaming
 from aiosync.sender.history import History
 from aiosync.sender.worker_link import WorkerLink
-from aiosync.transports._pidfd import has_ended, open_pidfd
+from aiosync.transports._processes import has_ended, open_pidfd
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello
 

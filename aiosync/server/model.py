@@ -32,8 +32,7 @@ from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server.store import StoredUpdate, WeightStore
 from aiosync.tensors.merging import Part, merged
-from aiosync.transports._kept_errors import without_frames
-from aiosync.transports.base import make_ack
+from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
 from aiosync.wire import Hello

@@ -27,7 +27,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncStats
-from aiosync.protocol.indices import as_count
+from aiosync.protocol import as_count
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Streaming

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
-from aiosync.protocol import validate_seconds
-from aiosync.protocol.indices import as_count
+from aiosync.protocol import as_count, validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.schemes.inside import change_hooks, follow, met, not_met, receiver_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,8 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from aiosync.errors import RemoteProtocolError, TransportBroken
-from aiosync.transports._buffers import chunks_of, copy_bytes
-from aiosync.transports._fork import close_in_child
-from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads
+from aiosync.transports._processes import close_in_child
+from aiosync.transports.data_plane import COPYING, DataPlane, Progress, Threads, copy_bytes
 from aiosync.wire import ExtValue, Setup
 
 if TYPE_CHECKING:
@@ -283,7 +282,7 @@ class GlooPlane(DataPlane):
         waits: deque[Callable[[timedelta], object]] = deque()
         sent, patience = 0, self._patience
         try:
-            for chunk in chunks_of(pieces, _CHUNK_NBYTES):
+            for chunk in _chunks_of(pieces, _CHUNK_NBYTES):
                 if self._stop:
                     break
                 if copying is not None:
@@ -358,6 +357,24 @@ class GlooPlane(DataPlane):
         """
         self.end()
         await self._threads.aclose(_CLOSE_SECONDS)
+
+
+def _chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
+    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
+    chunk: list[memoryview] = []
+    room = chunk_nbytes
+    for piece in pieces:
+        offset = 0
+        while offset < piece.nbytes:
+            step = min(room, piece.nbytes - offset)
+            chunk.append(piece[offset : offset + step])
+            offset += step
+            room -= step
+            if not room:
+                yield chunk
+                chunk, room = [], chunk_nbytes
+    if chunk:
+        yield chunk
 
 
 def _tensor_of(array: NDArray[np.uint8]) -> torch.Tensor:

@@ -29,8 +29,15 @@ from aiosync.errors import (
     WeightsChanged,
 )
 from aiosync.transports import _ray_actor
-from aiosync.transports._buffers import copy_bytes
-from aiosync.transports.data_plane import CHANGED, KEPT, STEADY, DataPlane, Threads, outlast
+from aiosync.transports.data_plane import (
+    CHANGED,
+    KEPT,
+    STEADY,
+    DataPlane,
+    Threads,
+    copy_bytes,
+    outlast,
+)
 from aiosync.transports.handshake import name_from
 from aiosync.wire import ALIGNMENT, ExtValue, Setup
 

@@ -3,7 +3,8 @@
 A transport moves messages of :mod:`aiosync.wire` and, beside each, an optional payload of raw
 bytes. It knows nothing of torch, tensors or schemes and must never import them. The published
 suite in :mod:`aiosync.testing` checks every statement made here; see
-``docs/topics/transports.md``.
+``docs/topics/transports.md``. At its end is what several transports need: buffers seen as bytes,
+and errors that are kept.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    ClassVar,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
-from aiosync.types import AckStatus, Capabilities
+from aiosync.errors import AiosyncError, LocalProtocolError, ProtocolError, TransportError
+from aiosync.types import AckStatus, Capabilities, Limits
 from aiosync.wire import Ack, ExtValue, Message
 
 if TYPE_CHECKING:
@@ -28,12 +38,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Handler",
     "Lender",
+    "LinkError",
     "Payload",
     "Received",
     "Transport",
     "TransportBackend",
+    "again",
+    "flat_view",
     "make_ack",
+    "take_buffers",
+    "without_frames",
 ]
+
+LinkError = TransportError | ProtocolError
+_Error = TypeVar("_Error", bound=BaseException)
 
 Payload: TypeAlias = "Sequence[Buffer]"
 """Buffers that are sent one after the other. Read-only for the transport."""
@@ -286,3 +304,54 @@ def make_ack(epoch: int, version: int, status: AckStatus, error: BaseException |
         error_type=type(error).__name__,
         error_text=str(error) or type(error).__name__,
     )
+
+
+def flat_view(buffer: object) -> memoryview:
+    """A byte view of a contiguous buffer, whatever its format and shape."""
+    view = memoryview(cast("bytes", buffer))
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B")
+
+
+def take_buffers(
+    into: Lender | None, message: Message, nbytes: int, limits: Limits
+) -> list[memoryview]:
+    """Borrow the buffers for a payload, or allocate them when nobody lends.
+
+    Raises:
+        LocalProtocolError: They are not as large as the payload, or nobody lends for one that is
+            too large to allocate.
+    """
+    if into is not None:
+        views = [*map(flat_view, into(message, nbytes))]
+        total = sum(map(len, views))
+        if total != nbytes:
+            raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
+        return views
+    if nbytes > limits.max_buffer_nbytes:
+        raise LocalProtocolError(
+            f"a payload of {nbytes} bytes needs lent buffers: recv(into=...) allocates at most "
+            f"{limits.max_buffer_nbytes} bytes itself (Limits.max_buffer_nbytes)"
+        )
+    return [memoryview(bytearray(nbytes))]
+
+
+def without_frames(error: _Error) -> _Error:
+    """Drop the tracebacks of an error that is going to be kept.
+
+    Their frames, and those that called them, would keep alive what was in hand: buffers of the
+    size of a model. A traceback that shows a bug stays.
+    """
+    link: BaseException | None = error
+    while isinstance(link, (AiosyncError, OSError)):
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def again(error: _Error) -> _Error:
+    """A fresh exception for each raise of one that is kept: tracebacks would pile up on it."""
+    fresh = type(error)(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh

@@ -15,7 +15,9 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
 
 from aiosync.errors import (
     AiosyncError,
@@ -28,12 +30,24 @@ from aiosync.errors import (
     TransportBroken,
     TransportBusy,
 )
-from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._fork import close_in_child
-from aiosync.transports._kept_errors import LinkError, again, without_frames
-from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
+from aiosync.transports._processes import close_in_child
+from aiosync.transports.base import (
+    Handler,
+    Lender,
+    LinkError,
+    Payload,
+    Received,
+    Transport,
+    again,
+    flat_view,
+    take_buffers,
+    without_frames,
+)
 from aiosync.transports.stream import FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = [
     "CHANGED",
@@ -46,6 +60,7 @@ __all__ = [
     "Progress",
     "SharedPayload",
     "Threads",
+    "copy_bytes",
     "outlast",
 ]
 
@@ -517,3 +532,17 @@ async def outlast(
             if on_cancel is not None:
                 on_cancel()
     return cancelled
+
+
+def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
+    """Copy, however the two sides are cut into pieces; without the GIL."""
+    left = iter(targets)
+    target = np.empty(0, np.uint8)
+    for source in sources:
+        rest = source
+        while rest.size:
+            while not target.size:
+                target = np.frombuffer(next(left), np.uint8)
+            step = min(rest.size, target.size)
+            np.copyto(target[:step], rest[:step])
+            rest, target = rest[step:], target[step:]

@@ -22,9 +22,15 @@ from aiosync.errors import (
     TransportBusy,
     TransportClosed,
 )
-from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._kept_errors import again
-from aiosync.transports.base import Lender, Payload, Received, Transport
+from aiosync.transports.base import (
+    Lender,
+    Payload,
+    Received,
+    Transport,
+    again,
+    flat_view,
+    take_buffers,
+)
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import DEFAULT_LIMITS, Message, encode_frame
 

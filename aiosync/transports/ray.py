@@ -24,11 +24,9 @@ from aiosync.errors import (
     TransportBusy,
     TransportClosed,
 )
-from aiosync.transports._buffers import flat_view
-from aiosync.transports._kept_errors import again
 from aiosync.transports._ray_actor import Weights
 from aiosync.transports._ray_store import RayObjects, RayPlane, in_lines, landed, need_cluster
-from aiosync.transports.base import Lender, Payload, Received, Transport, make_ack
+from aiosync.transports.base import Lender, Payload, Received, Transport, again, flat_view, make_ack
 from aiosync.transports.data_plane import INLINE_NBYTES, DataPlaneTransport, SharedPayload
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport

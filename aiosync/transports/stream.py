@@ -33,11 +33,19 @@ from aiosync.errors import (
     TransportClosed,
     TransportError,
 )
-from aiosync.transports._buffers import flat_view, take_buffers
-from aiosync.transports._fork import close_in_child
-from aiosync.transports._kept_errors import LinkError, again, without_frames
-from aiosync.transports._pidfd import open_pidfd
-from aiosync.transports.base import Handler, Lender, Payload, Received, Transport
+from aiosync.transports._processes import close_in_child, open_pidfd
+from aiosync.transports.base import (
+    Handler,
+    Lender,
+    LinkError,
+    Payload,
+    Received,
+    Transport,
+    again,
+    flat_view,
+    take_buffers,
+    without_frames,
+)
 from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,

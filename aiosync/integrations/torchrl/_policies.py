@@ -15,7 +15,7 @@ from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, SyncTimeout
 from aiosync.integrations.torchrl._stamps import guard_policy, is_stamped, stamp
-from aiosync.protocol.indices import as_index, as_indices
+from aiosync.protocol import as_index, as_indices
 from aiosync.schemes.inside import check_open, guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import NoWeightSyncScheme, WeightSyncScheme

@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from aiosync.errors import ConfigError, TransportClosed
-from aiosync.transports._fork import close_in_child
+from aiosync.transports._processes import close_in_child
 
 __all__ = [
     "BELL",

@@ -1,0 +1,127 @@
+"""What users pass as times, counts and indices of workers.
+
+This module must never import asyncio, anyio or torch, and reads no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from aiosync.errors import ConfigError
+from aiosync.types import Require
+from aiosync.wire import MAX_WORKER_IDX
+
+__all__ = [
+    "as_count",
+    "as_index",
+    "as_indices",
+    "validate_require",
+    "validate_seconds",
+    "validate_timeout",
+]
+
+
+def validate_timeout(timeout: Any) -> None:
+    """Check what a call was given as its timeout, before it does anything.
+
+    Raises:
+        ConfigError: It is neither ``None`` nor a real number of at least 0; infinity is one.
+    """
+    validate_seconds("timeout", timeout, zero=True, endless=True, none=True)
+
+
+def validate_seconds(
+    name: str, value: Any, *, zero: bool = False, endless: bool = False, none: bool = False
+) -> None:
+    """Check an option that is a time.
+
+    A NaN is neither before nor after any time: it would wait for ever.
+
+    Args:
+        name: Of the option.
+        value: What was given.
+        zero: 0 is legal.
+        endless: So is infinity.
+        none: So is ``None``.
+
+    Raises:
+        ConfigError: It is not a real number, or out of range.
+    """
+    if value is None and none:
+        return
+    if isinstance(value, Real) and not isinstance(value, bool):
+        seconds = float(value)
+        if (seconds > 0 or (zero and seconds == 0)) and (endless or not math.isinf(seconds)):
+            return
+    wanted = "seconds of at least 0" if zero else "positive seconds"
+    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {value!r}")
+
+
+def validate_require(require: Require) -> None:
+    """Check what counts as success of a send.
+
+    Args:
+        require: ``"all"``; an int of at least 1 for at least that many workers; or a float in
+            (0, 1] for at least that fraction of them.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    value: Any = require
+    counts = type(value) is int and value >= 1
+    shares = type(value) is float and 0 < value <= 1
+    if not (counts or shares or (type(value) is str and value == "all")):
+        raise ConfigError(
+            f"require is {value!r}; it must be 'all', an int of at least 1, or a float in (0, 1]"
+        )
+
+
+def _as_int(value: Any) -> int:
+    """An int, or an integer of numpy or torch; ``worker_ids=True`` never means worker 1."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is not accepted as a number")
+    return operator.index(value)
+
+
+def as_index(name: str, value: Any) -> int:
+    """A count, or the index of a worker: also one of numpy's or torch's integers.
+
+    Raises:
+        ConfigError: It is not an integer of at least 0, or none that can travel.
+    """
+    index = as_count(name, value, 0)
+    if index > MAX_WORKER_IDX:
+        raise ConfigError(f"{name} must be an int of at most {MAX_WORKER_IDX}, got {value!r}")
+    return index
+
+
+def as_count(name: str, value: Any, least: int) -> int:
+    """A number of bytes, of connections or the like, which has no upper bound.
+
+    Raises:
+        ConfigError: It is not an integer of at least ``least``.
+    """
+    try:
+        count = _as_int(value)
+    except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
+        count = least - 1
+    if count < least:
+        raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
+    return count
+
+
+def as_indices(name: str, value: int | Iterable[int]) -> set[int]:
+    """One index, or several.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    try:
+        several = list(value)  # type: ignore[arg-type]
+    except TypeError:  # not all that has __iter__ can be iterated over: a number of torch
+        return {as_index(name, value)}
+    return {as_index(f"an index in {name}", each) for each in several}
