@@ -1,4 +1,4 @@
-"""Reaching the other end of a stream, again and again if need be, but never in a tight loop.
+"""Reaching the other end of a stream, and again when the link was lost, but never in a tight loop.
 
 Must not import torch.
 """
@@ -6,10 +6,11 @@ Must not import torch.
 from __future__ import annotations
 
 import asyncio
+import enum
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from aiosync.errors import (
     AiosyncError,
@@ -18,18 +19,23 @@ from aiosync.errors import (
     ConnectError,
     ConnectTimeout,
     LocalProtocolError,
+    PeerClosed,
 )
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.transports.address import Address
-from aiosync.transports.base import without_frames
+from aiosync.transports.base import Transport, without_frames
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 
-__all__ = ["Backoff", "Dialer", "Left", "is_final", "retry"]
+__all__ = ["Backoff", "Dialer", "KeptLink", "Left", "LinkState", "is_final", "retry"]
 
 _T = TypeVar("_T")
+_L = TypeVar("_L", bound=Transport)
+_W = TypeVar("_W")
 
 _OVER_SECONDS = 0.001  # timers fire so early at the most
+_OF_USE_SECONDS = 1.0  # a link that lasted for so long was of use, even if nothing came over it
 
 Left: TypeAlias = Callable[[], float | None]
 """The seconds that are left, none for ``None``."""
@@ -168,3 +174,159 @@ class Dialer:
     def not_reached(self, within: str = "") -> str:
         """What an error says while nobody is reached."""
         return f"{self.name} at {self.address} was not reached{within}: {self.advice}"
+
+
+class LinkState(enum.Enum):
+    """Where a link is on its way."""
+
+    DIALING = "nobody is reached yet, or again"
+    GREETING = "the other end was reached, and has not answered"
+    UP = "it was let in"
+    GAVE_UP = "nothing replaces it any more"
+
+
+class KeptLink(Generic[_L, _W]):
+    """A link that is dialled until somebody lets it in, and again whenever it was lost.
+
+    Args:
+        name: How errors call the other end.
+        dial: One attempt to reach it: told how to ask for the seconds that are left, and whether
+            there was a link before.
+        greet: What is said first on a link, in so many seconds; it returns the answer.
+        nobody: Says that nobody is reached, within a time that it is given, and what to do.
+        final: Whether an error ends all attempts; ``None`` where none does, and each handshake has
+            to end in time.
+        pauses: Between two attempts.
+
+    Attributes:
+        state: Where it is on its way.
+        why: Why the last attempt failed; ``None`` if it did not.
+        answer: What the other end answered when it let the last link in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[Left, bool], Awaitable[_L]],
+        greet: Callable[[_L, float | None], Awaitable[_W]],
+        *,
+        nobody: Callable[[str], str],
+        final: Callable[[AiosyncError], bool] | None = is_final,
+        pauses: Backoff | None = None,
+    ) -> None:
+        self.state: LinkState = LinkState.DIALING
+        self._name = name
+        self._dial = dial
+        self._greet = greet
+        self._nobody = nobody
+        self._final = final
+        self._link: _L | None = None
+        self.why: BaseException | None = None
+        self.answer: _W | None = None
+        self._up_at = 0.0
+        self._of_use_at = 0.0  # until when a link was
+        self._progress: object = None  # that was made by then
+        self._pauses = pauses or Backoff()
+
+    async def connect(self, timeout: float | None) -> tuple[_L, _W]:
+        """Reach the other end and be let in.
+
+        Returns:
+            The link, and what was answered.
+
+        Raises:
+            ConnectTimeout: Not in time, caused by the error of the last attempt.
+            AiosyncError: What is final.
+
+        Cancellation:
+            Class A.
+        """
+
+        def late(last: AiosyncError) -> ConnectTimeout:
+            within = f" within {timeout:g} s"
+            if self.state is LinkState.GREETING or isinstance(last, ConnectTimeout):
+                return ConnectTimeout(f"{last}; no other attempt worked{within}")
+            return ConnectTimeout(f"{self._nobody(within)}; the last attempt: {last}")
+
+        return await self._meet(timeout, late)
+
+    async def reconnect(
+        self, lost: AiosyncError, seconds: float | None, progress: object
+    ) -> tuple[_L, _W]:
+        """Replace a link that was lost.
+
+        Args:
+            lost: Why.
+            seconds: For how long to try, since a link was of use; ``None`` for ever.
+            progress: Something that changes when a link is of use.
+
+        Raises:
+            PeerClosed: Not in time.
+            AiosyncError: What is final.
+
+        Cancellation:
+            Class A.
+        """
+        now = asyncio.get_running_loop().time()
+        if progress != self._progress or now - self._up_at > _OF_USE_SECONDS:
+            self._progress, self._of_use_at = progress, now
+            self._pauses.reset()
+
+        def late(last: AiosyncError) -> PeerClosed:
+            return PeerClosed(
+                f"the link to {self._name} was lost ({lost}), and not restored within {seconds:g} s"
+                + ("" if last is lost else f"; the last attempt: {last}")
+            )
+
+        left = None if seconds is None else max(0.0, self._of_use_at + seconds - now)
+        return await self._meet(left, late, lost)
+
+    async def _meet(
+        self,
+        timeout: float | None,
+        late: Callable[[AiosyncError], AiosyncError],
+        lost: AiosyncError | None = None,
+    ) -> tuple[_L, _W]:
+        async def attempt(left: Left) -> tuple[_L, _W]:
+            self.state = LinkState.DIALING
+            try:
+                self._link = link = await self._dial(left, lost is not None)
+                self.state = LinkState.GREETING
+                bounded = lost is not None or self._final is None
+                limits = (left(), HANDSHAKE_SECONDS if bounded else None)
+                limit = min((each for each in limits if each is not None), default=None)
+                self.answer = answer = await self._greet(link, limit)
+            except BaseException as exc:  # raised again
+                self.abort()
+                self.why = without_frames(exc)
+                raise
+            self.why = None
+            self.state = LinkState.UP
+            self._up_at = asyncio.get_running_loop().time()
+            return link, answer
+
+        try:
+            return await retry(
+                attempt,
+                timeout,
+                late=late,
+                final=self._final or (lambda error: False),
+                backoff=self._pauses,
+                after=lost,
+            )
+        except AiosyncError:
+            self.state = LinkState.GAVE_UP
+            raise
+
+    def abort(self) -> None:
+        """End the link at once. What is dialled ends when that is cancelled."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.abort()
+
+    def describe(self) -> str:
+        """What an error of a trainer says while the other end has not let it in."""
+        if self.state is LinkState.UP:
+            return f"{self._name} was reached, but has not let this trainer in"
+        why = "" if self.why is None else f"; the last attempt: {self.why}"
+        return f"{self._nobody('')}{why}"

@@ -1,5 +1,7 @@
 """The side that listens: accepts, lets strangers prove their identity, hands on links.
 
+That is a trainer whose workers dial, or a worker that trainers dial.
+
 Strangers cost little and never for long: a deadline until they have said who they are, 4 KiB, and a
 bounded number of them; when there are too many, the one that has taken longest is dropped. Must not
 import torch.
@@ -12,7 +14,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import ipaddress
 import itertools
 import logging
 import os
@@ -25,8 +26,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync._log import log
-from aiosync._tasks import TaskOwner
-from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    RemoteProtocolError,
+    TransportBroken,
+)
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.transports._processes import close_in_child
@@ -35,11 +43,12 @@ from aiosync.transports.base import Transport
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Hello, Status
+from aiosync.wire import Hello, Refuse, Status
 
 __all__ = [
     "AcceptLoop",
     "AnyListener",
+    "Arrivals",
     "ListenerCounts",
     "Strangers",
     "StreamListener",
@@ -268,7 +277,6 @@ class StreamListener(AnyListener):
         self._tasks: TaskOwner | None = None
         sock, self._address = bind(address)
         self._accepting = AcceptLoop(sock)
-        self._inode = self._own_inode()
 
     @property
     def url(self) -> str:
@@ -354,7 +362,7 @@ class StreamListener(AnyListener):
             return
         if self._tasks is not None:
             self._tasks.abort()
-        if self._inode is not None and self._inode == self._own_inode():
+        if self._address.scheme == "unix":
             with contextlib.suppress(OSError):
                 os.unlink(self._address.path)
 
@@ -364,12 +372,68 @@ class StreamListener(AnyListener):
         if self._tasks is not None:
             await self._tasks.aclose()
 
-    def _own_inode(self) -> tuple[int, int] | None:
+
+class Arrivals(AnyListener):
+    """Trainers that dial a worker: one has it at a time, and the newest of its links counts.
+
+    Args:
+        takes: Whether another link would ever be taken.
+    """
+
+    def __init__(self, takes: Callable[[], bool]) -> None:
+        self._takes = takes
+        self._newest: tuple[TCPTransport, Hello] | None = None
+        self._waits = False  # nobody has taken it so far
+        self._changed = Notifier()
+
+    def welcome(self, link: TCPTransport, hello: Hello) -> None:
+        """Hear who dialled, whether or not anybody waits for a link. Owns the link."""
+        holder, has = self._newest or (link, hello)
+        taken = holder is not link and not holder.ended
+        if hello.role != "sender":
+            link.abort()
+        elif taken and (hello.epoch is None or hello.epoch != has.epoch):
+            # It tries again: the other one may leave.
+            text = (
+                f"another trainer has this worker: {holder.name}, process {has.pid}. End one of "
+                "the two; the one that is left gets the worker"
+            )
+            with contextlib.suppress(AiosyncError):
+                link.send_nowait(Refuse(ConnectError.__name__, text))
+            link.abort()
+        elif link.ended or not self._takes():
+            link.abort()
+        else:
+            if holder is not link:
+                # Whoever reads from it asks for another link, which is here already.
+                holder.fail(TransportBroken("the trainer opened a newer link"))
+                if self._waits:
+                    holder.abort()
+            self._newest, self._waits = (link, hello), True
+            self._changed.notify()
+
+    async def next(self, timeout: float | None) -> TCPTransport:
+        """Wait for a trainer.
+
+        Raises:
+            ConnectTimeout: None came in time.
+
+        Cancellation:
+            Class A.
+        """
         try:
-            found = os.stat(self._address.path)
-        except OSError:  # as where there is no path
-            return None
-        return found.st_dev, found.st_ino
+            async with asyncio.timeout(timeout):
+                while self._newest is None or not self._waits or self._newest[0].channel.ended:
+                    await self._changed.wait()
+        except TimeoutError as exc:
+            raise ConnectTimeout(f"no trainer was accepted within {timeout:g} s") from exc
+        self._waits = False
+        return self._newest[0]
+
+    def close(self) -> None:
+        """End what nobody has taken."""
+        if self._newest is not None and self._waits:
+            self._newest[0].abort()
 
 
 def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:
@@ -393,8 +457,4 @@ def _name_of(sock: socket.socket) -> str:
     peer = sock.getpeername()
     if not isinstance(peer, tuple):
         return "a peer on this host"
-    host, port = peer[:2]
-    if ":" not in host:
-        return f"{host}:{port}"
-    mapped = ipaddress.IPv6Address(host).ipv4_mapped  # of a listener for both families
-    return f"[{host}]:{port}" if mapped is None else f"{mapped}:{port}"
+    return str(Address("tcp", host=peer[0], port=peer[1])).removeprefix("tcp://")

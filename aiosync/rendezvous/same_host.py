@@ -1,18 +1,19 @@
-"""Workers on the sender's own host: links through shared memory beside those of an engine.
+"""Where workers of one host find their trainer: a Unix socket that only the same user may use.
 
-The sender of an engine's scheme also listens on an abstract Unix socket that is named after its
-address. Whoever reaches it shares its kernel; who also is the same user's process, and proves that
-it has the token, reads weights from shared memory. Must not import torch.
+Its address is in the abstract namespace, so nothing is left in the file system however a process
+ends. The sender of an engine's scheme listens on one as well, which is named after its address:
+whoever proves there that it has the token reads weights from shared memory. Must not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
+import os
+import secrets
 import socket
-import sys
+import struct
 from collections.abc import Callable
 
 from aiosync._tasks import TaskOwner
@@ -23,8 +24,8 @@ from aiosync.errors import (
     ConnectTimeout,
     RemoteProtocolError,
 )
-from aiosync.rendezvous.listener import AnyListener, Strangers, first_word
-from aiosync.rendezvous.unix import UnixListener, connect
+from aiosync.rendezvous.listener import AcceptLoop, AnyListener, Strangers, first_word
+from aiosync.transports._processes import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -33,20 +34,130 @@ from aiosync.transports.handshake import (
     prove_as_dialer,
     prove_as_listener,
 )
-from aiosync.transports.shared_memory import Arena, SharedMemTransport, has_memory
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Setup
 
-__all__ = ["SameHost", "available", "dial_here"]
+__all__ = [
+    "NobodyListens",
+    "SameHost",
+    "UnixListener",
+    "connect",
+    "dial_here",
+    "new_address",
+]
 
+_BACKLOG = 1024
+_NOT_YET = (ConnectionRefusedError, FileNotFoundError, BlockingIOError)
 _MAX_STRANGERS = 1024
 _KIND, _CALLED = "here", "called"
 
 
-@functools.cache
-def available() -> bool:
-    """Whether this system has abstract sockets, and lets this process share memory."""
-    return sys.platform == "linux" and has_memory()
+def new_address() -> str:
+    """A fresh address that nobody can guess."""
+    return f"\0aiosync-{secrets.token_hex(16)}"
+
+
+class UnixListener(AnyListener):
+    """The trainer's end: bound at once, accepting once :meth:`start` is called.
+
+    Args:
+        address: From :func:`new_address`.
+
+    Raises:
+        ConfigError: The address is in use: another copy of this scheme is a sender already.
+        OSError: The process has no descriptor left.
+    """
+
+    def __init__(self, address: str) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+        except OSError as exc:
+            sock.close()
+            raise ConfigError(
+                "another copy of this scheme is a sender already; give each sender a scheme of "
+                f"its own ({exc})"
+            ) from exc
+        sock.setblocking(False)
+        self._accepting = AcceptLoop(sock)
+
+    def start(
+        self,
+        on_connection: Callable[[socket.socket, int], None],
+        on_trouble: Callable[[OSError], None] = lambda exc: None,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Accept on the running loop.
+
+        Args:
+            on_connection: Called with each socket and its process id (0 in a namespace that is not
+                seen); owns it once it returns.
+            on_trouble: Called when a connection could not be accepted; may be called repeatedly for
+                it.
+            busy: Whether the next one has to wait for a moment.
+        """
+
+        def of_this_user(sock: socket.socket) -> None:
+            pid = _peer_pid(sock)
+            if pid is None:
+                sock.close()  # another user's process: it has no business here
+            else:
+                on_connection(sock, pid)
+
+        self._accepting.start(of_this_user, on_trouble, busy)
+
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+        self._accepting.close()
+
+
+def _peer_pid(sock: socket.socket) -> int | None:
+    """Process id of the other end, 0 in a namespace that is not seen; ``None`` of other users."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _gid = struct.unpack("3i", data)
+    return int(pid) if uid == os.geteuid() else None
+
+
+class NobodyListens(ConnectError):
+    """There is nobody at an address, so far."""
+
+
+def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.socket, int]:
+    """One attempt to reach who listens at ``address``; it does not wait.
+
+    Args:
+        address: From the scheme.
+        listener_pid: Process that listens, if it is known; its end ends all hope.
+
+    Returns:
+        The socket, and the process id of the other end, 0 in a namespace that is not seen.
+
+    Raises:
+        NobodyListens: So far.
+        ConnectError: It cannot be reached, its process has ended, or it is another user's.
+    """
+    sock = None
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        sock.connect(address)
+        pid = _peer_pid(sock)
+    except OSError as exc:
+        if sock is not None:
+            sock.close()
+        if listener_pid is not None and is_gone(listener_pid):
+            raise ConnectError(f"the trainer's process {listener_pid} has ended") from exc
+        kind = NobodyListens if isinstance(exc, _NOT_YET) else ConnectError
+        raise kind(f"the trainer cannot be reached: {exc}") from exc
+    if pid is None:
+        sock.close()
+        raise ConnectError("the socket of this scheme belongs to another user")
+    return sock, pid
+
+
+# -- beside an engine ----------------------------------------------------------------------------
 
 
 def _name(address: Address) -> str:

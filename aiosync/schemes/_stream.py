@@ -16,9 +16,8 @@ from aiosync.errors import (
     ConfigError,
     ConnectTimeout,
 )
-from aiosync.rendezvous.dialer import Dialer, Left, is_final
-from aiosync.rendezvous.listener import StreamListener
-from aiosync.rendezvous.reconnect import Arrivals, LinkState
+from aiosync.rendezvous.dialer import Dialer, Left, LinkState, is_final
+from aiosync.rendezvous.listener import Arrivals, StreamListener
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.options import StreamOptions
 from aiosync.schemes.sources import Sources

@@ -46,11 +46,10 @@ from aiosync.receiver.reading import Guarded, Methods, Reading
 from aiosync.receiver.receiver import Relay, WeightReceiver
 from aiosync.receiver.span_log import epoch_text
 from aiosync.receiver.transform import Transform
-from aiosync.rendezvous.dialer import Backoff, Left
+from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.rendezvous.listener import AnyListener
-from aiosync.rendezvous.reconnect import KeptLink
-from aiosync.rendezvous.unix import new_address
+from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions, refuse
 from aiosync.schemes.sources import (

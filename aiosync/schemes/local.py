@@ -14,7 +14,7 @@ from typing import Any
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.handshake import Refused
-from aiosync.rendezvous.unix import NobodyListens, UnixListener, connect
+from aiosync.rendezvous.same_host import NobodyListens, UnixListener, connect
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender

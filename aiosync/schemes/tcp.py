@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
-from aiosync.rendezvous.dialer import Dialer, Left
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.rendezvous.reconnect import KeptLink
 from aiosync.schemes._stream import StreamScheme
 from aiosync.schemes.options import TCPOptions
 from aiosync.schemes.sources import Sources

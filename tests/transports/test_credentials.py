@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aiosync.errors import ConfigError
-from aiosync.rendezvous import StreamListener
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.transports.credentials import TLS, Credentials, Secret
 from tests._certificates import certificates
 

@@ -17,7 +17,7 @@ from aiosync.errors import (
     ConnectError,
     TransportError,
 )
-from aiosync.rendezvous import StreamListener
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.transports.base import Received
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
