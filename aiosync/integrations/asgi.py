@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections import deque
 from collections.abc import (
@@ -18,6 +17,7 @@ from collections.abc import (
     Collection,
     Mapping,
     MutableMapping,
+    Sequence,
 )
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -26,7 +26,7 @@ from aiosync.protocol import validate_seconds
 from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
-    from aiosync.serving import Admission, WeightFeed
+    from aiosync.serving import WeightFeed
 
 __all__ = ["WeightsMiddleware", "lifespan", "span_of"]
 
@@ -43,8 +43,7 @@ _EPOCH: Final = b"x-weight-epoch"
 _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
 _LARGEST: Final = 2**63 - 1  # no version is larger
-_SHUTDOWN_RETRY_SECONDS: Final = 1
-_PROBE_RETRY_SECONDS: Final = 1
+_RETRY: Final = (b"retry-after", b"1")
 # A message of one byte takes some hundred bytes of memory, so the bytes alone are no bound.
 _MOST_MESSAGES: Final = 4096
 _NOT_RUNNING: Final = (
@@ -118,8 +117,6 @@ class WeightsMiddleware:
         if not callable(app) or not hasattr(feed, "gate"):
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
-        if isinstance(exempt, str | bytes) or not isinstance(exempt, Collection):
-            raise ConfigError(f"exempt must be a collection of paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
                 raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
@@ -135,8 +132,7 @@ class WeightsMiddleware:
         self.max_staleness = max_staleness
         self.timeout = timeout
         self.max_early_body = max_early_body
-        self._exempt = frozenset(path for path in exempt if not path.endswith("/"))
-        self._below = tuple(path for path in exempt if path.endswith("/"))
+        self._exempt = tuple(exempt)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """One call of the server, as ASGI has it."""
@@ -147,16 +143,19 @@ class WeightsMiddleware:
                 path = _below_root(path, root)
             if path == self.readyz:
                 await self._probe(scope, send)
-            elif scope["method"] == "OPTIONS" or path in self._exempt:
-                await self.app(scope, receive, send)
-            elif self._below and path.startswith(self._below):
+            elif scope["method"] == "OPTIONS" or self._is_exempt(path):
                 await self.app(scope, receive, send)
             else:
                 await self._serve(scope, receive, send)
         elif kind == "lifespan":
-            await _Lifespan(self.feed, receive, send).run(self.app, scope)
+            await self._live(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _is_exempt(self, path: str) -> bool:
+        return any(
+            path.startswith(each) if each.endswith("/") else path == each for each in self._exempt
+        )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -164,74 +163,56 @@ class WeightsMiddleware:
         try:
             min_version, epoch = _asked_for(scope["headers"])
         except ValueError as exc:
-            body = {"error": "bad_header", "detail": str(exc)}
-            await self._answer(scope, send, 400, body)
+            await self._answer(scope, send, 400, {"error": "bad_header", "detail": str(exc)})
             return
-        if self.max_early_body and _is_announced(scope):
-            # A client that uploads slowly would hold up every switch if it were admitted first.
-            messages = await _receive_early(receive, self.max_early_body)
-            if messages is None:
-                return  # nobody is there to be answered
-            receive = _replayed(messages, receive)
+        # A client that uploads slowly would hold up every switch if it were admitted first.
+        early = await _receive_early(receive, self.max_early_body)
+        if early is None:
+            return  # nobody is there to be answered
         admission = self.feed.request(min_version=min_version, epoch=epoch, timeout=self.timeout)
-        try:
-            await admission.__aenter__()
-        except (AdmissionTimeout, LocalProtocolError) as exc:
-            await self._refuse(scope, send, exc)
-            return
-        inside = True
+        async with contextlib.AsyncExitStack() as inside:
+            try:
+                await inside.enter_async_context(admission)
+            except (AdmissionTimeout, LocalProtocolError) as exc:
+                await self._refuse(scope, send, exc, min_version)
+                return
 
-        async def forward(message: _Message) -> None:
-            nonlocal inside
-            kind = message["type"]
-            if kind == "http.response.start":
-                headers = list(message.get("headers") or ())
-                if _OURS.isdisjoint([name.lower() for name, _ in headers]):
-                    headers += self._labels(admission)
-                message = {**message, "headers": headers}
-            elif inside and _ends(kind, message):
-                # Before it is sent: a client that reads slowly holds nothing up.
-                inside = False
-                await admission.__aexit__(None, None, None)
-            await send(message)
+            async def forward(message: _Message) -> None:
+                kind = message["type"]
+                if kind == "http.response.start":
+                    headers = list(message.get("headers") or ())
+                    if _OURS.isdisjoint([name.lower() for name, _ in headers]):
+                        # In the mode "immediate" a restarted trainer's version may be among them.
+                        epoch = admission.epoch if admission.epoch == self.feed.epoch else None
+                        headers += _labels(admission.versions, epoch)
+                    message = {**message, "headers": headers}
+                elif kind == "http.response.pathsend" or not message.get("more_body", False):
+                    # Before it is sent: a client that reads slowly holds nothing up.
+                    await inside.aclose()
+                await send(message)
 
-        # In place, as frameworks do it: middleware outside looks for what the router puts there.
-        scope["aiosync.admission"] = admission
-        try:
-            await self.app(scope, receive, forward)
-        finally:
-            if inside:
-                inside = False
-                await admission.__aexit__(None, None, None)
-
-    def _labels(self, admission: Admission) -> list[_Header]:
-        versions = admission.versions
-        # In the mode "immediate" a restarted trainer's version may be among them: no epoch then.
-        epoch = admission.epoch if admission.epoch == self.feed.epoch else None
-        labels = _labels(versions[0], epoch)
-        if len(versions) != 1:
-            labels.append((_VERSIONS, b"%d-%d" % (versions[0], versions[-1])))
-        return labels
+            # In place, as frameworks do it: middleware outside looks for what routers put there.
+            scope["aiosync.admission"] = admission
+            await self.app(scope, early, forward)
 
     async def _refuse(
-        self, scope: _Scope, send: _Send, error: AdmissionTimeout | LocalProtocolError
+        self,
+        scope: _Scope,
+        send: _Send,
+        error: AdmissionTimeout | LocalProtocolError,
+        min_version: int,
     ) -> None:
-        body: dict[str, Any] = {"error": "shutting_down", "detail": str(error)}
-        seconds = _SHUTDOWN_RETRY_SECONDS
-        if isinstance(error, AdmissionTimeout):
-            status = self.feed.status
-            seconds = max(1, math.ceil(error.retry_after))
-            closed = status.state == "closed"
-            body = {
-                "error": "weight_version",
-                "detail": f"{error}; {_NOT_RUNNING}" if closed else str(error),
-                "version": error.version,
-                "epoch": None if self.feed.epoch is None else f"{self.feed.epoch:016x}",
-                "min_version": error.min_version,
-                "waits_for": status.waits_for,
-                "state": status.state,  # but no reason, as that may name the trainer's address
-            }
-        await self._answer(scope, send, 503, body, (b"retry-after", b"%d" % seconds))
+        late, status = isinstance(error, AdmissionTimeout), self.feed.status.as_dict()
+        body = {
+            "error": "weight_version" if late else "shutting_down",
+            "detail": f"{error}; {_NOT_RUNNING}"
+            if late and status["state"] == "closed"
+            else str(error),
+            "min_version": min_version,
+            # But no reason, as that may name the trainer's address.
+            **{name: status[name] for name in ("version", "epoch", "waits_for", "state")},
+        }
+        await self._answer(scope, send, 503, body, _RETRY)
 
     # -- the probe -----------------------------------------------------------------------------
 
@@ -246,7 +227,7 @@ class WeightsMiddleware:
             and (self.max_staleness is None or status.stale_for <= self.max_staleness)
         )
         ready = ready and bool(self.feed.ready)  # the gate may have been closed
-        later = () if ready else ((b"retry-after", b"%d" % _PROBE_RETRY_SECONDS),)
+        later = () if ready else (_RETRY,)
         said = {"ready": ready, **status.as_dict()}
         await self._answer(scope, send, 200 if ready else 503, said, *later)
 
@@ -261,10 +242,39 @@ class WeightsMiddleware:
             *more,
         ]
         if self.feed.version:
-            headers += _labels(self.feed.version, self.feed.epoch)
+            headers += _labels((self.feed.version,), self.feed.epoch)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         data = b"" if scope["method"] == "HEAD" else data
         await send({"type": "http.response.body", "body": data})
+
+    # -- start and end -------------------------------------------------------------------------
+
+    async def _live(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """The feed starts before the application, and is closed before the server hears the end."""
+        heard = False
+
+        async def hear() -> _Message:
+            nonlocal heard
+            heard = True
+            return await receive()
+
+        async with contextlib.AsyncExitStack() as live:
+
+            async def say(message: _Message) -> None:
+                if message["type"].startswith("lifespan.shutdown."):
+                    await live.aclose()
+                await send(message)
+
+            await live.enter_async_context(self.feed)
+            try:
+                await self.app(scope, hear, say)
+            except Exception:
+                if heard:
+                    raise
+                # It knows nothing of lifespans, so the server is answered from here.
+                for phase in ("startup", "shutdown"):
+                    await receive()
+                    await say({"type": f"lifespan.{phase}.complete"})
 
 
 def lifespan(
@@ -340,129 +350,31 @@ def _asked_for(headers: Any) -> tuple[int, int | None]:
     return int(min_version), int(epoch, 16)
 
 
-def _labels(version: int, epoch: int | None) -> list[_Header]:
-    labels = [(_VERSION, b"%d" % version)]
+def _labels(versions: Sequence[int], epoch: int | None) -> list[_Header]:
+    labels = [(_VERSION, b"%d" % versions[0])]
     if epoch is not None:
         labels.append((_EPOCH, b"%016x" % epoch))
+    if len(versions) > 1:
+        labels.append((_VERSIONS, b"%d-%d" % (versions[0], versions[-1])))
     return labels
 
 
-def _ends(kind: str, message: _Message) -> bool:
-    """Whether nothing that is computed follows this message."""
-    if kind == "http.response.body":
-        return not message.get("more_body", False)
-    return kind == "http.response.pathsend"
-
-
-# -- the body of a request, received before the request is admitted ----------------------------
-
-
-def _is_announced(scope: _Scope) -> bool:
-    """Whether the headers say that a body follows."""
-    empty = False
-    for name, value in scope["headers"]:
-        if name == b"transfer-encoding":
-            return True
-        if name == b"content-length":
-            if value.strip(b" \t0"):
-                return True
-            empty = True
-    # From HTTP/2 on a body needs neither; a server knows at once where there is none.
-    later = scope.get("http_version", "1.1").startswith(("2", "3"))
-    return later and not empty and scope["method"] not in ("GET", "HEAD")
-
-
-async def _receive_early(receive: _Receive, limit: int) -> deque[_Message] | None:
-    """The messages of a body, or those of its first ``limit`` bytes; ``None`` if the client left.
+async def _receive_early(receive: _Receive, limit: int) -> _Receive | None:
+    """A ``receive`` whose body is here, or its first ``limit`` bytes; ``None`` if the client left.
 
     The message that reaches the bound is kept as a whole.
     """
     messages: deque[_Message] = deque()
-    size = 0
-    while size < limit and len(messages) < _MOST_MESSAGES:
+    size, more = 0, True
+    while more and size < limit and len(messages) < _MOST_MESSAGES:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            break
         size += len(message.get("body") or b"")
-    return messages
-
-
-def _replayed(messages: deque[_Message], receive: _Receive) -> _Receive:
-    """A ``receive`` that returns ``messages`` as they were, and then what the server says."""
+        more = message.get("more_body", False)
 
     async def replay() -> _Message:
         return messages.popleft() if messages else await receive()
 
     return replay
-
-
-# -- the lifespan messages of a server ---------------------------------------------------------
-
-
-class _Lifespan:
-    """One lifespan call: the feed starts before the application, and closes after it.
-
-    Where the application knows nothing of lifespans, the server is answered from here.
-    """
-
-    def __init__(self, feed: WeightFeed, receive: _Receive, send: _Send) -> None:
-        self._feed = feed
-        self._ends = contextlib.AsyncExitStack()  # closes the feed, once
-        self._receive_next = receive
-        self._send = send
-        self._first: _Message = {}
-        self._given: list[_Message] = []  # what the application has received
-        self._knows = True  # unless it answers with a message of another protocol
-        self._told = ""  # what the server heard last
-
-    async def run(self, app: _App, scope: _Scope) -> None:
-        self._first = await self._receive_next()
-        async with self._ends:
-            try:
-                await self._feed.start()
-                self._ends.push_async_callback(self._feed.aclose)
-                await self._run_app(app, scope)
-            except Exception as exc:  # raised again: the server sees it
-                if not self._told:
-                    await self._ends.aclose()
-                    await self._fail("startup", exc)
-                raise
-
-    async def _run_app(self, app: _App, scope: _Scope) -> None:
-        try:
-            await app(scope, self._receive, self._forward)
-        except Exception:  # raised again, unless it only means that there is no lifespan
-            if self._told or (self._given and self._knows):
-                raise
-        if not self._told:
-            await self._forward({"type": "lifespan.startup.complete"})
-        if self._told == "lifespan.startup.complete":
-            if len(self._given) < 2:
-                await self._receive_next()
-            await self._forward({"type": "lifespan.shutdown.complete"})
-
-    async def _receive(self) -> _Message:
-        self._given.append(await self._receive_next() if self._given else self._first)
-        return self._given[-1]
-
-    async def _forward(self, message: _Message) -> None:
-        kind = message["type"]
-        if not kind.startswith("lifespan."):
-            self._knows = False
-            raise RuntimeError(f"{kind} does not belong to a lifespan")
-        if kind != "lifespan.startup.complete":
-            try:
-                await self._ends.aclose()
-            except Exception as exc:  # raised again: the server sees it
-                if kind == "lifespan.shutdown.complete":
-                    await self._fail("shutdown", exc)
-                raise
-        self._told = kind
-        await self._send(message)
-
-    async def _fail(self, phase: str, error: Exception) -> None:
-        self._told = f"lifespan.{phase}.failed"
-        await self._send({"type": self._told, "message": f"{type(error).__name__}: {error}"})

@@ -104,7 +104,6 @@ class Life:
 
     def __init__(self, app: Any) -> None:
         self.said: list[str] = []
-        self.texts: list[str] = []
         self._asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
@@ -113,12 +112,14 @@ class Life:
     async def _send(self, message: Any) -> None:
         assert message["type"].startswith("lifespan."), message
         self.said.append(message["type"])
-        self.texts.append(message.get("message", ""))
         self._answers.put_nowait(message["type"])
+
+    def tell(self, what: str) -> None:
+        self._asked.put_nowait({"type": f"lifespan.{what}"})
 
     async def ask(self, what: str) -> str:
         """Tell the application, and return its answer."""
-        self._asked.put_nowait({"type": f"lifespan.{what}"})
+        self.tell(what)
         async with asyncio.timeout(PATIENCE):
             return await self._answers.get()
 
