@@ -16,13 +16,8 @@ from pathlib import Path
 import pytest
 
 import aiosync
+from tests.support.pages import PAGES, ROOT
 
-ROOT = Path(__file__).parents[1]
-# Without the built site, which has a twin of each page.
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
-]
 FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 

@@ -16,28 +16,14 @@ from pathlib import Path
 import pytest
 
 import aiosync.cli
+from tests.support.pages import DOCS, FENCE, PAGES, ROOT, name_of, shell_blocks, typed_lines
 from tests.support.waiting import free_address, wait_until
-
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-# Without the built site, which has a twin of each page.
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
-]
 
 MOST_WORDS = 1500
 LONG_SENTENCE = 30
 LONG_ONES = 0.03
 TABLES_AND_RULES = {"docs/benchmarks.md", "docs/topics/wire-format.md"}
 """Pages to look things up in, which may have any number of words."""
-
-FENCE = re.compile(r"^ *(`{3,}|:{3,}|~{3,})(.*?)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
-SHELLS = {"bash", "console", "sh", "shell"}
-
-
-def _name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 # -- words and sentences ---------------------------------------------------------------------------
@@ -67,10 +53,10 @@ def _long_sentences(text: str) -> list[str]:
     return [each for each in _sentences(text) if len(each.split()) > LONG_SENTENCE]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_has_few_words_and_short_sentences(page: Path) -> None:
     text = page.read_text()
-    assert _words(text) <= MOST_WORDS or _name(page) in TABLES_AND_RULES
+    assert _words(text) <= MOST_WORDS or name_of(page) in TABLES_AND_RULES
     long = _long_sentences(text)
     assert len(long) <= LONG_ONES * len(_sentences(text)), "\n".join(long)
 
@@ -119,32 +105,9 @@ def test_every_page_stands_in_a_toctree() -> None:
 # -- shell commands --------------------------------------------------------------------------------
 
 
-def _lines(text: str) -> Iterator[str]:
-    """What somebody types: where there are prompts, what follows them. Else all of it."""
-    prompts = re.findall(r"^ *[$%] ((?:.*\\\n)*.*)", text, re.MULTILINE)
-    lines = "\n".join(prompts) if prompts else text
-    typed = ""
-    for line in lines.replace("\\\n", " ").splitlines():
-        typed = f"{typed}\n{line}" if typed else line
-        if not typed.strip() or typed.lstrip().startswith("#"):
-            typed = ""
-        elif _is_whole(typed):
-            yield typed
-            typed = ""
-    assert not typed, f"no shell would understand {typed!r}"
-
-
-def _is_whole(typed: str) -> bool:
-    try:
-        shlex.split(typed, comments=True)
-    except ValueError:  # within quotes
-        return False
-    return True
-
-
 def _commands(text: str) -> Iterator[list[str]]:
     """The simple commands of a block, as lists of words."""
-    for typed in _lines(text):
+    for typed in typed_lines(text):
         lexer = shlex.shlex(typed, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         words: list[str] = []
@@ -247,12 +210,11 @@ def help_of(
     return ask
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_shell_commands_and_their_options_exist(page: Path, help_of: Callable[[str], str]) -> None:
     faults = [
         f"{' '.join(words)}: {fault}"
-        for _, language, text in FENCE.findall(page.read_text())
-        if language.strip() in SHELLS
+        for text in shell_blocks(page)
         for words in _commands(text)
         for fault in _faults(words, help_of)
     ]

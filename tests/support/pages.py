@@ -1,0 +1,52 @@
+"""The pages of the documentation, and what their shell blocks tell a reader to type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Without the built site, which has a twin of each page.
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
+]
+FENCE = re.compile(r"^ *(`{3,}|:{3,}|~{3,})(.*?)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
+SHELLS = {"bash", "console", "sh", "shell"}
+
+
+def name_of(page: Path) -> str:
+    """Its path in the checkout."""
+    return str(page.relative_to(ROOT))
+
+
+def shell_blocks(page: Path) -> list[str]:
+    """The texts of its shell blocks, in order."""
+    found = FENCE.findall(page.read_text())
+    return [text for _, language, text in found if language.strip() in SHELLS]
+
+
+def typed_lines(text: str) -> Iterator[str]:
+    """What somebody types: where there are prompts, what follows them. Else all of it."""
+    prompts = re.findall(r"^ *[$%] ((?:.*\\\n)*.*)", text, re.MULTILINE)
+    lines = "\n".join(prompts) if prompts else text
+    typed = ""
+    for line in lines.replace("\\\n", " ").splitlines():
+        typed = f"{typed}\n{line}" if typed else line
+        if not typed.strip() or typed.lstrip().startswith("#"):
+            typed = ""
+        elif _is_whole(typed):
+            yield typed
+            typed = ""
+    assert not typed, f"no shell would understand {typed!r}"
+
+
+def _is_whole(typed: str) -> bool:
+    try:
+        shlex.split(typed, comments=True)
+    except ValueError:  # within quotes
+        return False
+    return True
