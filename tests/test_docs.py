@@ -18,7 +18,10 @@ import pytest
 import aiosync
 from tests.support.pages import PAGES, ROOT
 
-FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(`{3,})(\S*)\n(.*?)^\1$(?=(?:\n\n```text\n(.*?)^```$)?)", re.MULTILINE | re.DOTALL
+)
+EPOCH = re.compile(r"\b[0-9a-f]{16}\b")  # drawn at random
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Block:
     line: int
     language: str
     text: str
+    shown: str | None = None
+    """The output that the page shows right below it."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -40,7 +45,7 @@ class Block:
 def _blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [
-        Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3])
+        Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3], match[4])
         for match in FENCE.finditer(text)
     ]
 
@@ -100,6 +105,7 @@ def _unknown_methods(source: str) -> list[str]:
 def test_there_is_something_to_check() -> None:
     assert len(PYTHON) >= 10
     assert len(PROGRAMS) >= 3
+    assert len([program for program in PROGRAMS if program.shown]) >= 8
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
@@ -155,6 +161,8 @@ def test_complete_programs_run(
 ) -> None:
     ended = done[str(program)]
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
+    if program.shown is not None:
+        assert EPOCH.sub("EPOCH", ended.stdout) == EPOCH.sub("EPOCH", program.shown)
 
 
 def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
