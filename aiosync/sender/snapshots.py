@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
-    CastingFlattener,
     CopyPool,
     Dtypes,
     FlatBuffer,
@@ -27,7 +26,6 @@ from aiosync.tensors import (
     LiveBytes,
     Prepared,
     copy_bytes,
-    sharded_names,
 )
 from aiosync.transports.data_plane import CHANGED, COPYING, KEPT, STEADY, Progress, outlast
 from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
@@ -57,7 +55,7 @@ How: TypeAlias = Literal["copy", "borrow", "copy ahead"]
 class Planned(NamedTuple):
     """Weights that were looked at, and who planned their copy."""
 
-    flattener: Flattener | CastingFlattener
+    flattener: Flattener
     prepared: Prepared
 
 
@@ -231,7 +229,7 @@ class SnapshotCopier:
         self._extract_as = extract_as
         self._wire_dtype = wire_dtype
         self._limits = limits or DEFAULT_LIMITS
-        self._flatteners: dict[int, Flattener | CastingFlattener] = {}
+        self._flatteners: dict[int, Flattener] = {}
         self._idle: list[FlatBuffer] = []
         self._closed = False
         STEPS.watch()
@@ -247,27 +245,13 @@ class SnapshotCopier:
             key: Worker index for per-worker sources, each of which has its own plan.
 
         Raises:
-            ConfigError: Something in the source cannot travel, or is sharded over several ranks.
+            ConfigError: Something in the source cannot travel.
         """
         flattener = self._flatteners.get(key)
         if flattener is None:
-            flattener = self._flatteners[key] = (
-                Flattener(self._extract_as, self._limits)
-                if self._wire_dtype is None
-                else CastingFlattener(self._extract_as, self._wire_dtype, self._limits)
-            )
-        try:
-            return Planned(flattener, flattener.prepare(source))
-        except ConfigError as exc:
-            # Gathering here would wait for ranks that may never come.
-            sharded = sharded_names(source)
-            if not sharded:
-                raise
-            raise ConfigError(
-                f"these weights are sharded over the ranks of a mesh ({', '.join(sharded[:3])}): "
-                "call `weights = aiosync.gather_weights(model)` on every rank, and send(weights) "
-                "on the one that sends"
-            ) from exc
+            flattener = Flattener(self._extract_as, self._limits, self._wire_dtype)
+            self._flatteners[key] = flattener
+        return Planned(flattener, flattener.prepare(source))
 
     def forget(self, key: int) -> None:
         """There are no more sources for a worker; what was planned refers to the last one."""

@@ -1,27 +1,25 @@
 """Tensors: from models to flat buffers and back.
 
 ``collect`` and :class:`Flattener` read a model; :class:`Layout` and :class:`FlatBuffer` hold
-what travels; :class:`Target` puts it into another model. :class:`CastingFlattener` has another
-dtype travel, :func:`gather_weights` puts sharded tensors together, and a :class:`WeightMap` gives
-a model the names that it has. This package must never import asyncio or a transport.
+what travels; :class:`Target` puts it into another model. :func:`gather_weights` puts sharded
+tensors together, and a :class:`WeightMap` gives a model the names that it has. This package must
+never import asyncio or a transport.
 """
 
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.flatten import (
-    CastingFlattener,
     Flattener,
     LiveBytes,
     Prepared,
 )
 from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
 from aiosync.tensors.mapping import Dtypes, WeightMap, check_dtypes
-from aiosync.tensors.sharded import gather_weights, sharded_names
+from aiosync.tensors.sharded import gather_weights
 from aiosync.tensors.walk import Leaf, Leaves, collect, lacks_memory
 
 __all__ = [
-    "CastingFlattener",
     "CopyPool",
     "Dtypes",
     "FlatBuffer",
@@ -39,6 +37,5 @@ __all__ = [
     "dtype_name",
     "gather_weights",
     "lacks_memory",
-    "sharded_names",
     "torch_dtype",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from aiosync.tensors.copying import (
     is_plain_cpu,
 )
 from aiosync.tensors.layout import Layout
-from aiosync.tensors.mapping import DtypeRule, Dtypes, check_dtypes
+from aiosync.tensors.mapping import DtypeRule, Dtypes, Pattern
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (
     ExtractAs,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from aiosync.types import Limits
 
 __all__ = [
-    "CastingFlattener",
     "Flattener",
     "LiveBytes",
     "Prepared",
@@ -124,15 +123,12 @@ class Prepared:
         values: Non-tensor values by dotted name, of plain msgpack types.
         signature: How the tensors look, apart from where they are. Kept as ``layout`` is. ``None``
             where some have another dtype than the layout says.
-        computed: Names of a module's buffers that are not persistent: they are computed, not
-            learned. Kept as ``layout`` is.
     """
 
     layout: Layout
     tensors: Sequence[torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
     signature: Signature | None = field(default=None, kw_only=True)
-    computed: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
 class _Plan:
@@ -141,20 +137,19 @@ class _Plan:
     def __init__(self, found: Found, leaves: Leaves, layout: Layout) -> None:
         self.layout = layout
         self.names = _names(found)
-        self.computed = frozenset(place.name for place in found.places if not place.persistent)
         groups = group_tied(found.tensors)
         self.firsts = [group[0] for group in groups]
         self.tied = [group for group in groups if len(group) > 1]
         self.tensors = [leaf.tensor for leaf in leaves.leaves]
         self.signature = Signature(self.tensors)
+        self.is_cast = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
         """What is copied by this plan: the first of each group of tied tensors, and values."""
         self.tensors = [tensors[first] for first in self.firsts]
-        return Prepared(
-            self.layout, self.tensors, values, signature=self.signature, computed=self.computed
-        )
+        signature = None if self.is_cast else self.signature
+        return Prepared(self.layout, self.tensors, values, signature=signature)
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other tensors under the same names have the same shapes, dtypes and ties."""
@@ -181,31 +176,30 @@ class Flattener:
     """Turns a source into a layout and copies its tensors into flat buffers.
 
     Keeps the plan of the last source, so that a second snapshot of the same source costs a
-    comparison. It holds references to that source's tensors until :meth:`release`, or until
-    another source is prepared.
+    comparison. It holds references to that source's tensors until another source is prepared.
+
+    With a dtype, layouts and buffers have other floating-point dtypes than the source, which is
+    only read. Integers, complex numbers, values that are not tensors, and the tensors inside values
+    and extra states keep what they have. Buffers of a module that are not persistent are computed,
+    not learned, and a model in another dtype may still have them in this one: a single dtype does
+    not round them.
+
+    Args:
+        extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
+        limits: Bounds that the receivers are expected to have.
+        dtype: What :func:`~aiosync.tensors.check_dtypes` returned.
     """
 
     def __init__(
-        self, extract_as: ExtractAs = "tensordict", limits: Limits = DEFAULT_LIMITS
+        self,
+        extract_as: ExtractAs = "tensordict",
+        limits: Limits = DEFAULT_LIMITS,
+        dtype: Dtypes | None = None,
     ) -> None:
-        """Prepare for sources.
-
-        Args:
-            extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
-            limits: Bounds that the receivers are expected to have.
-
-        Raises:
-            ConfigError: ``extract_as`` is something else.
-        """
-        if extract_as not in ("tensordict", "state_dict"):
-            raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
-        self._persistence = extract_as == "state_dict"
-        self.release()
-
-    def release(self) -> None:
-        """Forget the last source, and every reference to its tensors."""
+        self._rule = None if dtype is None else DtypeRule(dtype)
+        self._persistence = extract_as == "state_dict" or isinstance(dtype, torch.dtype)
         self._tree: ModuleTree | None = None
         self._is_steady = False  # nothing of the tree has to be asked for anew
         self._tensors: list[torch.Tensor] = []  # of the last source, in all places
@@ -224,7 +218,8 @@ class Flattener:
             source: A module, a TensorDict or a mapping; see :func:`~aiosync.tensors.collect`.
 
         Raises:
-            ConfigError: Something in the source cannot travel.
+            ConfigError: Something in the source cannot travel, or a pattern for dtypes fits no
+                name.
         """
         tree, plan, prepared = self._tree, self._plan, self._prepared
         if tree is None or tree.source is not source or not tree.unchanged(self._persistence):
@@ -252,7 +247,7 @@ class Flattener:
         values = found.pack()
         if plan is None or plan.names != _names(found) or not plan.fits(found.tensors):
             leaves = to_leaves(found, values)
-            layout = Layout.plan(leaves, self._limits)
+            layout = Layout.plan(self._cast(found, leaves), self._limits)
             if plan is not None and plan.layout.digest == layout.digest:
                 layout = plan.layout
             plan = self._plan = _Plan(found, leaves, layout)
@@ -264,6 +259,30 @@ class Flattener:
         )
         self._prepared = plan.prepared(found.tensors, values)
         return self._prepared
+
+    def _cast(self, found: Found, leaves: Leaves) -> Leaves:
+        """The leaves, with others in the place of those that have another dtype on the way."""
+        rule, used, cast = self._rule, set[Pattern](), list[Leaf]()
+        if rule is None:
+            return leaves
+        inside = inner_names(leaves.values)
+        computed = {place.name for place in found.places if not place.persistent}
+        for leaf in leaves.leaves:
+            names, now = (leaf.name, *leaf.aliases), leaf.tensor.dtype
+            dtype = rule.find(names, now, used)
+            if leaf.name in inside or EXTRA_STATE in leaf.name.split("."):
+                dtype = now
+            elif rule.for_all and computed.issuperset(names):
+                dtype = max(now, dtype, key=attrgetter("itemsize"))
+            look = torch.empty(leaf.tensor.shape, dtype=dtype, device="meta")
+            cast.append(replace(leaf, tensor=look))
+        spare = [pattern.text for pattern in rule.patterns if pattern not in used]
+        if spare and cast:
+            raise ConfigError(
+                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
+                f"{len(cast)} is named {cast[0].name!r}. Correct or remove them"
+            )
+        return Leaves(tuple(cast))
 
     def copy_into(
         self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
@@ -346,79 +365,6 @@ class _Program:
         if self._others:
             views = flat.views(self.layout)
             copy_tensors(((views[index], tensors[index]) for index in self._others), pool)
-
-
-# -- other dtypes on the way ----------------------------------------------------------------------
-
-
-class CastingFlattener(Flattener):
-    """A :class:`Flattener` whose layouts and buffers have other floating-point dtypes.
-
-    The source is only read. Integers, complex numbers, values that are not tensors, and the
-    tensors inside values and extra states keep what they have. Tied tensors stay one leaf. Buffers
-    of a module that are not persistent are computed, not learned, and a model in another dtype
-    may still have them in this one: a single dtype does not round them. A source in which nothing
-    has to be cast is treated as a :class:`Flattener` does.
-
-    Args:
-        extract_as: As for :class:`Flattener`.
-        dtype: A floating-point dtype, or name patterns to dtypes; see ``check_dtypes()``.
-        limits: As for :class:`Flattener`.
-
-    Raises:
-        ConfigError: As for :class:`Flattener` and :func:`~aiosync.tensors.mapping.check_dtypes`.
-    """
-
-    def __init__(
-        self, extract_as: ExtractAs, dtype: Dtypes, limits: Limits = DEFAULT_LIMITS
-    ) -> None:
-        checked = check_dtypes(dtype, "wire_dtype")
-        assert checked is not None
-        self._rule = DtypeRule(checked)
-        self._cast_for: tuple[Layout, frozenset[str], frozenset[str]] | None = None
-        self._cast: Layout | None = None
-        super().__init__(extract_as, limits)
-        self._persistence |= self._rule.for_all
-
-    def prepare(self, source: Source) -> Prepared:
-        """See :meth:`Flattener.prepare`; the layout says what will be sent.
-
-        Raises:
-            ConfigError: Something in the source cannot travel, or a pattern fits no name.
-        """
-        prepared = super().prepare(source)
-        layout, values = prepared.layout, prepared.values
-        facts = (layout, inner_names(values), prepared.computed)
-        if self._cast is None or facts != self._cast_for:
-            cast = self._plan_cast(*facts)
-            if self._cast is None or self._cast.digest != cast.digest:
-                self._cast = cast
-            self._cast_for = facts
-        if self._cast.digest == layout.digest:
-            return prepared
-        return Prepared(self._cast, prepared.tensors, values)
-
-    def _plan_cast(
-        self, layout: Layout, inside: frozenset[str], computed: frozenset[str]
-    ) -> Layout:
-        used: set[str] = set()
-        leaves = []
-        for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True):
-            names = (leaf.name, *leaf.aliases)
-            cast = self._rule.find(names, dtype, used)
-            if leaf.name in inside or EXTRA_STATE in leaf.name.split("."):
-                cast = dtype
-            elif self._rule.for_all and computed.issuperset(names):
-                cast = max(dtype, cast, key=attrgetter("itemsize"))
-            look = torch.empty(leaf.shape, dtype=cast, device="meta")
-            leaves.append(Leaf(leaf.name, look, leaf.kind, leaf.aliases))
-        spare = [pattern for pattern in self._rule.patterns if pattern not in used]
-        if spare and leaves:
-            raise ConfigError(
-                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
-                f"{len(leaves)} is named {leaves[0].name!r}. Correct or remove them"
-            )
-        return Layout.plan(Leaves(tuple(leaves)), self._limits)
 
 
 # -- without a copy -------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ asyncio or a transport.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.copying import copy_tensors
 from aiosync.tensors.layout import dtype_name
 
-__all__ = ["DtypeRule", "Dtypes", "WeightMap", "check_dtypes"]
+__all__ = ["DtypeRule", "Dtypes", "Pattern", "WeightMap", "check_dtypes"]
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """A floating-point dtype for all such tensors, or name patterns to dtypes; the first that fits."""
@@ -99,16 +98,16 @@ class DtypeRule:
 
     Attributes:
         for_all: Whether it is a single dtype, and no names were given.
-        patterns: The patterns, in order; none for a single dtype.
+        patterns: Those that have to fit something, in order; none for a single dtype.
     """
 
     def __init__(self, dtypes: Dtypes) -> None:
         self.for_all: bool = isinstance(dtypes, torch.dtype)
         listed = {"*": dtypes} if isinstance(dtypes, torch.dtype) else dtypes
-        self._listed = [(Pattern(text, "dtype"), dtype) for text, dtype in listed.items()]
-        self.patterns: list[str] = [] if self.for_all else list(listed)
+        self._dtypes = {Pattern(text, "dtype"): dtype for text, dtype in listed.items()}
+        self.patterns: list[Pattern] = [] if self.for_all else list(self._dtypes)
 
-    def find(self, names: Sequence[str], now: torch.dtype, used: set[str]) -> torch.dtype:
+    def find(self, names: Sequence[str], now: torch.dtype, used: set[Pattern]) -> torch.dtype:
         """The dtype for a tensor.
 
         Args:
@@ -117,12 +116,12 @@ class DtypeRule:
             used: Gets every pattern that fits, also those that do not count.
         """
         fitting = [
-            (pattern.text, dtype)
-            for pattern, dtype in self._listed
+            pattern
+            for pattern in self._dtypes
             if any(pattern.match(name) is not None for name in names)
         ]
-        used.update(text for text, _ in fitting)
-        return fitting[0][1] if fitting and now.is_floating_point else now
+        used.update(fitting)
+        return self._dtypes[fitting[0]] if fitting and now.is_floating_point else now
 
 
 class WeightMap:
@@ -171,40 +170,25 @@ class WeightMap:
         strict: bool = True,
     ) -> None:
         self._function = rename if callable(rename) else None
-        self._exact: dict[str, list[str]] = {}
-        self._renames: list[tuple[Pattern, list[Pattern]]] = []
+        self._exact: dict[str, Pattern] = {}
+        self._renames: dict[Pattern, list[Pattern]] = {}
         for text, value in _mapping({} if callable(rename) else rename, "rename"):
             pattern = Pattern(text, "rename")
             names = _names(value, f"rename of {text!r}")
-            targets = [Pattern(name, "rename", pattern) for name in names]
-            if "*" in text:
-                self._renames.append((pattern, targets))
-            else:
-                self._exact[text] = names
+            self._renames[pattern] = [Pattern(name, "rename", pattern) for name in names]
+            if "*" not in text:
+                self._exact[text] = pattern
         self._splits = [_Fused("split", *item) for item in _mapping(split, "split")]
         self._merges = [_Fused("merge", *item) for item in _mapping(merge, "merge")]
         self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
         checked = check_dtypes(dtype, "dtype")
         self._dtype = None if checked is None else DtypeRule(checked)
+        fused = [each.fused for each in (*self._splits, *self._merges)]
+        dtypes = [] if self._dtype is None else self._dtype.patterns
+        self._patterns = [*self._renames, *fused, *self._drops, *dtypes]  # each has to fit
+        self._starred = [each for each in self._renames if "*" in each.text]
         self.strict: bool = strict
         """Whether a pattern that fits nothing is refused."""
-
-    def __repr__(self) -> str:
-        counts = Counter(option for option, _ in self._patterns() if option != "dtype")
-        if self._function is not None:
-            counts["rename"] = 1
-        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        return f"<WeightMap {listed or 'without patterns'}>"
-
-    def _patterns(self) -> Iterator[tuple[str, str]]:
-        """Every pattern that has to fit something, and the option that has it."""
-        yield from (("rename", name) for name in self._exact)
-        patterns = [pattern for pattern, _ in self._renames]
-        patterns += [each.fused for each in (*self._splits, *self._merges)]
-        for pattern in (*patterns, *self._drops):
-            yield pattern.option, pattern.text
-        for text in self._dtype.patterns if self._dtype is not None else ():
-            yield "dtype", text
 
     def __call__(
         self, weights: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -236,7 +220,7 @@ class _Pass:
 
     def __init__(self, mapping: WeightMap) -> None:
         self._map = mapping
-        self._used: set[tuple[str, str]] = set()
+        self._used: set[Pattern] = set()
         self._made: set[str] = set()
         self._seen = False
         self._waiting: dict[str, tuple[_Fused, tuple[str, ...], dict[int, Any]]] = {}
@@ -244,7 +228,7 @@ class _Pass:
     def _fits(self, pattern: Pattern, name: str) -> tuple[str, ...] | None:
         captured = pattern.match(name)
         if captured is not None:
-            self._used.add((pattern.option, pattern.text))
+            self._used.add(pattern)
         return captured
 
     def rename(self, name: str) -> Sequence[str]:
@@ -255,11 +239,10 @@ class _Pass:
             return ()
         if mapping._function is not None:
             return _names(mapping._function(name), f"rename({name!r})")
-        found = [mapping._exact[name]] if name in mapping._exact else []
-        self._used.add(("rename", name))
-        found += [
-            [target.fill(captured) for target in targets]
-            for pattern, targets in mapping._renames
+        exact = [mapping._exact[name]] if name in mapping._exact else []
+        found = [
+            [target.fill(captured) for target in mapping._renames[pattern]]
+            for pattern in (*exact, *mapping._starred)
             if (captured := self._fits(pattern, name)) is not None
         ]
         return found[0] if found else [name]
@@ -289,7 +272,7 @@ class _Pass:
     def _take_part(
         self, spec: _Fused, captured: tuple[str, ...], index: int, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        self._used.add(("merge", spec.fused.text))
+        self._used.add(spec.fused)
         fused = spec.fused.fill(captured)
         parts = self._waiting.setdefault(fused, (spec, captured, {}))[2]
         if index in parts or fused in self._made:
@@ -303,12 +286,8 @@ class _Pass:
             yield fused, spec.merge(fused, ordered, dtype)
 
     def _dtype_of(self, name: str, now: torch.dtype) -> torch.dtype:
-        if self._map._dtype is None:
-            return now
-        used: set[str] = set()
-        dtype = self._map._dtype.find((name,), now, used)
-        self._used.update(("dtype", text) for text in used)
-        return dtype
+        rule = self._map._dtype
+        return now if rule is None else rule.find((name,), now, self._used)
 
     def _note(self, name: str) -> None:
         if name in self._made:
@@ -328,9 +307,9 @@ class _Pass:
                 hint=f"They are parts of {', '.join(self._waiting)}. Have the trainer send them, "
                 "or correct merge.",
             )
-        spare = [each for each in self._map._patterns() if each not in self._used]
+        spare = [each for each in self._map._patterns if each not in self._used]
         if spare and self._map.strict and self._seen:
-            listed = ", ".join(f"{text!r} of {option}" for option, text in spare)
+            listed = ", ".join(f"{each.text!r} of {each.option}" for each in spare)
             raise ConfigError(
                 f"these patterns of the WeightMap match no name: {listed}. Correct or remove them, "
                 "or pass strict=False"

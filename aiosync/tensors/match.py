@@ -220,19 +220,16 @@ class Plan:
         lost = sorted(inner - index.keys())
         disjoint = bool(not taken and missing and unexpected)
         if mismatched or lost or disjoint or (strict and (missing or unexpected)):
-            hint = "" if strict or not disjoint else " They have no name in common."
-            if strict and all(why.startswith("expected dtype") for why in mismatched.values()):
-                hint = _STRICT_HINT
+            hint = "Nothing was changed."
             if any("dtype" in why for why in mismatched.values()):
-                hint = _DTYPE_HINT + hint
-            for name in unexpected:
-                if isinstance(values.get(name), list | tuple):
-                    hint += f" {name!r} is a list, which is one value and holds no weights."
+                hint += _DTYPE_HINT
+            if strict and all(why.startswith("expected dtype") for why in mismatched.values()):
+                hint += _STRICT_HINT
             raise ManifestMismatch(
                 missing=[*missing, *lost] if strict or disjoint else lost,
                 unexpected=unexpected if strict or disjoint else (),
                 mismatched=mismatched,
-                hint=f"Nothing was changed.{hint}",
+                hint=hint,
             )
 
     def _refuse_overlapping(self) -> None:

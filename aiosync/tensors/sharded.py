@@ -18,7 +18,7 @@ from torch import nn
 from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
 from aiosync.tensors.walk import ExtractAs, Found, Source, walk
 
-__all__ = ["gather_weights", "sharded_names"]
+__all__ = ["gather_weights"]
 
 
 def gather_weights(
@@ -83,15 +83,6 @@ def gather_weights(
 
 def _named(found: Found) -> list[tuple[str, torch.Tensor]]:
     return [(place.name, each) for place, each in zip(found.places, found.tensors, strict=True)]
-
-
-def sharded_names(source: Any) -> list[str]:
-    """Names of the leaves of a source that are sharded; none where it cannot be looked at."""
-    try:
-        found, _ = walk(source)
-    except ConfigError:
-        return []
-    return [name for name, tensor in _named(found) if _is_sharded(tensor)]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

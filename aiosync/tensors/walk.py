@@ -188,7 +188,7 @@ class ModuleTree:
         self.modules: list[tuple[nn.Module, str]] = []
         self._seen: set[int] = set()
         self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []
-        self._visit(source, "", ())
+        self._visit(source, "")
         self._dicts = [module.__dict__ for module, _ in self.modules]
         self._plain = all(
             type(owner.get(name)) is dict and not hasattr(type(module), name)
@@ -219,9 +219,7 @@ class ModuleTree:
         ]
         self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
-    def _visit(self, module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> None:
-        if any(module is ancestor for ancestor in above):
-            raise ConfigError(f"module {prefix[:-1]!r} contains itself")
+    def _visit(self, module: nn.Module, prefix: str) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.modules.append((module, prefix))
@@ -245,7 +243,7 @@ class ModuleTree:
         for key, child in module._modules.items():
             if child is not None:
                 below = prefix if key == wrapped else f"{prefix}{key}."
-                self._visit(child, below, (*above, module))
+                self._visit(child, below)
 
     def unchanged(self, persistence: bool = False) -> bool:
         """Whether a new walk would find the same objects under the same names. Cheap.
@@ -346,13 +344,10 @@ def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict
 
 
 def lacks_memory(model: object) -> bool:
-    """Whether a model is a module with parameters on the meta device."""
+    """Whether a model is a module with tensors on the meta device."""
     if not isinstance(model, nn.Module):
         return False
-    tree = ModuleTree(model)
-    used = zip(tree.found.places, tree.found.tensors, strict=True)
-    parameters = [tensor for place, tensor in used if place.kind == "param"]
-    return any(parameter.is_meta for parameter in (*model.parameters(), *parameters))
+    return any(each.is_meta for each in (*model.parameters(), *ModuleTree(model).found.tensors))
 
 
 # -- TensorDicts and mappings -------------------------------------------------------------------
@@ -362,14 +357,12 @@ def find_nested(source: Any) -> Found:
     """Walk a TensorDict or a mapping, nested or with dotted keys.
 
     Raises:
-        ConfigError: A key is not a string, or a name occurs twice.
+        ConfigError: A key is not a string.
     """
     found = Found()
     for place, value in _walk(source, ""):
         if isinstance(value, torch.Tensor):
             found.add(place, value)
-        elif place.name in found.values:
-            raise ConfigError(f"the name {place.name!r} occurs twice")
         else:
             found.values[place.name] = place
     return found
@@ -521,7 +514,7 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
         raise ConfigError(
             f"these weights cannot be sent: {'; '.join(bad)}; only strided tensors that are "
             "initialised and in memory of their own can, not quantised: run a lazy module once, "
-            "gather or unwrap others"
+            "call aiosync.gather_weights() for sharded ones on every rank, unwrap others"
         )
     names = Counter([*values, *(place.name for place in found.places)])
     wrong = [name for name, count in names.items() if count > 1 or not name]

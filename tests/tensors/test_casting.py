@@ -14,16 +14,16 @@ from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.tensors import (
-    CastingFlattener,
     CopyPool,
     FlatBuffer,
+    Flattener,
 )
 from tests.tensors._models import Tied, bits
 
 BF16 = torch.bfloat16
 
 
-def contents(flattener: CastingFlattener, source: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+def contents(flattener: Flattener, source: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
     prepared = flattener.prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
     flat.array[:] = 0xAA
@@ -57,7 +57,7 @@ def test_every_value_is_what_torch_makes_of_it(
     tensor = (torch.randn(shape, dtype=torch.float64) * 100).to(source)
     beside = {"i": torch.arange(5), "c": torch.randn(3, dtype=torch.complex64)}
     weights = {"a": tensor, **beside, "flag": torch.tensor(True)}
-    check(contents(CastingFlattener("tensordict", wire), weights), weights, wire)
+    check(contents(Flattener(dtype=wire), weights), weights, wire)
 
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 3])
@@ -67,7 +67,7 @@ def test_large_and_small_tensors_mixed(threads: int | None) -> None:
     weights["int"] = torch.arange(400_000)
     weights["odd"] = torch.randn(500, 200).t()
     weights["grad"] = torch.randn(40_000, requires_grad=True) * 2
-    flattener = CastingFlattener("tensordict", BF16)
+    flattener = Flattener(dtype=BF16)
     with closing(CopyPool(threads)) if threads else nullcontext() as pool:
         check(contents(flattener, weights, pool=pool), weights, BF16)
 
@@ -84,19 +84,19 @@ class Rotary(nn.Module):
         self.register_buffer("original", inv_freq, persistent=False)
 
 
-def sent(flattener: CastingFlattener, source: Any) -> dict[str, torch.dtype]:
+def sent(flattener: Flattener, source: Any) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in contents(flattener, source).items()}
 
 
 def test_buffers_that_are_not_persistent_are_not_rounded() -> None:
     model = Rotary(torch.float32)
-    found = contents(CastingFlattener("tensordict", BF16), model)
+    found = contents(Flattener(dtype=BF16), model)
     assert torch.equal(found.pop("inv_freq"), model.inv_freq)
     check(found, {"weight": model.weight, "mean": model.mean}, BF16)
     for wire in (torch.float32, torch.float64):  # nothing is lost
         half = Rotary(BF16, BF16)
-        assert set(sent(CastingFlattener("tensordict", wire), half).values()) == {wire}
-    assert "inv_freq" not in sent(CastingFlattener("state_dict", BF16), model)
+        assert set(sent(Flattener(dtype=wire), half).values()) == {wire}
+    assert "inv_freq" not in sent(Flattener("state_dict", dtype=BF16), model)
 
 
 @pytest.mark.parametrize("kind", [dict, lambda items: TensorDict(items, batch_size=[])])
@@ -104,7 +104,7 @@ def test_patterns(kind: Any) -> None:
     weights = {name: torch.randn(2, 3) for name in ("norm.weight", "a.weight", "b.bias")}
     weights["a.count"] = torch.arange(3)
     rule = {"norm.*": torch.float32, "*.weight": BF16, "a.*": torch.float64}
-    assert sent(CastingFlattener("tensordict", rule), kind(weights)) == {
+    assert sent(Flattener(dtype=rule), kind(weights)) == {
         "norm.weight": torch.float32,
         "a.weight": BF16,
         "b.bias": torch.float32,
@@ -114,12 +114,12 @@ def test_patterns(kind: Any) -> None:
 
 @pytest.mark.parametrize("rule", [BF16, {"head.*": BF16}, {"embed.*": BF16}])
 def test_tied_parameters_are_one_leaf_and_a_pattern_fits_any_name(rule: Any) -> None:
-    [leaf] = CastingFlattener("tensordict", rule).prepare(Tied()).layout.manifest.leaves
+    [leaf] = Flattener(dtype=rule).prepare(Tied()).layout.manifest.leaves
     assert (leaf.name, leaf.aliases, leaf.dtype) == ("embed.weight", ("head.weight",), "bfloat16")
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    flattener = CastingFlattener("tensordict", {"a": BF16, "b.*": BF16})
+    flattener = Flattener(dtype={"a": BF16, "b.*": BF16})
     with pytest.raises(ConfigError, match=r"match no weight: b\.\*; .* is named 'a'"):
         flattener.prepare({"a": torch.ones(1)})
     assert flattener.prepare({}).layout.nbytes == 0

@@ -124,9 +124,6 @@ def test_split_undoes_merge_along_every_dimension(
     assert same(made(split, [(name, fused)]), parts)
 
 
-names = st.text("ab.*1", min_size=1, max_size=8)
-
-
 # -- the steps one by one -----------------------------------------------------------------------
 
 
@@ -174,11 +171,6 @@ def test_a_function_renames() -> None:
     mapping = pickle.loads(pickle.dumps(WeightMap(rename=upper)))
     found = made(mapping, dict.fromkeys(["a", "no", "two"], torch.ones(1)))
     assert list(found) == ["A", "TWO", "two"]
-
-
-def test_integers_are_not_cast() -> None:
-    found = made(WeightMap(dtype=torch.bfloat16), {"a": torch.arange(3), "b": torch.ones(1)})
-    assert [tensor.dtype for tensor in found.values()] == [torch.int64, torch.bfloat16]
 
 
 # -- mistakes -----------------------------------------------------------------------------------
@@ -277,8 +269,3 @@ def test_sizes_that_do_not_fit(sizes: Any) -> None:
 def test_options_that_mean_nothing(options: Any) -> None:
     with pytest.raises(ConfigError):
         WeightMap(**options)
-
-
-def test_a_function_that_gives_no_name() -> None:
-    with pytest.raises(ConfigError, match=r"rename\('a'\)"):
-        made(WeightMap(rename=lambda name: 3), {"a": torch.ones(1)})  # type: ignore[arg-type, return-value]  # on purpose
