@@ -216,7 +216,7 @@ MUTANTS = [
         "receiver/updates.py",
         "        kept = not flat.exclusive()",
         "        kept = False",
-        "tests/schemes/test_aliasing.py -k keeps_of_a_version",
+        contract("kept_values"),
     ),
     Mutant(
         "workers that do not compute are never rung",
@@ -317,7 +317,7 @@ MUTANTS = [
         "sender/history.py",
         "if len(kept) == len(each) and not (lost and parts):",
         "if len(kept) == len(each):",
-        "tests/schemes/test_parts.py -k never_had",
+        "tests/schemes/test_sending.py -k never_had",
     ),
     Mutant(
         "a late joiner gets only the newest part",

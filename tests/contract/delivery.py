@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from tests.contract.bench import (
     fill,
     large,
     raises,
+    refuses,
     small,
     value_of,
 )
@@ -242,13 +246,71 @@ async def check_nothing_is_aliased(bench: Bench) -> None:
             assert two.model() == (7.0, 7.0)
 
 
+async def check_kept_values(bench: Bench) -> None:
+    """What a worker keeps of a version, in whatever way, stays as it was."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        model, kept = crew.workers[0].model, []
+        for value in range(2, 32):
+            await crew.send(float(value))
+            assert await crew.values() == [value]
+            if value in (3, 4, 11):
+                twin, state = small(), model.state_dict()
+                twin.load_state_dict(state, assign=True)
+                copies = [*copy.deepcopy(model).parameters(), *twin.parameters()]
+                kept.append((value, [*copies, *state.values(), model.layers[0].data[1:]]))
+        for value, tensors in kept:
+            assert all((tensor == value).all() for tensor in tensors)
+
+
+class Scale(nn.Module):
+    """Autograd keeps its parameter itself, where it keeps a view of a linear layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+async def check_graph_of_a_version(bench: Bench) -> None:
+    """A graph of an old version is not differentiated with the weights of a new one."""
+    for build, frozen in itertools.product((partial(nn.Linear, 4, 2), Scale), (False, True)):
+        target = build().requires_grad_(not frozen)
+        async with bench.crew(build(), [target]) as crew:
+            await crew.send(2.0)
+            x = torch.ones(4, requires_grad=True)
+            loss = target(x).sum()
+            await crew.send(5.0)
+            assert await crew.values() == [5.0]
+            error = refuses(RuntimeError, loss.backward)
+            assert "modified by an inplace operation" in str(error)
+            async with crew.workers[0].scheme.reading():
+                loss = target(x).sum()
+                handle = crew.send_nowait(7.0)
+                await crew.workers[0].scheme.wait_staged(3)
+                loss.backward()
+            await handle
+            assert (x.grad == (5.0 if build is Scale else 10.0)).all()
+
+
+async def check_sends_at_once(bench: Bench) -> None:
+    """Sends that begin at the same time come in their order."""
+    async with bench.crew(large(1.0), [large()]) as crew:
+        sends = (crew.sender.send(large(value)) for value in (2.0, 3.0, 4.0))
+        assert [report.version for report in await asyncio.gather(*sends)] == [2, 3, 4]
+        assert await crew.values() == [4.0]
+
+
 async def check_wire_dtype(bench: Bench) -> None:
     """wire_dtype= rounds what travels; the dtypes and weights of both sides stay as they are."""
-    async with bench.crew(small(1.0), [small()], wire_dtype=torch.bfloat16, strict=False) as crew:
-        await crew.send(1.00390625 + 2**-12)
-        [worker] = crew.workers
-        assert await worker.value() == 1.0078125
-        assert worker.model.layers[0].dtype == torch.float32
+    targets = [small(), small().bfloat16()]
+    async with bench.crew(small(1.0), targets, wire_dtype=torch.bfloat16, strict=False) as crew:
+        report = await crew.send(1.00390625 + 2**-12)
+        assert await crew.values() == [1.0078125] * 2
+        assert 200 <= report.nbytes < 400  # which the weights would have
+        dtypes = [worker.model.layers[0].dtype for worker in crew.workers]
+        assert dtypes == [torch.float32, torch.bfloat16]
         assert crew.source.layers[0][0, 0].item() == 1.00390625 + 2**-12
 
 
@@ -282,6 +344,9 @@ CHECKS = (
     check_parts_for_a_late_joiner,
     check_everything_travels,
     check_nothing_is_aliased,
+    check_kept_values,
+    check_graph_of_a_version,
+    check_sends_at_once,
     check_wire_dtype,
     check_two_models,
 )

@@ -39,6 +39,7 @@ async def check_refused_shape(bench: Bench) -> None:
         reason = await refused(crew, small(2.0), 1, 1)
         assert reason.remote_type == "ManifestMismatch"
         assert "layers.3" in str(reason)
+        await raises(aiosync.PartialSyncError, crew.sender.wait_for_version(1))
         assert (await good.value(), await bad.value(), await bad.version()) == (2.0, -1.0, 0)
         assert (await crew.sender.send(wide(3.0), worker_ids=1)).acked == {1}
         assert (await bad.value(), await bad.version()) == (3.0, 2)

@@ -29,6 +29,7 @@ from tests.contract.bench import (
     value_of,
     wide,
 )
+from tests.schemes._harness import read_elsewhere
 from tests.support.waiting import mapped_nbytes
 
 
@@ -209,6 +210,24 @@ async def check_replaced_model(bench: Bench) -> None:
             assert await worker.value() == 3.0
 
 
+async def check_replaced_while_read(bench: Bench) -> None:
+    """Another model may be given while the old one is read; what came meanwhile is for the new."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        for value in (2.0, 3.0):
+            old = worker.model
+            with read_elsewhere(worker.scheme):
+                handle = crew.send_nowait(value)
+                await worker.scheme.wait_staged(handle.version)
+                worker.model = worker.scheme.model = small() if value == 2.0 else None
+            if worker.model is None:
+                await until(lambda: worker.scheme.version == 0)
+                worker.model = worker.scheme.model = small()
+            assert await worker.value() == value
+            assert (await handle).acked == {0}
+            assert old() == (value - 1, value - 1)
+
+
 async def check_late_model(bench: Bench) -> None:
     """A receiver may get its model after connect(): it has the newest version then."""
     async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
@@ -253,10 +272,10 @@ async def check_context(bench: Bench) -> None:
 async def check_plain_weights(bench: Bench) -> None:
     """A receiver keeps a dict of tensors up to date, or hands each version to a function."""
     kept = {name: value.clone() for name, value in small().state_dict().items()}
-    got: list[float] = []
+    got: list[torch.Tensor] = []
 
     def load(weights: Any) -> None:
-        got.append(dict(weights)["layers.3"].mean().item())
+        got.append(dict(weights)["layers.3"])  # which is never written to
 
     init = {"num_workers": 2}
     async with bench.sender(small(1.0), init, guard="reading") as crew:
@@ -265,10 +284,12 @@ async def check_plain_weights(bench: Bench) -> None:
         await asyncio.gather(
             crew.sender.connect(), *(worker.scheme.connect() for worker in crew.workers)
         )
-        await crew.send(2.0)
-        with crew.workers[0].scheme.reading():
-            assert {each.mean().item() for each in kept.values()} == {2.0}
-        assert got == [1.0, 2.0]
+        for number in range(2, 9):
+            await crew.send(float(number))
+            with crew.workers[0].scheme.reading():
+                assert {each.mean().item() for each in kept.values()} == {number}
+        assert [each.unique().tolist() for each in got] == [[number] for number in range(1, 9)]
+        got.clear()
 
 
 async def check_pickling(bench: Bench) -> None:
@@ -306,8 +327,9 @@ async def check_wrong_order(bench: Bench) -> None:
         await raises(wrong, worker.send())
         await raises(wrong, crew.sender.receive())
         refuses(wrong, crew.sender.apply_pending)
-        for end in (crew.sender, worker):  # on the loop of another thread
-            await raises(wrong, asyncio.to_thread(asyncio.run, end.aclose()))
+        for call in (crew.sender.send, crew.sender.aclose, worker.aclose):  # on another loop
+            await raises(wrong, asyncio.to_thread(asyncio.run, call()))
+        await raises(wrong, asyncio.to_thread(crew.sender.send_nowait))
         assert (await crew.send(2.0)).acked == {0}
 
 
@@ -391,6 +413,22 @@ async def check_close_wakes(bench: Bench) -> None:
             await crew.sender.aclose()
             for task in (handle, *waiting):
                 await raises(aiosync.TransportClosed, asyncio.wait_for(task, PATIENCE))
+
+
+async def check_cancelled_tasks(bench: Bench) -> None:
+    """Who cancels every task of the loop leaves nobody waiting."""
+    before = asyncio.all_tasks()
+    async with bench.crew(small(1.0), [small()]) as crew:
+        worker = crew.workers[0].scheme
+        async with background(worker.receive()) as [waiting]:
+            for task in asyncio.all_tasks() - before - {waiting}:
+                task.cancel()
+            await raises(aiosync.TransportClosed, asyncio.wait_for(waiting, PATIENCE))
+        for call in (worker.receive, crew.sender.send):
+            await raises(aiosync.TransportClosed, call(timeout=PATIENCE))
+        await raises(aiosync.TransportClosed, crew.sender.wait_for_version(9, timeout=PATIENCE))
+        late = crew.hire(small(), 0)  # nobody new waits for updates from it
+        await raises(aiosync.AiosyncError, late.scheme.connect(timeout=0.2))
 
 
 async def check_memory_stays(bench: Bench) -> None:
@@ -518,6 +556,7 @@ CHECKS = (
     check_rolling_restart,
     check_restarted_trainer,
     check_replaced_model,
+    check_replaced_while_read,
     check_late_model,
     check_context,
     check_plain_weights,
@@ -526,6 +565,7 @@ CHECKS = (
     check_wrong_options,
     check_close_in_each_state,
     check_close_wakes,
+    check_cancelled_tasks,
     check_memory_stays,
     check_nothing_is_left,
 )

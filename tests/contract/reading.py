@@ -18,6 +18,7 @@ from tests.contract.bench import (
     small,
     until,
 )
+from tests.schemes._harness import read_elsewhere
 
 
 async def check_receive(bench: Bench) -> None:
@@ -108,18 +109,107 @@ async def check_refused_by_manual_apply(bench: Bench) -> None:
         assert (await worker.version(), await worker.value()) == (1, 1.0)
 
 
+async def check_apply_weights(bench: Bench) -> None:
+    """apply_weights() copies what it is given, in a worker only; updates go on."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        given = small(9.0).state_dict()
+        worker.scheme.apply_weights(given)
+        given["layers.0"].zero_()
+        assert await worker.value() == 9.0
+        worker.scheme.apply_weights(small(8.0).state_dict(), inplace=False)
+        assert await worker.value() == 8.0
+        refuses(aiosync.ManifestMismatch, lambda: worker.scheme.apply_weights({}))
+        refuses(aiosync.LocalProtocolError, lambda: crew.sender.apply_weights(given))
+        await crew.send(3.0)
+        assert await worker.value() == 3.0
+
+
+async def check_calls_that_give_up(bench: Bench) -> None:
+    """A call that was cancelled, or ran out of time, applies nothing afterwards."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        scheme = crew.workers[0].scheme
+        handle = crew.send_nowait(2.0)
+        await scheme.wait_staged(2)
+        with read_elsewhere(scheme):
+            assert await scheme.receive(timeout=0.02) is None
+            await raises(aiosync.RecvTimeout, scheme.wait_for_version(2, timeout=0.02))
+            await raises(aiosync.RecvTimeout, scheme.pull(min_version=2, timeout=0.02))
+            async with background(scheme.receive()):  # cancelled at the end
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)
+        assert (scheme.version, scheme.staged_version) == (1, 2)
+        assert scheme.apply_pending() == 2
+        assert (await handle).acked == {0}
+
+
+async def check_wait_staged(bench: Bench) -> None:
+    """wait_staged() waits for a version or a newer one to be complete; a refusal is an error."""
+    refused: list[str] = []
+
+    def transform(weights: Any) -> Any:
+        if refused:
+            raise RuntimeError(*refused)
+        return weights
+
+    init = {"transform": transform}
+    async with bench.crew(small(1.0), [small()], worker=init, apply="manual") as crew:
+        ends = crew.sender, crew.workers[0].scheme
+        refused.append("not this one")
+        handle = crew.send_nowait(2.0)
+        await raises(aiosync.PartialSyncError, crew.sender.wait_staged(2))
+        await raises(aiosync.PartialSyncError, handle)
+        error = await raises(aiosync.ApplyError, ends[1].wait_staged(2))
+        assert "not this one" in str(error)
+        refused.clear()
+        handle = crew.send_nowait(3.0)
+        for scheme in ends:
+            assert [await scheme.wait_staged(version) for version in (3, 2)] == [3, 3]
+            await raises(aiosync.RecvTimeout, scheme.wait_staged(9, timeout=0.01))
+        assert (ends[1].staged_version, ends[1].version) == (3, 1)
+        async with background(crew.sender.wait_staged(4)) as [waiting]:
+            await crew.sender.aclose()
+            for ended in (waiting, handle):
+                await raises(aiosync.TransportClosed, asyncio.wait_for(ended, PATIENCE))
+
+
+async def check_calls_in_a_loop(bench: Bench) -> None:
+    """Calls that need not wait let others run all the same."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        worker = crew.workers[0].scheme
+
+        async def read() -> None:
+            async with worker.reading():
+                pass
+
+        for call in (
+            read,
+            worker.ready.wait,
+            lambda: worker.wait_for_version(1),
+            lambda: worker.wait_staged(1),
+            lambda: crew.sender.wait_for_version(1),
+        ):
+            turned = asyncio.Event()
+            asyncio.get_running_loop().call_soon(turned.set)
+            for _ in range(3):
+                await call()
+            assert turned.is_set()
+
+
 async def check_update_waits_for_reader(bench: Bench) -> None:
     """An update that comes while somebody reads, or computes, is seen by the next read."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         version = 1
-        for asynchronous in (True, False):
+        for way in ("awaited", "plain", "in threads"):
             async with background() as tasks:
                 reading = worker.scheme.reading()
-                if asynchronous:
+                if way == "awaited":
                     await reading.__aenter__()
-                else:
+                elif way == "plain":
                     reading.__enter__()
+                else:  # as a pool does that steps a generator wherever there is room
+                    await asyncio.to_thread(reading.__enter__)
                 before = version
                 for _ in range(4):
                     version += 1
@@ -127,7 +217,7 @@ async def check_update_waits_for_reader(bench: Bench) -> None:
                     await asyncio.wait(tasks, timeout=0.02)
                     assert worker.model() == (before, before)
                     assert await worker.version() == before
-                if asynchronous:
+                if way == "awaited":
                     await reading.__aexit__(None, None, None)
                 else:
                     reading.__exit__(None, None, None)
@@ -282,6 +372,10 @@ CHECKS = (
     check_ready,
     check_manual_apply,
     check_refused_by_manual_apply,
+    check_apply_weights,
+    check_calls_that_give_up,
+    check_wait_staged,
+    check_calls_in_a_loop,
     check_update_waits_for_reader,
     check_update_waits_for_forward,
     check_read_waits_for_update,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import aiosync
 import aiosync.sync
@@ -67,21 +65,6 @@ async def test_after_a_function_that_raised_nobody_knows_what_is_read(make) -> N
             assert read.version == report.version
 
 
-@every
-@pytest.mark.asyncio
-async def test_what_a_function_keeps_is_never_written_to(make) -> None:
-    source = models.linear()
-    kept: list[torch.Tensor] = []
-    scheme = make(guard="reading")
-    init = {"load": lambda weights: kept.append(dict(weights)["weight"])}
-    async with here(scheme, source, init) as (sender, _):
-        for value in range(1, 8):
-            models.fill(source, float(value))
-            await sender.send()
-        assert [each.unique().tolist() for each in kept] == [[float(v)] for v in [-1, *range(1, 8)]]
-        kept.clear()
-
-
 @pytest.mark.asyncio
 async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values() -> None:
     engine = Engine()
@@ -91,103 +74,6 @@ async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values(
         assert set(engine.weights) == names
         with pytest.raises(aiosync.PartialSyncError, match="also has other values: extra"):
             await sender.send({**{n: torch.zeros(2) for n in names}, "extra": 7})
-
-
-@every
-@pytest.mark.asyncio
-async def test_what_is_told_of_a_version_that_was_transformed(make) -> None:
-    trace, events = f"00-{'1' * 32}-{'2' * 16}-01", list[aiosync.SyncEvent]()
-
-    class Observer:
-        def on_sync(self, event: aiosync.SyncEvent) -> None:
-            events.append(event)
-
-        def traceparent(self, started_at: float) -> str:
-            return trace
-
-    release = threading.Event()
-
-    def transform(weights):
-        assert release.wait(harness.PATIENCE)
-        return [(name, tensor.float()) for name, tensor in weights]
-
-    release.set()
-    init = {"model": models.linear(), "transform": transform}
-    source = models.linear().bfloat16()
-    async with here(make(), source, init) as (sender, receiver):
-        release.clear()
-        sender.add_observer(Observer())
-        receiver.add_observer(Observer())
-        handle, shared = sender.send_nowait(), sender.stats().transport == "shared"
-        await asyncio.sleep(0.2)
-        release.set()
-        report = await handle
-        await harness.until(lambda: len(events) == 2)
-        assert (receiver.stats().age > 0.2) == shared
-        assert {each.trace for each in events} == {trace}
-        assert {each.wire_nbytes for each in events} == {0 if shared else report.nbytes}
-
-
-@pytest.mark.asyncio
-async def test_syncs_that_end_while_another_thread_asks_are_counted_once() -> None:
-    source, init = models.linear(), {"model": models.linear()}
-    async with here(aiosync.MultiProcessWeightSyncScheme(), source, init) as (sender, receiver):
-        reading, loop = receiver.reading(), asyncio.get_running_loop()
-        reading.__enter__()
-        handle = sender.send_nowait()
-
-        async def end() -> None:
-            reading.__exit__(None, None, None)
-            await handle
-
-        def ask() -> int:
-            def profile(frame, event, arg) -> None:
-                if event == "c_call" and arg.__name__ == "copy":
-                    sys.setprofile(None)
-                    asyncio.run_coroutine_threadsafe(end(), loop).result(harness.PATIENCE)
-
-            sys.setprofile(profile)
-            return sender.stats().started
-
-        before = await asyncio.to_thread(ask)
-        assert before == sender.stats().started == sender.stats().finished["ok"] == 1
-
-
-@every
-@pytest.mark.asyncio
-async def test_waiting_for_what_a_worker_refuses_or_takes_to_its_grave(make) -> None:
-    refuse = threading.Event()
-
-    def transform(weights):
-        if refuse.is_set():
-            raise RuntimeError("not this one")
-        return weights
-
-    init = {"model": models.linear(), "transform": transform}
-    async with here(make(apply="manual"), models.linear(), init) as (sender, receiver):
-        refuse.set()
-        handle = sender.send_nowait()
-        for waiting in (sender.wait_staged(2), handle):
-            with pytest.raises(aiosync.PartialSyncError, match="not this one"):
-                await waiting
-        with pytest.raises(aiosync.ApplyError, match="not this one"):
-            await receiver.wait_staged(2)
-        assert await sender.wait_staged(1) == 1
-        refuse.clear()
-        handle = sender.send_nowait()
-        for version in (3, 2):  # the newer one counts for both
-            assert await sender.wait_staged(version) == 3
-            assert await receiver.wait_staged(version) == 3
-        assert (receiver.staged_version, receiver.version) == (3, 1)
-        for scheme in (receiver, sender):
-            with pytest.raises(aiosync.RecvTimeout, match="version 9 was not complete"):
-                await scheme.wait_staged(9, timeout=0.01)
-        waiting = asyncio.ensure_future(sender.wait_staged(4, timeout=30))
-        await asyncio.sleep(0)
-        await sender.aclose()
-        for ended in (waiting, handle):
-            with pytest.raises(aiosync.TransportClosed):
-                await ended
 
 
 @pytest.mark.parametrize(
@@ -219,24 +105,6 @@ async def test_results_that_are_no_weights_and_whatever_is_raised(result, text) 
             await sender.send()
         bad.clear()
         assert (await harness.deliver(sender, receiver, 3.0)).version == 3
-
-
-class Stated(nn.Linear):
-    def get_extra_state(self) -> object:
-        return {"inner": self.extra}
-
-    def set_extra_state(self, state) -> None:
-        self.extra = state["inner"]
-
-
-@pytest.mark.asyncio
-async def test_extra_states_pass_a_transform_by() -> None:
-    source, target = Stated(2, 2), Stated(2, 2).bfloat16()
-    source.extra, target.extra = torch.full((2,), 2.003), None
-    init = {"model": target, "transform": aiosync.WeightMap(dtype=torch.bfloat16)}
-    async with here(aiosync.SharedMemWeightSyncScheme(), source, init):
-        assert target.weight.dtype is torch.bfloat16
-        assert torch.equal(target.extra, source.extra)
 
 
 # -- what the owner of a model is told on the way of an update ------------------------------------

@@ -1,16 +1,16 @@
-"""What ``connect()`` and ``send()`` do for several workers, in one process.
+"""What ``send()`` does for workers with weights of their own, for parts of the names, for nobody.
 
 What holds for every scheme (reports, require, lost workers, late ones) is in the contract suite.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 import aiosync
 from tests.schemes import _harness as harness
@@ -34,16 +34,11 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((2, 4), value), "bias": torch.full((2,), value)}
 
 
-# -- connecting -------------------------------------------------------------------------------
-
-
 @both
 async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: Any) -> None:
     init = {"params_map": {0: weights(1.0), 2: weights(3.0)}, "num_workers": None}
-    async with harness.crowd(make(), [models.linear() for _ in range(3)], sender=init) as (
-        sender,
-        others,
-    ):
+    targets = [models.linear() for _ in range(3)]
+    async with harness.crowd(make(), targets, sender=init) as (sender, others):
         assert values(others) == [1.0, -1.0, 3.0]
         assert [other.version for other in others] == [1, 0, 1]
         assert sender.prepare_weights(None).keys() == {0, 2}
@@ -51,9 +46,6 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
         for name, value in (("model", models.linear()), ("weights", weights(3.0))):
             with pytest.raises(aiosync.ConfigError, match="worker_idx"):  # one is not for all
                 setattr(sender, name, value)
-
-
-# -- sending ----------------------------------------------------------------------------------
 
 
 @both
@@ -67,45 +59,102 @@ async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
 
     options = {"model": source, "device_map_fn": scaled}
     targets = [models.linear() for _ in range(3)]
-    async with harness.crowd(make(require=1), targets, sender=options) as (sender, others):
+    async with harness.crowd(make(), targets, sender=options) as (sender, others):
         assert values(others) == [1.0, 2.0, 3.0]
         await sender.send(weights(2.0))
-        await sender.wait_for_version(sender.version)
         assert values(others) == [2.0, 4.0, 6.0]
-        await others[1].aclose()
-        await harness.until(lambda: 1 not in sender.worker_versions)
-        models.fill(source, 4.0)
-        assert (await sender.send()).left == {1}
-        async with await harness.came_again(sender, 1) as late:
-            assert values([late]) == [8.0]
     assert kinds == {TensorDict}
     assert source.weight.dtype is torch.float32
-    assert models.filled(source, 4.0)
+
+
+async def test_no_synchronisation_at_all() -> None:
+    scheme = aiosync.NoWeightSyncScheme()
+    other = harness.twin(scheme)
+    scheme.init_on_sender(model=models.linear(), num_workers=3)
+    other.init_on_receiver(model=models.linear())
+    async with scheme, other:
+        await scheme.connect()
+        with pytest.raises(aiosync.ConfigError, match="worker_idx"):
+            await other.connect(worker_idx=-3)
+        await other.connect(worker_idx=2)
+        report = await scheme.send(max_lag=2)
+        assert (report.version, report.acked) == (0, frozenset())
+        assert (await scheme.send_nowait()) == report
+        for call in (scheme.wait_lag_below(True), scheme.send(max_lag=0)):
+            with pytest.raises(aiosync.ConfigError, match="a lag must be"):
+                await call
+        assert await other.receive(timeout=0) is None
+        assert (other.worker_idx, other.version) == (2, 0)
+        assert models.holds(other, -1.0)
+
+
+# -- parts of the names, with strict=False: none of them replaces another part ---------------------
+
+
+def letters(names: str, value: float) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": torch.full((1, 1), value) for name in names}
+
+
+def build() -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "abc"})
+
+
+def content(model: Any) -> list[float]:
+    return [model[name].weight.item() for name in "abc"]
 
 
 @both
-async def test_sends_at_the_same_time_come_in_order(make: Any) -> None:
-    options = {"model": models.medium()}
-    async with harness.here(make(), models.medium(), sender=options) as (sender, receiver):
-        sources = [models.medium() for _ in range(4)]
-        for value, each in enumerate(sources):
-            models.fill(each, float(value))
-        reports = await asyncio.gather(*(sender.send(each) for each in sources))
-        assert [report.version for report in reports] == [2, 3, 4, 5]
-        assert models.holds(receiver, 3.0)
+@pytest.mark.parametrize(
+    "bad", [{"a.weight": torch.zeros(3, 3)}, {**letters("b", 6.0), "note": "x" * 2**24}]
+)
+async def test_a_part_that_is_refused_or_too_large_holds_up_nobody(make: Any, bad: Any) -> None:
+    init = {"weights": letters("abc", 1.0)}
+    async with harness.here(make(strict=False), build(), sender=init) as (sender, receiver):
+        async with receiver.reading():
+            sender.send_nowait(letters("a", 5.0))
+            refused = sender.send_nowait(bad)
+            good = sender.send_nowait(letters("b", 9.0))
+        with pytest.raises(aiosync.PartialSyncError):
+            await refused
+        assert (await good).acked == {0}
+        with receiver.reading():
+            assert content(receiver.model) == [5.0, 9.0, 1.0]
 
 
-class Fallback:
-    """As a TorchRL collector."""
+@pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+@pytest.mark.parametrize("order", ["abcb", "abcabcbbca", "bcb", "acbabccab"])
+async def test_a_worker_never_has_what_the_trainer_never_had(make: Any, order: str) -> None:
+    """Neither one that is slow, nor one that comes when all was sent."""
+    scheme, seen = make(strict=False), list[tuple[int, list[float]]]()
+    scheme.init_on_sender(model_id="policy", weights=letters("abc", 1.0))
+    had, now = {}, dict.fromkeys("abc", 1.0)
 
-    policy = None
-    _fallback_policy = models.linear(3.0)
+    def joining(worker: Any) -> Any:
+        target = build()
+        seen.clear()
+        applied = lambda _, version: seen.append((version, content(target)))  # noqa: E731
+        hooks = aiosync.SchemeHooks(applied=applied)
+        worker.init_on_receiver(model_id="policy", model=target, hooks=hooks)
+        return worker.connect(timeout=harness.PATIENCE)
 
+    def saw_what_was_there() -> None:
+        assert seen[-1] == (scheme.version, [*now.values()])
+        assert all(had[version] == found for version, found in seen), (had, seen)
 
-async def test_the_fallback_policy_of_a_context_is_sent() -> None:
-    context = Fallback()
-    scheme, options = aiosync.SharedMemWeightSyncScheme("state_dict"), {"context": context}
-    async with harness.here(scheme, models.linear(), sender=options) as (sender, receiver):
-        assert models.holds(receiver, 3.0)
-        assert (sender.prepare_weights(None)["weight"] == 3.0).all()
-        assert sender.prepare_weights(None, "other") is None
+    async with scheme, harness.twin(scheme) as worker, harness.twin(scheme) as late:
+        await scheme.connect()
+        await joining(worker)
+        had[scheme.version] = [*now.values()]
+        async with worker.reading():
+            handles = []
+            for value, name in enumerate(order, 2):
+                handles.append(scheme.send_nowait(letters(name, float(value))))
+                now[name] = float(value)
+                had[handles[-1].version] = [*now.values()]
+        for handle in handles:
+            await handle
+        await worker.wait_for_version(scheme.version, timeout=harness.PATIENCE)
+        saw_what_was_there()
+        await joining(late)
+        await late.wait_for_version(scheme.version, timeout=harness.PATIENCE)
+        saw_what_was_there()
