@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiosync.cli.ppo import Episode
     from aiosync.types import SendReport
 
-__all__ = ["Progress", "demo"]
+__all__ = ["Collected", "Progress", "demo"]
 
 _SOLVED_RETURN = 475.0  # mean return at which CartPole-v1 counts as solved, here over 40 episodes
 _WINDOW = 20  # episodes in the means that are shown and compared
@@ -99,72 +99,91 @@ def demo(
         raise typer.Exit(0 if summary["risen"] else 1)
 
 
+class Collected(NamedTuple):
+    """An episode.
+
+    Attributes:
+        at: Seconds since training began.
+        worker: Whose it is.
+        steps: How many it has, which is its return.
+        version: The worker's version at its end.
+        newest: The trainer's.
+        lag: How many versions the steps were behind that, on average.
+    """
+
+    at: float
+    worker: int
+    steps: int
+    version: int
+    newest: int
+    lag: float
+
+
 @dataclass(slots=True)
 class Progress:
-    """Everything measured in one run. Times are seconds since :attr:`started`.
+    """Everything measured in one run.
 
     Attributes:
         num_workers: Worker processes.
         seconds: Longest training time.
         show: Called after every update of the policy.
-        returns: (time, return) of every episode, in the order in which they arrived.
-        lags: (time, worker, newest version, mean lag of the steps) of every episode, in versions.
+        episodes: In the order in which they arrived.
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
-        workers: Newest version, its lag, steps and episodes of each worker.
         version: Newest version that was sent.
         started: When the workers had the first weights.
-        elapsed: Training time at the last send.
+        elapsed: Training time at the last send, in seconds.
     """
 
     num_workers: int
     seconds: float
     show: Callable[[Progress], None]
-    workers: list[dict[str, int]] = field(init=False)
-    returns: list[tuple[float, float]] = field(default_factory=list)
-    lags: list[tuple[float, int, int, float]] = field(default_factory=list)
+    episodes: list[Collected] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     version: int = 0
     started: float = 0.0
     elapsed: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.workers = [
-            {"worker_idx": idx, "version": 0, "lag": 0, "steps": 0, "episodes": 0}
-            for idx in range(self.num_workers)
-        ]
-
     def collected(self, batch: list[Episode], version: int) -> float:
         """Note a batch; return the factor on the learning rate, which falls to 0.1 with time."""
         now = time.monotonic() - self.started
-        for episode in batch:
-            steps, worker = len(episode.obs), self.workers[episode.worker_idx]
-            worker["version"] = episode.versions[-1]
-            worker["lag"] = version - worker["version"]
-            worker["steps"] += steps
-            worker["episodes"] += 1
-            self.returns.append((now, steps))
-            lag = version - statistics.fmean(episode.versions)
-            self.lags.append((now, episode.worker_idx, version, lag))
+        for worker, steps in batch:
+            lag = version - statistics.fmean(step.version for step in steps)
+            newest = steps[-1].version
+            self.episodes.append(Collected(now, worker, len(steps), newest, version, lag))
         return max(0.1, 1.0 - now / self.seconds)
 
-    def sent(self, report: SendReport) -> bool:
-        """Note a send that every worker has applied; whether to go on."""
+    def sent(self, report: SendReport) -> None:
+        """Note a send that every worker has applied."""
         self.version = report.version
         self.latencies.append(report.elapsed)
         self.elapsed = time.monotonic() - self.started
         self.show(self)
+
+    @property
+    def going(self) -> bool:
+        """Whether there is more to learn, and time for it."""
         return not self.solved and self.elapsed < self.seconds
+
+    @property
+    def workers(self) -> list[dict[str, int]]:
+        """Newest version, its lag, steps and episodes of each worker."""
+        rows = []
+        for idx in range(self.num_workers):
+            own = [each for each in self.episodes if each.worker == idx]
+            last = own[-1] if own else Collected(0.0, idx, 0, 0, 0, 0.0)
+            row = {"worker_idx": idx, "version": last.version, "lag": last.newest - last.version}
+            rows.append({**row, "steps": sum(each.steps for each in own), "episodes": len(own)})
+        return rows
 
     def mean_return(self, first: bool = False) -> float:
         """Mean return of the first or the last 20 episodes; NaN when there is none."""
-        values = [value for _, value in self.returns]
-        return _mean(values[:_WINDOW] if first else values[-_WINDOW:])
+        return _mean_return(self.episodes[:_WINDOW] if first else self.episodes[-_WINDOW:])
 
     @property
     def solved(self) -> bool:
         """Whether the last 40 episodes are good enough to stop early."""
-        last = [value for _, value in self.returns[-2 * _WINDOW :]]
-        return len(last) == 2 * _WINDOW and _mean(last) >= _SOLVED_RETURN
+        last = self.episodes[-2 * _WINDOW :]
+        return len(last) == 2 * _WINDOW and _mean_return(last) >= _SOLVED_RETURN
 
     def latency(self, percent: int) -> float:
         """Seconds that so many percent of the sends did not exceed."""
@@ -178,45 +197,39 @@ class Progress:
             "num_workers": self.num_workers,
             "start_return": start,
             "final_return": final,
-            "risen": len(self.returns) >= 2 * _WINDOW and final >= 2 * start,
+            "risen": len(self.episodes) >= 2 * _WINDOW and final >= 2 * start,
             "solved": self.solved,
             "seconds": round(self.elapsed, 3),
-            "steps": sum(worker["steps"] for worker in self.workers),
-            "episodes": len(self.returns),
+            "steps": sum(each.steps for each in self.episodes),
+            "episodes": len(self.episodes),
             "versions": self.version,
             "send_latency_p50": self.latency(50),
             "send_latency_p95": self.latency(95),
-            "mean_lag": _mean([lag for *_, lag in self.lags]),
+            "mean_lag": statistics.fmean([each.lag for each in self.episodes] or [math.nan]),
             "workers": self.workers,
         }
 
     def line(self) -> str:
         """The run so far in one line."""
-        workers = ", ".join(
-            f"worker {idx}: version {worker['version']} lag {worker['lag']}"
-            for idx, worker in enumerate(self.workers)
-        )
-        p50, p95 = (self.latency(percent) * 1e3 for percent in (50, 95))
-        return f"{self._summary_line()}  {workers}  send p50 {p50:.2f} ms p95 {p95:.2f} ms"
-
-    def _summary_line(self) -> str:
         return (
-            f"{self.elapsed:.0f} of {self.seconds:.0f} s of training  "
-            f"return {self.mean_return():6.1f}  version {self.version}"
+            f"{self.elapsed:.0f} of {self.seconds:.0f} s of training  return "
+            f"{self.mean_return():6.1f}  version {self.version}  "
+            f"send {self.latency(50) * 1e3:.2f} ms"
         )
 
     def table(self) -> Table:
         """The run so far as a table, for 60 columns or more."""
-        table = Table(caption=self._summary_line(), caption_justify="left")
-        for name in self.workers[0]:
+        table = Table(caption=self.line(), caption_justify="left")
+        workers = self.workers
+        for name in workers[0]:
             table.add_column(name, justify="right", min_width=7, no_wrap=True)
-        for worker in self.workers:
+        for worker in workers:
             table.add_row(*(f"{value:,}" for value in worker.values()))
         return table
 
 
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+def _mean_return(episodes: list[Collected]) -> float:
+    return statistics.fmean([each.steps for each in episodes] or [math.nan])
 
 
 @contextmanager
@@ -256,18 +269,18 @@ def _save_plot(progress: Progress, path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title)
-    times, values = [at for at, _ in progress.returns], [value for _, value in progress.returns]
-    means = [_mean(values[max(0, i - _WINDOW) : i]) for i in range(1, len(values) + 1)]
-    upper.plot(times, values, ".", markersize=3, alpha=0.35, label="episode")
+    episodes = progress.episodes
+    times = [each.at for each in episodes]
+    means = [
+        _mean_return(episodes[max(0, end - _WINDOW) : end]) for end in range(1, len(times) + 1)
+    ]
+    returns = [each.steps for each in episodes]
+    upper.plot(times, returns, ".", markersize=3, alpha=0.35, label="episode")
     upper.plot(times, means, label=f"mean of the last {_WINDOW}")
-    lower.step(
-        times, [version for _, _, version, _ in progress.lags], where="post", label="trainer"
-    )
+    lower.step(times, [each.newest for each in episodes], where="post", label="trainer")
     for idx in range(progress.num_workers):
-        points = [
-            (at, version - lag) for at, worker, version, lag in progress.lags if worker == idx
-        ]
-        lower.plot(*zip(*points, strict=True), ".", markersize=4, label=f"worker {idx}")
+        own = [(each.at, each.newest - each.lag) for each in episodes if each.worker == idx]
+        lower.plot(*zip(*own, strict=True), ".", markersize=4, label=f"worker {idx}")
     upper.set(ylabel="return")
     lower.set(ylabel="version", xlabel="time (s)", ylim=(0, None))
     for axes in (upper, lower):

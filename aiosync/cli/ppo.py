@@ -10,18 +10,16 @@ a plain :mod:`multiprocessing` connection. Must not import typer or rich: worker
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -35,7 +33,7 @@ from aiosync.errors import AiosyncError
 if TYPE_CHECKING:
     from aiosync.cli.demo import Progress
 
-__all__ = ["Episode", "train"]
+__all__ = ["Episode", "Step", "train"]
 
 _BATCH_STEPS = 512  # environment steps that one update of the policy learns from
 _LOOK_SECONDS = 0.2
@@ -47,37 +45,24 @@ _EPOCHS = 8
 _MINIBATCH = 256
 
 
-@dataclass(slots=True)
-class Episode:
-    """One attempt of a worker, of as many steps as the pole stood: that is its return.
+class Step(NamedTuple):
+    """One step of a worker.
 
     Attributes:
-        worker_idx: Who made it.
-        obs: Observations before each step.
-        actions: Actions taken.
-        log_probs: Their log-probability under the policy that took them.
-        versions: Version of the policy that took each step.
+        obs: What it saw before.
+        action: What it did.
+        log_prob: The action's log-probability under the policy that chose it.
+        version: Version of that policy.
     """
 
-    worker_idx: int
-    obs: list[Any] = field(default_factory=list)
-    actions: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @torch.no_grad()
-    def act(self, policy: Policy, obs: Any, version: int) -> int:
-        """Choose an action; ``version`` is what the policy holds meanwhile."""
-        log_probs = policy(torch.from_numpy(obs)).log_softmax(-1)
-        action = int(torch.multinomial(log_probs.exp(), 1))
-        self.obs.append(obs)
-        self.actions.append(action)
-        self.log_probs.append(float(log_probs[action]))
-        self.versions.append(version)
-        return action
+    obs: Any
+    action: int
+    log_prob: float
+    version: int
 
 
-Start: TypeAlias = "Callable[[], AbstractContextManager[Workers]]"
+Episode: TypeAlias = tuple[int, list[Step]]
+"""A worker, and its steps for as long as the pole stood: so many are the return."""
 
 # -- training -----------------------------------------------------------------------------------
 
@@ -90,44 +75,44 @@ def train(progress: Progress, transport: str, num_workers: int, seed: int, sync:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     name = "SharedMemWeightSyncScheme" if transport == "shm" else "MultiProcessWeightSyncScheme"
-    policy = Policy()
+    learner = PPO(make_policy())
     scheme = getattr(aiosync.sync if sync else aiosync, name)()
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=num_workers)
-    start = functools.partial(running, num_workers, seed, scheme, sync)
+    scheme.init_on_sender(model_id="policy", model=learner.policy, num_workers=num_workers)
+    start = running(num_workers, seed, scheme, sync)
     if sync:
-        train_sync(policy, scheme, start, progress)
+        train_sync(learner, scheme, start, progress)
     else:
-        aiosync.run(train_async(policy, scheme, start, progress))
+        aiosync.run(train_async(learner, scheme, start, progress))
 
 
-async def train_async(policy: Policy, scheme: Any, start: Start, progress: Progress) -> None:
+async def train_async(
+    learner: PPO, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
+) -> None:
     """Train with the async API."""
-    learner = PPO(policy)
     async with scheme:
-        with start() as workers:
+        with start as workers:
             # Every worker has the first weights when this returns; one that dies is noticed.
             await scheme.connect(processes=workers.processes)
             progress.started = time.monotonic()
-            going = True
-            while going:
+            while progress.going:
                 batch = await asyncio.to_thread(workers.collect)
                 lr_scale = progress.collected(batch, scheme.version)
                 await asyncio.to_thread(learner.update, batch, lr_scale)
-                going = progress.sent(await scheme.send())  # returns when all have applied it
+                progress.sent(await scheme.send())  # returns when all have applied it
 
 
-def train_sync(policy: Policy, scheme: Any, start: Start, progress: Progress) -> None:
+def train_sync(
+    learner: PPO, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
+) -> None:
     """Train with the blocking facade."""
-    learner = PPO(policy)
-    with scheme, start() as workers:
+    with scheme, start as workers:
         scheme.connect(processes=workers.processes)
         progress.started = time.monotonic()
-        going = True
-        while going:
+        while progress.going:
             batch = workers.collect()
             lr_scale = progress.collected(batch, scheme.version)
             learner.update(batch, lr_scale)
-            going = progress.sent(scheme.send())
+            progress.sent(scheme.send())
 
 
 class Workers:
@@ -145,7 +130,7 @@ class Workers:
     def collect(self) -> list[Episode]:
         """Return what one update of the policy learns from; blocks, and ends when stopped."""
         batch: list[Episode] = []
-        while sum(len(each.obs) for each in batch) < _BATCH_STEPS:
+        while sum(len(steps) for _, steps in batch) < _BATCH_STEPS:
             for channel in wait(self.channels, _LOOK_SECONDS):
                 assert isinstance(channel, Connection)
                 try:
@@ -202,19 +187,11 @@ def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Wo
 # -- learning -----------------------------------------------------------------------------------
 
 
-class Policy(nn.Module):
+def make_policy() -> nn.Module:
     """The network that workers run: observations ``[..., 4]`` to action logits ``[..., 2]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body: nn.Sequential = nn.Sequential(
-            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
-        )
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[..., 2]`` for observations ``[..., 4]``."""
-        logits: torch.Tensor = self.body(obs)
-        return logits
+    return nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
 
 
 class PPO:
@@ -227,17 +204,18 @@ class PPO:
         policy: Trained in place.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy: Policy = policy
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy: nn.Module = policy
         self._optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, foreach=True)
 
     def update(self, episodes: Sequence[Episode], lr_scale: float) -> None:
         """Improve the policy on one batch, of any workers and versions."""
         self._optimizer.param_groups[0]["lr"] = _LEARNING_RATE * lr_scale
-        obs = torch.from_numpy(np.array([row for each in episodes for row in each.obs]))
-        actions = torch.tensor([action for each in episodes for action in each.actions])
-        old_log_probs = torch.tensor([value for each in episodes for value in each.log_probs])
-        left = torch.cat([torch.arange(len(each.obs), 0, -1) for each in episodes])
+        steps = [step for _, episode in episodes for step in episode]
+        obs = torch.from_numpy(np.array([step.obs for step in steps]))
+        actions = torch.tensor([step.action for step in steps])
+        old_log_probs = torch.tensor([step.log_prob for step in steps])
+        left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
         returns = (1 - _GAMMA**left) / (1 - _GAMMA)  # each step that is left earns 1, discounted
         advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
         for _ in range(_EPOCHS):
@@ -256,49 +234,60 @@ class PPO:
 # -- collecting ---------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def act(policy: nn.Module, obs: Any, version: int) -> Step:
+    """Choose an action; ``version`` is what the policy holds meanwhile."""
+    log_probs = policy(torch.from_numpy(obs)).log_softmax(-1)
+    action = int(torch.multinomial(log_probs.exp(), 1))
+    return Step(obs, action, float(log_probs[action]), version)
+
+
+def play(env: Any, policy: nn.Module, scheme: Any) -> Iterator[Step]:
+    """Play one episode, step by step.
+
+    No update is applied during a forward. ``reading()`` widens that to more than one: here to the
+    forward together with the version that is noted beside its action.
+    """
+    obs, _ = env.reset()
+    ended = False
+    while not ended:
+        with scheme.reading():
+            step = act(policy, obs, scheme.version)
+        obs, _, terminated, truncated, _ = env.step(step.action)
+        ended = terminated or truncated
+        yield step
+
+
 async def work_async(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> None:
     """Collect with the async API until the trainer closes ``channel``.
 
-    Updates are applied on this event loop, so only where the code awaits: between ``act`` and
-    the next ``await`` the policy and ``scheme.version`` cannot change.
+    Updates arrive on this event loop, so while the code awaits.
     """
-    policy = Policy()
+    policy = make_policy()
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     async with scheme:
         await scheme.connect()  # the policy holds the trainer's weights from here on
         while True:
             await asyncio.to_thread(channel.recv_bytes)  # the trainer asks for one more episode
-            episode, ended = Episode(worker_idx), False
-            obs, _ = env.reset()
-            while not ended:
-                action = episode.act(policy, obs, scheme.version)
-                obs, _, terminated, truncated, _ = env.step(action)
-                ended = terminated or truncated
-                await asyncio.sleep(0)  # a newer version may be applied here
-            channel.send(episode)
+            steps = []
+            for step in play(env, policy, scheme):
+                steps.append(step)
+                await asyncio.sleep(0)  # a newer version may arrive here
+            channel.send((worker_idx, steps))
 
 
 def work_sync(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> None:
     """Collect with the blocking facade until the trainer closes ``channel``.
 
-    Updates are applied by the facade's own thread, never during a forward of the policy.
-    ``reading()`` widens that protection to more than one forward: here to the forward together
-    with the version that is noted beside its action.
+    Updates are applied by the facade's own thread.
     """
-    policy = Policy()
+    policy = make_policy()
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     with scheme:
         scheme.connect()
         while True:
             channel.recv_bytes()
-            episode, ended = Episode(worker_idx), False
-            obs, _ = env.reset()
-            while not ended:
-                with scheme.reading():
-                    action = episode.act(policy, obs, scheme.version)
-                obs, _, terminated, truncated, _ = env.step(action)
-                ended = terminated or truncated
-            channel.send(episode)
+            channel.send((worker_idx, list(play(env, policy, scheme))))
 
 
 def work(worker_idx: int, seed: int, scheme: Any, channel: Connection, sync: bool) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("gymnasium")
 from rich.console import Console
 
 import aiosync.cli
-from aiosync.cli.demo import Progress
+from aiosync.cli.demo import Collected, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,23 +100,13 @@ def test_wrong_usage_is_refused_before_anything_starts(
 def test_a_narrow_terminal_shows_whole_numbers() -> None:
     progress = Progress(2, 50.0, lambda _: None)
     progress.elapsed, progress.version = 14.2, 12345
-    progress.workers[0].update(version=12345, lag=2, steps=1_234_567, episodes=54321)
+    progress.episodes += [Collected(1.0, 0, 1000, 12345, 12347, 2.0)] * 1234
     stream = io.StringIO()
     Console(file=stream, width=60).print(progress.table())
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= 60
-    for each in ("14 of 50 s of training", "version 12345", "12,345", "1,234,567", "54,321"):
+    for each in ("14 of 50 s of training", "version 12345", "12,345", "1,234,000", " 1,234 "):
         assert each in shown
-
-
-@pytest.mark.slow
-def test_doctor_finds_this_machine_fit() -> None:
-    done = run("doctor")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("aiosync", "torch", "event loop", "memfd", "cores", "unix sockets"):
-        assert name in done.stdout
-    assert aiosync.__version__ in done.stdout
-    assert "FAILED" not in done.stdout
 
 
 @pytest.mark.slow
@@ -145,7 +135,7 @@ def test_the_return_rises(transport: str, sync: bool, tmp_path: Path) -> None:
         assert worker["version"] > 10  # the worker was kept fresh while it collected
     assert plot.read_bytes().startswith(b"\x89PNG")
     # It says how it goes, line by line, on what is no terminal.
-    assert re.search(r"return +[0-9.]+  version \d+  worker 0: version \d+ lag \d", done.stderr)
+    assert re.search(r"return +[0-9.]+  version \d+  send [0-9.]+ ms", done.stderr)
     assert "Solved" in done.stderr or "The return rose" in done.stderr
 
 
