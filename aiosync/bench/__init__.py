@@ -6,25 +6,29 @@ is the interface, and its JSON. The names here are for benchmarks that compare m
 :func:`register` contenders.
 """
 
-from aiosync.bench._aiosync import AsyncTrainer, FacadeTrainer
-from aiosync.bench._contenders import (
+from aiosync.bench._limits import Limit, wake_up
+from aiosync.bench._results import LIMIT, Machine, Missing, Results, Timing, limit_of, machine, show
+from aiosync.bench._run import (
     CONTENDERS,
+    Block,
     Contender,
     Plan,
+    Rounds,
     cases_of,
     choose,
+    maybe,
     profiles,
     register,
+    run,
 )
-from aiosync.bench._limits import Limit, wake_up
-from aiosync.bench._results import LIMIT, Case, Machine, Missing, Results, Timing, machine
-from aiosync.bench._run import Block, Rounds, maybe, run
-from aiosync.bench._table import limit_of, show
 from aiosync.bench._work import (
     PATIENCE,
     WORKLOADS,
+    AsyncTrainer,
+    Case,
     Crew,
     Desk,
+    FacadeTrainer,
     Handle,
     Workload,
     ask_all,

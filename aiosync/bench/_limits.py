@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiosync._cores import usable_cores
-from aiosync.bench._results import Case
-from aiosync.bench._work import PATIENCE, WORKLOADS, Crew, Desk, Handle, fill
+from aiosync.bench._work import PATIENCE, WORKLOADS, Case, Crew, Desk, Handle, fill
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,12 +144,13 @@ class Stream(Limit):
         self._family = family
         self._wake_up = wake_up
         self._sockets: list[socket.socket] = []
-        self._pieces: list[list[memoryview]] = []
+        self._pieces: list[tuple[list[memoryview], int]] = []
 
     def start(self, case: Case) -> Sequence[Handle]:
         """Connect to as many processes as there are workers."""
         views = [memoryview(b"x")] if self._wake_up else [_view(each) for each in self.sources]
-        self._pieces = _cut(views)
+        cut = [views[at : at + _IOV_MAX] for at in range(0, len(views), _IOV_MAX)]
+        self._pieces = [(piece, sum(map(len, piece))) for piece in cut]
         handles: Sequence[Handle] = []
         for _ in range(case.workers):
             ours, theirs = _pair(self._family)
@@ -162,12 +162,9 @@ class Stream(Limit):
     def send(self) -> None:
         """Return when every worker has said that it has everything."""
         for sock in self._sockets:
-            for views in self._pieces:
-                sent = sock.sendmsg(views)
-                for view in views:  # most often all of it went at once
-                    if sent < len(view):
-                        sock.sendall(view[sent:])
-                    sent = max(0, sent - len(view))
+            for views, nbytes in self._pieces:
+                if sock.sendmsg(views) != nbytes:
+                    raise RuntimeError(f"a worker took nothing for {PATIENCE:g} s")
         for sock in self._sockets:
             if not sock.recv(1):
                 raise RuntimeError("a worker ended before it answered")
@@ -201,22 +198,6 @@ def _pair(family: str) -> tuple[socket.socket, socket.socket]:
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
     return ours, theirs
-
-
-def _cut(views: list[memoryview]) -> list[list[memoryview]]:
-    """Slices of the large tensors, and small ones many at a time, in order."""
-    pieces: list[list[memoryview]] = []
-    many: list[memoryview] = []
-    for view in views:
-        if len(view) > _SMALL:
-            many = []
-            pieces += [[view[at : at + _WINDOW]] for at in range(0, len(view), _WINDOW)]
-        else:
-            if not many or len(many) == _IOV_MAX:
-                many = []
-                pieces.append(many)
-            many.append(view)
-    return pieces
 
 
 def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> None:

@@ -1,10 +1,11 @@
-"""The work: models by the number and the sizes of their tensors, and the workers that get them."""
+"""The work: models by the number and sizes of their tensors, trainers that send them, workers."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+import aiosync
+import aiosync.sync
+from aiosync._run import new_event_loop
+
 __all__ = [
     "PATIENCE",
     "WORKLOADS",
+    "AsyncTrainer",
+    "Case",
     "Crew",
     "Desk",
+    "FacadeTrainer",
     "Handle",
     "Workload",
     "ask_all",
@@ -77,6 +85,28 @@ WORKLOADS = {
     "512MiB": Workload(lambda: _Tensors(16, 2**23), 2**29, 3),
 }
 """By name, which says the number and the size of the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One piece of work that contenders do.
+
+    Attributes:
+        transport: How the weights travel: ``"shm"``, ``"pipe"``, ``"tcp"``, ``"unix"``,
+            ``"gloo"``, ``"rpc"`` or ``"ray"``.
+        workload: Name of the model.
+        workers: Worker processes.
+        busy: Workers compute forwards without pause.
+    """
+
+    transport: str
+    workload: str
+    workers: int
+    busy: bool = False
+
+    def __str__(self) -> str:
+        busy = ", busy" if self.busy else ""
+        return f"{self.transport} {self.workload} to {self.workers}{busy}"
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -292,3 +322,97 @@ class Crew:
             pipe.close()
         self.processes.clear()
         self._pipes.clear()
+
+
+# -- aiosync's trainers, over transports to processes of this host --------------------------------
+
+_MAKERS: dict[str, Callable[[Any, str], Any]] = {
+    "shm": lambda package, _: package.SharedMemWeightSyncScheme(),
+    "pipe": lambda package, _: package.MultiProcessWeightSyncScheme(),
+    "tcp": lambda package, _: package.TCPWeightSyncScheme("tcp://127.0.0.1:0"),
+    "unix": lambda package, folder: package.TCPWeightSyncScheme(f"unix://{folder}/socket"),
+    "gloo": lambda package, _: package.DistributedWeightSyncScheme(),
+    "gloo_network": lambda package, _: package.DistributedWeightSyncScheme(shared_memory=False),
+}
+
+
+class _Trainer:
+    """What both surfaces need: a model, processes and a folder for sockets.
+
+    Attributes:
+        model: What it sends.
+        scheme: The scheme, from :meth:`open` on.
+        crew: The worker processes.
+    """
+
+    model: nn.Module
+
+    def __init__(self, transport: str) -> None:
+        self.crew: Crew = Crew()
+        self.scheme: Any = None
+        self._transport = transport
+
+    def _prepare(self, case: Case, package: Any) -> None:
+        self.model = WORKLOADS[case.workload].build()
+        fill(self.model, 1.0)
+        self._folder = tempfile.TemporaryDirectory(prefix="aiosync-bench-")
+        self.scheme = _MAKERS[self._transport](package, self._folder.name)
+        self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=case.workers)
+
+    def _tidy(self) -> None:
+        self.scheme = None
+        self._folder.cleanup()
+
+
+class AsyncTrainer(_Trainer):
+    """The async API in trainer and workers.
+
+    Args:
+        transport: Name of the transport.
+    """
+
+    async def open(self, case: Case) -> Sequence[Handle]:
+        """Start the workers, on loops of the same kind as this one, and join them."""
+        self._prepare(case, aiosync)
+        plain = isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
+        loop = asyncio.new_event_loop if plain else new_event_loop
+        handles = self.crew.start(work_async, case.workers, self.scheme, case.workload, loop)
+        await self.scheme.connect(processes=self.crew.processes, timeout=PATIENCE)
+        return handles
+
+    async def send(self) -> None:
+        """Return when every worker has applied."""
+        await self.scheme.send()
+
+    async def close(self) -> None:
+        """End workers and scheme."""
+        if self.scheme is not None:
+            await asyncio.to_thread(self.crew.stop)
+            await self.scheme.aclose()
+            self._tidy()
+
+
+class FacadeTrainer(_Trainer):
+    """``aiosync.sync`` in trainer and workers.
+
+    Args:
+        transport: Name of the transport.
+    """
+
+    def open(self, case: Case) -> Sequence[Handle]:
+        """Start the workers and join them."""
+        self._prepare(case, aiosync.sync)
+        handles = self.crew.start(work_facade, case.workers, self.scheme, case.workload)
+        self.scheme.connect(processes=self.crew.processes, timeout=PATIENCE)
+        return handles
+
+    def send(self) -> None:
+        """Return when every worker has applied."""
+        self.scheme.send()
+
+    def close(self) -> None:
+        """End workers and scheme."""
+        if self.scheme is not None:
+            self.crew.stop()
+            self.scheme.shutdown()
+            self._tidy()
